@@ -1,0 +1,70 @@
+"""How busy a role is, measured the same way in every service, so that the shares can be compared.
+
+A role is *busy* while at least one piece of its own work is under way (a request in the engine, a
+group being scored, an optimizer step) and *idle* while it waits for another role. The idle share of
+a run says who waits for whom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+
+class Activity:
+    """Accumulates busy and idle seconds; thread-safe. ``clock`` returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start idle."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since = clock()
+        self._num_working = 0
+        self._busy_s = 0.0
+        self._idle_s = 0.0
+        self.state = "starting"
+
+    @contextlib.contextmanager
+    def working(self, state: str = "working") -> Iterator[None]:
+        """Count the block as busy; blocks may overlap."""
+        self._turn(+1, state)
+        try:
+            yield
+        finally:
+            self._turn(-1, "waiting")
+
+    def restart(self) -> None:
+        """Forget what was counted: start-up is neither busy nor idle."""
+        with self._lock:
+            self._since = self._clock()
+            self._busy_s = self._idle_s = 0.0
+
+    def totals(self) -> tuple[float, float]:
+        """Return busy and idle seconds so far."""
+        with self._lock:
+            self._account()
+            return self._busy_s, self._idle_s
+
+    def _turn(self, change: int, state: str) -> None:
+        with self._lock:
+            self._account()
+            self._num_working += change
+            if self._num_working == 0 or change > 0:
+                self.state = state
+
+    def _account(self) -> None:
+        now = self._clock()
+        if self._num_working:
+            self._busy_s += now - self._since
+        else:
+            self._idle_s += now - self._since
+        self._since = now
+
+
+def cpu_seconds() -> float:
+    """Return user and system seconds of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

@@ -1,0 +1,44 @@
+"""Object keys from ids; the only file with key literals.
+
+Keys are immutable: an attempt that may be repeated carries a fresh attempt id, so that no object
+is ever overwritten (an S3 server may break a reader of an object that is being replaced).
+"""
+
+from __future__ import annotations
+
+from protocol.versions import PolicyVersion
+
+
+def run_prefix(run_id: str) -> str:
+    """Return the prefix below which everything of a run lies."""
+    return f"runs/{run_id}/"
+
+
+def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: str) -> str:
+    """Return the key of a Parquet pack of groups; ``version`` is the oldest that sampled it."""
+    return f"runs/{run_id}/groups/v{version:08d}/{pack_id}.{attempt_id}.parquet"
+
+
+def task_list(run_id: str, pack_id: str) -> str:
+    """Return the key of the tasks of a message that was too small for them."""
+    return f"runs/{run_id}/tasks/{pack_id}.msgpack"
+
+
+def weights_prefix(run_id: str, version: PolicyVersion) -> str:
+    """Return the prefix of one version's shards."""
+    return f"runs/{run_id}/weights/v{version:08d}/"
+
+
+def weights_shard(run_id: str, version: PolicyVersion, attempt_id: str, name: str) -> str:
+    """Return the key of one shard; ``attempt_id`` is fresh for every publication attempt."""
+    return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/{name}"
+
+
+def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> str:
+    """Return the key of a version's manifest, written last."""
+    return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/manifest.json"
+
+
+def model_file(run_id: str, sha256: str, name: str) -> str:
+    """Return the key of a model folder's small file (config, tokenizer), addressed by content."""
+    return f"runs/{run_id}/model/{sha256[:16]}/{name}"

@@ -1,0 +1,98 @@
+"""Every situation in which the protocol refuses to go on, drawn as one tree.
+
+    PenstockError
+    ├── WireError                 a message from outside is not what it claims to be
+    │   ├── UnknownSchema         no such fact, or a version this build does not read
+    │   ├── MalformedFact         the fields do not fit the schema
+    │   └── MessageTooLarge       above the 64 KB every message keeps
+    ├── PackError                 a group pack (Parquet) is not readable or not what the message says
+    ├── BusError
+    │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
+    │   ├── BusRefused            wrong credentials or missing permission
+    │   ├── MissingStream         the run was not bootstrapped
+    │   ├── StreamFull            back-pressure lasted longer than the deadline
+    │   └── CompareAndSwapFailed  somebody else moved the key first
+    ├── BlobError
+    │   ├── BlobStoreUnreachable  no S3 server, or it did not answer within the deadline
+    │   ├── BlobStoreRefused      wrong credentials, missing bucket
+    │   ├── BlobMissing           the key named by a message does not exist
+    │   └── BlobCorrupt           size or sha256 differs from the message
+    └── ConfigError               the run file is wrong; lists every mistake with file and line
+
+Texts say what, which id, expected and got, and what to do. A new error goes where a caller
+would want to catch it; one that nobody catches separately needs no class of its own.
+"""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of everything Penstock raises on purpose; the text is written for the person reading it."""
+
+
+class WireError(PenstockError):
+    """A message from outside is not what it claims to be; the receiver sends it to the dead letters."""
+
+
+class UnknownSchema(WireError):
+    """The schema tag names no fact that this build reads."""
+
+
+class MalformedFact(WireError):
+    """The message carries a known schema tag, but its fields do not fit."""
+
+
+class MessageTooLarge(WireError):
+    """The encoded message exceeds the limit; payload belongs into the object store."""
+
+
+class PackError(PenstockError):
+    """A group pack cannot be read, or does not hold what the message says it holds."""
+
+
+class BusError(PenstockError):
+    """Base of everything that can go wrong between a service and NATS."""
+
+
+class BusUnreachable(BusError):
+    """No NATS server answered within the deadline."""
+
+
+class BusRefused(BusError):
+    """NATS answered and said no: wrong credentials, or a permission is missing."""
+
+
+class MissingStream(BusError):
+    """The stream, consumer or bucket of this run does not exist."""
+
+
+class StreamFull(BusError):
+    """The stream stayed full until the deadline: its readers are down or too slow."""
+
+
+class CompareAndSwapFailed(BusError):
+    """The key was moved by somebody else between read and write."""
+
+
+class BlobError(PenstockError):
+    """Base of everything that can go wrong between a service and the object store."""
+
+
+class BlobStoreUnreachable(BlobError):
+    """No S3 server answered within the deadline."""
+
+
+class BlobStoreRefused(BlobError):
+    """The S3 server answered and said no: wrong credentials, or the bucket does not exist."""
+
+
+class BlobMissing(BlobError):
+    """The object named by a message does not exist."""
+
+
+class BlobCorrupt(BlobError):
+    """The object's size or sha256 is not the one its message promised."""
+
+
+class ConfigError(PenstockError):
+    """The run file is wrong; the text lists every mistake with file, line and the nearest right name."""

@@ -1,0 +1,353 @@
+"""The facts that travel between services, each a frozen model in MessagePack with a schema tag.
+
+A fact is a past participle: something that happened, written once, never changed. Payloads
+(trajectories, weights) are objects in S3; a fact carries their key, size and sha256.
+
+| fact               | written by     | read by                 | means                                   |
+|--------------------|----------------|-------------------------|-----------------------------------------|
+| `TaskIssued`       | trainer        | rollout worker          | generate these groups                   |
+| `GroupGenerated`   | rollout worker | reward service          | these groups are in S3, verified        |
+| `GroupScored`      | reward service | trainer                 | the same groups, one reward a trajectory|
+| `WeightsPublished` | trainer        | rollout worker          | version v is complete in S3             |
+| `WeightsApplied`   | rollout worker | trainer, console        | this engine now serves version v        |
+| `RunEvent`         | every service  | console                 | a figure or a moment worth showing      |
+| `DeadLetter`       | every service  | people                  | a message nobody could process, and why |
+| `Heartbeat`        | every service  | console (KV, with TTL)  | I am alive, at this version, this busy  |
+| `Head`             | trainer        | rollout worker (KV)     | the newest complete version             |
+
+The group stays the unit of identity, scoring, staleness and accounting. Small groups travel
+together: one message and one object for a *pack* of them, because a message and an object for
+each costs more than training a tiny model (measured, see `benchmarks/`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
+
+MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers
+MAX_NESTING = 32  # hostile nesting is refused before pydantic sees it
+
+Split = Literal["train", "eval"]
+FinishReason = Literal["stop", "length", "abort"]
+Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_.:#-]+$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Wire(BaseModel):
+    """Base of everything that crosses a process border: frozen, strict, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class BlobRef(Wire):
+    """Names one immutable object in S3 so that a reader can verify what it got."""
+
+    key: Annotated[str, Field(min_length=1, max_length=512)]
+    size_bytes: Count
+    sha256: Sha256
+
+
+class Sampling(Wire):
+    """How the engine samples. ``temperature`` 0 is greedy; ``top_p`` and ``top_k`` at 1 and -1 are off."""
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)]
+    temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class RewardRequest(Wire):
+    """What the reward service needs to score a group: the reward's name and the row it belongs to.
+
+    ``ground_truth`` and ``extra_info`` are JSON texts, so that any value of a data set survives.
+    """
+
+    name: Identifier
+    data_source: str = ""
+    ground_truth: str | None = None
+    extra_info: str = "{}"
+
+    @model_validator(mode="after")
+    def _json_texts(self) -> RewardRequest:
+        for field in ("ground_truth", "extra_info"):
+            text = getattr(self, field)
+            if text is not None:
+                try:
+                    json.loads(text)
+                except ValueError as err:
+                    raise ValueError(f"{field} is not JSON: {err}") from None
+        return self
+
+
+class Task(Wire):
+    """Generate one group: ``group_size`` completions of one prompt."""
+
+    group_id: Identifier
+    prompt_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)]
+    prompt_text: str
+    group_size: Annotated[int, Field(ge=1, le=4096)]
+    sampling: Sampling
+    reward: RewardRequest
+    split: Split
+    environment: Identifier = "single_turn"
+    attempt: Count = 0
+    issued_version: Count
+    pinned_version: Count | None = None  # evaluation: every token must come from this version
+
+
+class GeneratedGroup(Wire):
+    """One group of a pack, as generated; ``row_group`` is its place in the Parquet object."""
+
+    group_id: Identifier
+    row_group: Count
+    split: Split
+    attempt: Count
+    reward_name: Identifier
+    issued_version: Count
+    oldest_version: Count
+    newest_version: Count
+    prompt_tokens: Count
+    completion_tokens: tuple[Count, ...]
+    finish_reasons: tuple[FinishReason, ...]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GeneratedGroup:
+        if not self.completion_tokens:
+            raise ValueError(f"group {self.group_id} has no trajectory")
+        if len(self.completion_tokens) != len(self.finish_reasons):
+            raise ValueError(
+                f"group {self.group_id}: {len(self.completion_tokens)} lengths but "
+                f"{len(self.finish_reasons)} finish reasons"
+            )
+        if self.newest_version < self.oldest_version:
+            raise ValueError(f"group {self.group_id}: newest version is older than the oldest")
+        return self
+
+
+class ScoredGroup(Wire):
+    """One group with a reward for every trajectory; ``parts`` are named components, same length."""
+
+    generated: GeneratedGroup
+    rewards: tuple[Finite, ...]
+    parts: dict[str, tuple[Finite, ...]] = {}
+    scorer: str  # endpoint or built-in that gave the rewards, with its version
+
+    @model_validator(mode="after")
+    def _one_reward_each(self) -> ScoredGroup:
+        expected = len(self.generated.completion_tokens)
+        for name, values in {"rewards": self.rewards, **self.parts}.items():
+            if len(values) != expected:
+                raise ValueError(
+                    f"group {self.generated.group_id}: {len(values)} values in {name}, "
+                    f"expected one for each of {expected} trajectories"
+                )
+        return self
+
+
+class Fact(Wire):
+    """A message with a schema tag; subclasses register themselves by their ``schema_tag``."""
+
+    schema_tag: ClassVar[str]
+    registry: ClassVar[dict[str, type[Fact]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        tag = cls.__dict__.get("schema_tag")
+        if tag is not None:
+            Fact.registry[tag] = cls
+
+
+class TaskIssued(Fact):
+    """Written by the trainer, read by one rollout worker: generate these groups."""
+
+    schema_tag = "task_issued.v1"
+    run_id: Identifier
+    pack_id: Identifier
+    tasks: tuple[Task, ...] = ()
+    tasks_blob: BlobRef | None = None  # when the prompts do not fit into a message
+
+    @model_validator(mode="after")
+    def _tasks_somewhere(self) -> TaskIssued:
+        if bool(self.tasks) == (self.tasks_blob is not None):
+            raise ValueError("exactly one of tasks and tasks_blob must be given")
+        return self
+
+
+class TaskList(Fact):
+    """The tasks of a `TaskIssued` that were too large for a message, stored as an object."""
+
+    schema_tag = "task_list.v1"
+    tasks: Annotated[tuple[Task, ...], Field(min_length=1)]
+
+
+class GroupGenerated(Fact):
+    """Written by a rollout worker, read by the reward service: these groups are in S3, verified."""
+
+    schema_tag = "group_generated.v1"
+    run_id: Identifier
+    pack_id: Identifier
+    worker_id: Identifier
+    pack: BlobRef
+    groups: Annotated[tuple[GeneratedGroup, ...], Field(min_length=1)]
+
+
+class GroupScored(Fact):
+    """Written by the reward service, read by the trainer: the same groups with their rewards."""
+
+    schema_tag = "group_scored.v1"
+    run_id: Identifier
+    pack_id: Identifier
+    worker_id: Identifier
+    pack: BlobRef
+    groups: Annotated[tuple[ScoredGroup, ...], Field(min_length=1)]
+
+
+class WeightsPublished(Fact):
+    """Written by the trainer, read by rollout workers: version ``version`` is complete in S3."""
+
+    schema_tag = "weights_published.v1"
+    run_id: Identifier
+    version: Count
+    step: Count
+    manifest: BlobRef
+    num_bytes: Count
+
+
+class WeightsApplied(Fact):
+    """Written by a rollout worker once its engine confirmed it: it now serves ``version``."""
+
+    schema_tag = "weights_applied.v1"
+    run_id: Identifier
+    worker_id: Identifier
+    version: Count
+    previous_version: Count | None
+    pause_s: Annotated[float, Field(ge=0)]
+    fetch_s: Annotated[float, Field(ge=0)]
+    num_bytes: Count
+    checksum: str
+
+
+class Head(Fact):
+    """The newest complete version, in the KV bucket under ``head``; late joiners read it first."""
+
+    schema_tag = "head.v1"
+    version: Count
+    step: Count
+    manifest: BlobRef
+
+
+class Heartbeat(Fact):
+    """A service's own record in the live bucket; it vanishes by itself when the service dies."""
+
+    schema_tag = "heartbeat.v1"
+    role: Literal["rollout", "reward", "trainer"]
+    service_id: Identifier
+    at: float
+    state: str  # a few words: what it does or whom it waits for
+    version: Count | None = None
+    busy_s: Annotated[float, Field(ge=0)] = 0.0
+    idle_s: Annotated[float, Field(ge=0)] = 0.0
+    cpu_s: Annotated[float, Field(ge=0)] = 0.0
+    figures: dict[str, Finite] = {}
+
+
+class RunEvent(Fact):
+    """A figure or a moment worth showing; kinds are `step`, `eval`, `weights`, `drop`, `log`, `state`."""
+
+    schema_tag = "run_event.v1"
+    run_id: Identifier
+    source: Identifier
+    kind: Identifier
+    at: float
+    data: dict[str, Any] = {}
+
+
+class DeadLetter(Fact):
+    """A message that nobody could process, with the reason and, if it was readable, its bytes."""
+
+    schema_tag = "dead_letter.v1"
+    run_id: Identifier
+    stage: Identifier
+    subject: str
+    reason: str
+    detail: str
+    group_ids: tuple[str, ...] = ()
+    num_delivered: Count
+    payload: bytes = b""
+
+
+F = TypeVar("F", bound=Fact)
+
+
+def encode(fact: Fact) -> bytes:
+    """Encode a fact as MessagePack ``[schema_tag, fields]``.
+
+    Raises MessageTooLarge above 63 KiB: payload belongs into the object store.
+    """
+    data: bytes = msgpack.packb([fact.schema_tag, fact.model_dump(mode="python")], use_bin_type=True)
+    if len(data) > MAX_FACT_BYTES:
+        raise MessageTooLarge(
+            f"{fact.schema_tag} is {len(data)} bytes, the limit is {MAX_FACT_BYTES}; "
+            "put fewer groups into a message (rollout.groups_per_message) or the payload into S3"
+        )
+    return data
+
+
+def encode_unbounded(fact: Fact) -> bytes:
+    """Encode a fact that is stored as an object, where the message limit does not apply."""
+    data: bytes = msgpack.packb([fact.schema_tag, fact.model_dump(mode="python")], use_bin_type=True)
+    return data
+
+
+def decode(data: bytes, expected: type[F]) -> F:
+    """Decode bytes from outside into the expected fact.
+
+    Nothing is executed or unpickled. Raises UnknownSchema for another tag and MalformedFact, with
+    the first offending fields, for anything else that does not fit.
+    """
+    try:
+        unpacked = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            use_list=False,
+            max_str_len=len(data),
+            max_bin_len=len(data),
+            max_array_len=len(data),
+            max_map_len=len(data),
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as err:
+        raise MalformedFact(f"not MessagePack ({type(err).__name__}: {err}); {len(data)} bytes") from None
+    if not (isinstance(unpacked, tuple) and len(unpacked) == 2 and isinstance(unpacked[0], str)):
+        raise MalformedFact("expected [schema tag, fields]")
+    tag, fields = unpacked
+    if tag != expected.schema_tag:
+        known = "known to this build" if tag in Fact.registry else "unknown to this build"
+        raise UnknownSchema(f"expected {expected.schema_tag}, got {tag!r} ({known})")
+    _refuse_deep(fields)
+    try:
+        return expected.model_validate(fields)
+    except ValidationError as err:
+        first = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'message'}: {e['msg']}" for e in err.errors()[:3])
+        raise MalformedFact(f"{tag}: {first}") from None
+
+
+def _refuse_deep(value: Any, depth: int = 0) -> None:
+    if depth > MAX_NESTING:
+        raise MalformedFact(f"nested deeper than {MAX_NESTING} levels")
+    if isinstance(value, dict):
+        for item in value.values():
+            _refuse_deep(item, depth + 1)
+    elif isinstance(value, tuple):
+        for item in value:
+            if isinstance(item, (dict, tuple)):
+                _refuse_deep(item, depth + 1)

@@ -1,0 +1,34 @@
+"""One way to log in every service: structured lines, coloured on a terminal, JSON elsewhere.
+
+Lines go to stderr; stdout belongs to a command's result. Ids are always called ``run_id``,
+``group_id``, ``worker_id`` and ``policy_version``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure(service: str, *, level: str = "info", json_lines: bool | None = None) -> None:
+    """Set up logging for this process; called once by every ``__main__``."""
+    as_json = not sys.stderr.isatty() if json_lines is None else json_lines
+    renderer: structlog.types.Processor = (
+        structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")

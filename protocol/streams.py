@@ -1,0 +1,162 @@
+"""Streams, consumers and key-value buckets of a run, as data.
+
+`deploy/bootstrap.py` creates them; services only bind to them and say how to create them when they
+are missing. The three work queues are bounded and refuse new messages when full: back-pressure is
+the broker's, a refused publisher waits. ``max_deliver`` is unlimited everywhere, because a broker
+that gives up leaves the message unread in the stream for ever; the services count deliveries and
+write dead letters themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from protocol import subjects
+
+KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its ack wait
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """One JetStream stream. Sizes in bytes, times in seconds; 0 means no limit."""
+
+    name: str
+    subjects: tuple[str, ...]
+    retention: Literal["workqueue", "limits"]
+    max_msgs: int
+    max_bytes: int
+    max_age_s: float = 0.0
+    duplicate_window_s: float = 600.0
+    max_msg_bytes: int = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerSpec:
+    """One durable pull consumer; ``max_ack_pending`` bounds what its readers hold together."""
+
+    stream: str
+    durable: str
+    filter_subject: str
+    ack_wait_s: float
+    max_ack_pending: int
+    run_id: str
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """One key-value bucket; ``ttl_s`` 0 keeps keys for ever."""
+
+    bucket: str
+    ttl_s: float = 0.0
+    history: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How far each stage may run ahead of the next, in messages; chosen at bootstrap."""
+
+    max_tasks: int = 20_000
+    max_generated: int = 20_000
+    max_scored: int = 20_000
+    max_bytes: int = 512 * 1024 * 1024
+    ack_wait_s: float = 9.0  # a dead worker's tasks come again within this time
+    scored_ack_wait_s: float = 30.0  # the trainer holds messages until a checkpoint
+
+
+def stream_names(run_id: str) -> tuple[str, ...]:
+    """Return the names of all streams of a run."""
+    return tuple(spec.name for spec in streams(run_id))
+
+
+def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec, ...]:
+    """Return the six streams of a run."""
+    limits = limits or StreamLimits()
+    queue = {"retention": "workqueue", "max_bytes": limits.max_bytes}
+    return (
+        StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), max_msgs=limits.max_tasks, **queue),  # type: ignore[arg-type]
+        StreamSpec(f"{run_id}-generated", (subjects.generated(run_id),), max_msgs=limits.max_generated, **queue),  # type: ignore[arg-type]
+        StreamSpec(f"{run_id}-scored", (subjects.scored(run_id),), max_msgs=limits.max_scored, **queue),  # type: ignore[arg-type]
+        StreamSpec(f"{run_id}-weights", (subjects.weights(run_id),), "limits", 100_000, limits.max_bytes),
+        StreamSpec(f"{run_id}-events", (subjects.events(run_id),), "limits", 1_000_000, limits.max_bytes),
+        StreamSpec(
+            f"{run_id}-dead", (subjects.dead(run_id),), "limits", 1_000_000, limits.max_bytes, max_msg_bytes=256 * 1024
+        ),
+    )
+
+
+def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
+    """Return the consumer that all rollout workers share for one split."""
+    limits = limits or StreamLimits()
+    return ConsumerSpec(
+        f"{run_id}-tasks",
+        f"rollout-{split}",
+        subjects.tasks(run_id, split),
+        limits.ack_wait_s,
+        100_000,
+        run_id,
+        "tasks",
+    )
+
+
+def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> ConsumerSpec:
+    """Return the consumer that all replicas of the reward service share."""
+    limits = limits or StreamLimits()
+    return ConsumerSpec(
+        f"{run_id}-generated", "reward", subjects.generated(run_id), limits.ack_wait_s, 100_000, run_id, "generated"
+    )
+
+
+def scored_consumer(run_id: str, split: str, limits: StreamLimits | None = None) -> ConsumerSpec:
+    """Return the trainer's consumer for one split; it holds messages until a checkpoint."""
+    limits = limits or StreamLimits()
+    return ConsumerSpec(
+        f"{run_id}-scored",
+        f"trainer-{split}",
+        subjects.scored(run_id, split),
+        limits.scored_ack_wait_s,
+        100_000,
+        run_id,
+        "scored",
+    )
+
+
+def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[ConsumerSpec, ...]:
+    """Return the five durable consumers of a run."""
+    return (
+        tasks_consumer(run_id, "train", limits),
+        tasks_consumer(run_id, "eval", limits),
+        generated_consumer(run_id, limits),
+        scored_consumer(run_id, "train", limits),
+        scored_consumer(run_id, "eval", limits),
+    )
+
+
+def state_bucket(run_id: str) -> BucketSpec:
+    """Return the bucket of what must not be forgotten: ``head``."""
+    return BucketSpec(f"{run_id}-state")
+
+
+def live_bucket(run_id: str) -> BucketSpec:
+    """Return the bucket of heartbeats; a key vanishes 10 s after its service's last sign of life."""
+    return BucketSpec(f"{run_id}-live", ttl_s=10.0)
+
+
+def registry_bucket() -> BucketSpec:
+    """Return the bucket of registered reward endpoints, shared by all runs."""
+    return BucketSpec("penstock-rewards")
+
+
+def buckets(run_id: str) -> tuple[BucketSpec, ...]:
+    """Return the buckets a run needs."""
+    return (state_bucket(run_id), live_bucket(run_id), registry_bucket())
+
+
+HEAD_KEY = "head"
+HEARTBEAT_PERIOD_S = 1.0
+
+
+def heartbeat_key(role: str, service_id: str) -> str:
+    """Return the key of one service's heartbeat in the live bucket."""
+    return f"{role}.{service_id}"

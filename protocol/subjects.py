@@ -1,0 +1,64 @@
+"""Subject names, all below `penstock.<run>.`; the only file with subject literals.
+
+A run id is 1 to 48 characters of ``a-z 0-9 -``, starting with a letter or digit, so that it can
+stand in subjects, stream names, bucket names and object keys alike.
+"""
+
+from __future__ import annotations
+
+import re
+
+from protocol.errors import ConfigError
+from protocol.facts import Split
+
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
+PREFIX = "penstock"
+
+
+def check_run_id(run_id: str) -> str:
+    """Return the run id, or raise ConfigError naming what is wrong with it."""
+    if not RUN_ID.fullmatch(run_id):
+        raise ConfigError(
+            f"run id {run_id!r} must be 1 to 48 characters of a-z, 0-9 and '-', starting with a letter or digit"
+        )
+    return run_id
+
+
+def tasks(run_id: str, split: Split | str = "*") -> str:
+    """Return the subject of `TaskIssued`; `*` for both splits."""
+    return f"{PREFIX}.{run_id}.tasks.{split}"
+
+
+def generated(run_id: str, split: Split | str = "*") -> str:
+    """Return the subject of `GroupGenerated`."""
+    return f"{PREFIX}.{run_id}.generated.{split}"
+
+
+def scored(run_id: str, split: Split | str = "*") -> str:
+    """Return the subject of `GroupScored`."""
+    return f"{PREFIX}.{run_id}.scored.{split}"
+
+
+def weights_published(run_id: str) -> str:
+    """Return the subject of `WeightsPublished`."""
+    return f"{PREFIX}.{run_id}.weights.published"
+
+
+def weights_applied(run_id: str) -> str:
+    """Return the subject of `WeightsApplied`."""
+    return f"{PREFIX}.{run_id}.weights.applied"
+
+
+def weights(run_id: str) -> str:
+    """Return the subjects of the weights stream."""
+    return f"{PREFIX}.{run_id}.weights.*"
+
+
+def events(run_id: str, kind: str = "*") -> str:
+    """Return the subject of `RunEvent`; `*` for every kind."""
+    return f"{PREFIX}.{run_id}.events.{kind}"
+
+
+def dead(run_id: str, stage: str = "*") -> str:
+    """Return the subject of `DeadLetter`; a stage is `tasks`, `generated` or `scored`."""
+    return f"{PREFIX}.{run_id}.dead.{stage}"

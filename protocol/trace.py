@@ -1,0 +1,21 @@
+"""W3C trace context: one trace id follows a group from its task to the step that trained it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+def new_trace() -> str:
+    """Start a trace; returns a ``traceparent`` header value."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
+
+def child(traceparent: str) -> str:
+    """Continue a trace in a new span; starts a new trace when the header is missing or malformed."""
+    match = _TRACEPARENT.fullmatch(traceparent)
+    if match is None:
+        return new_trace()
+    return f"00-{match[1]}-{secrets.token_hex(8)}-{match[3]}"

@@ -1,0 +1,209 @@
+"""The door to the object store, and the only file that imports minio.
+
+Only the calls that are safe on every S3 server are here. Tag, legal-hold, retention and policy
+calls are not, on purpose: some servers replace or delete the object on them. Conditional writes are
+not either, since several servers ignore them in silence; whoever needs compare-and-swap uses the
+key-value bucket of the bus. Keys are immutable: nothing is ever overwritten, and everything read is
+verified against the size and sha256 that its message promised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import structlog
+import urllib3
+from minio import Minio
+from minio.deleteobjects import DeleteObject
+from minio.error import InvalidResponseError, S3Error, ServerError
+
+from protocol.connection import S3Settings
+from protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from protocol.facts import BlobRef
+
+T = TypeVar("T")
+log = structlog.get_logger("protocol.blobs")
+
+_RETRY_S = 0.05
+_RETRY_MAX_S = 2.0
+_CHUNK_BYTES = 1024 * 1024
+_REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
+_GONE = {"NoSuchKey", "NoSuchObject", "NotFound"}
+
+
+class _XmlPool(urllib3.PoolManager):
+    """Some servers label their XML errors ``text/xml``, which the client refuses to read as errors."""
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> Any:
+        response = super().urlopen(*args, **kwargs)
+        if response.status >= 300 and response.headers.get("content-type", "").startswith("text/xml"):
+            response.headers["content-type"] = "application/xml"
+        return response
+
+
+@dataclass(frozen=True, slots=True)
+class BlobStat:
+    """One object of a listing."""
+
+    key: str
+    size_bytes: int
+
+
+class Blobs:
+    """One bucket. Thread-safe; coroutines call it through ``asyncio.to_thread``."""
+
+    def __init__(self, settings: S3Settings, *, deadline_s: float = 120.0) -> None:
+        """Prepare a client; nothing is sent before the first call."""
+        url = urlsplit(settings.endpoint)
+        self._settings = settings
+        self._deadline_s = deadline_s
+        self._client = Minio(
+            url.netloc,
+            access_key=settings.access_key or None,
+            secret_key=settings.secret() or None,
+            secure=url.scheme == "https",
+            region=settings.region,
+            http_client=_XmlPool(
+                maxsize=32,
+                timeout=urllib3.Timeout(connect=5, read=60),
+                retries=False,
+            ),
+        )
+
+    @property
+    def bucket(self) -> str:
+        """Name of the bucket, for messages."""
+        return self._settings.bucket
+
+    def check(self) -> None:
+        """Raise unless the server answers, the credentials are right and the bucket exists."""
+        if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=15.0):
+            raise BlobStoreRefused(
+                f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: python -m deploy.bootstrap"
+            )
+
+    def ensure_bucket(self) -> None:
+        """Create the bucket when it is not there (deploy/bootstrap only)."""
+        if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=30.0):
+            self._retry(lambda: self._client.make_bucket(self.bucket), "make bucket", deadline_s=30.0)
+
+    def put(self, key: str, data: bytes) -> BlobRef:
+        """Store an object and return the reference that a message carries."""
+        self._retry(lambda: self._client.put_object(self.bucket, key, io.BytesIO(data), len(data)), f"put {key}")
+        return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    def put_file(self, key: str, path: Path) -> BlobRef:
+        """Store a file; large ones go in parts."""
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+        self._retry(lambda: self._client.fput_object(self.bucket, key, str(path)), f"put {key}")
+        return BlobRef(key=key, size_bytes=size, sha256=digest.hexdigest())
+
+    def get(self, ref: BlobRef) -> bytes:
+        """Fetch an object and verify it; raises BlobMissing or BlobCorrupt.
+
+        A short or altered answer is fetched once more before it is called corrupt: the network may
+        be to blame, the stored object may not.
+        """
+        data = self._fetch(ref)
+        if not _matches(data, ref):
+            data = self._fetch(ref)
+        if not _matches(data, ref):
+            raise BlobCorrupt(
+                f"{ref.key}: expected {ref.size_bytes} bytes with sha256 {ref.sha256[:12]}…, got {len(data)} bytes "
+                f"with {hashlib.sha256(data).hexdigest()[:12]}…; the object is not what its message promised"
+            )
+        return data
+
+    def get_file(self, ref: BlobRef, path: Path) -> None:
+        """Fetch an object into a file, verified before the file gets its name."""
+        partial = path.with_name(path.name + ".partial")
+        if ref.size_bytes <= 64 * _CHUNK_BYTES:
+            partial.write_bytes(self.get(ref))
+        else:
+            self._retry(lambda: self._client.fget_object(self.bucket, ref.key, str(partial)), f"get {ref.key}")
+            digest = hashlib.sha256()
+            with partial.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    digest.update(chunk)
+            if partial.stat().st_size != ref.size_bytes or digest.hexdigest() != ref.sha256:
+                partial.unlink()
+                raise BlobCorrupt(f"{ref.key}: the fetched file does not have sha256 {ref.sha256[:12]}…")
+        partial.replace(path)
+
+    def exists(self, key: str) -> bool:
+        """Say whether an object is there."""
+        try:
+            self._retry(lambda: self._client.stat_object(self.bucket, key), f"stat {key}")
+        except BlobMissing:
+            return False
+        return True
+
+    def list(self, prefix: str) -> Iterator[BlobStat]:
+        """List objects below a prefix."""
+        found = self._retry(
+            lambda: list(self._client.list_objects(self.bucket, prefix=prefix, recursive=True)), f"list {prefix}"
+        )
+        return (BlobStat(item.object_name or "", item.size or 0) for item in found)
+
+    def delete(self, keys: Iterable[str]) -> int:
+        """Delete objects; missing ones are fine. Returns how many were asked for."""
+        wanted = [DeleteObject(key) for key in keys]
+        if wanted:
+            self._retry(lambda: list(self._client.remove_objects(self.bucket, wanted)), f"delete {len(wanted)} objects")
+        return len(wanted)
+
+    def _fetch(self, ref: BlobRef) -> bytes:
+        def once() -> bytes:
+            response = self._client.get_object(self.bucket, ref.key)
+            try:
+                return response.read(ref.size_bytes + 1)  # never more than promised
+            finally:
+                response.close()
+                response.release_conn()
+
+        return self._retry(once, f"get {ref.key}")
+
+    def _retry(self, attempt: Callable[[], T], what: str, deadline_s: float | None = None) -> T:
+        deadline = time.monotonic() + (deadline_s or self._deadline_s)
+        pause = _RETRY_S
+        while True:
+            try:
+                return attempt()
+            except S3Error as err:
+                if err.code in _GONE:
+                    raise BlobMissing(f"{what}: no such object in bucket {self.bucket} ({err.code})") from None
+                if err.code == "NoSuchBucket":
+                    raise BlobStoreRefused(
+                        f"{what}: no bucket {self.bucket!r}; create it with: python -m deploy.bootstrap"
+                    ) from None
+                if err.code in _REFUSALS:
+                    raise BlobStoreRefused(
+                        f"{what}: {self._settings.endpoint} refused access key "
+                        f"{self._settings.access_key or '(none)'}: {err.code}; check s3.access_key and s3.secret_key"
+                    ) from None
+                problem: Exception = err
+            except (InvalidResponseError, ServerError, urllib3.exceptions.HTTPError, OSError) as err:
+                problem = err
+            if time.monotonic() + pause > deadline:
+                raise BlobStoreUnreachable(
+                    f"{what}: {self._settings.endpoint} gave no usable answer within "
+                    f"{deadline_s or self._deadline_s:.0f} s ({type(problem).__name__}: {problem})"
+                ) from None
+            log.debug("retry", what=what, error=str(problem))
+            time.sleep(pause)
+            pause = min(2 * pause, _RETRY_MAX_S)
+
+
+def _matches(data: bytes, ref: BlobRef) -> bool:
+    return len(data) == ref.size_bytes and hashlib.sha256(data).hexdigest() == ref.sha256

@@ -1,0 +1,91 @@
+"""Policy versions and staleness: the only place that compares two versions.
+
+A policy version is an int that grows by one with every published set of weights; version 0 is the
+model a run starts from. An engine's string (SGLang's ``weight_version``) is translated in
+``rollout_service/sglang_client.py`` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NewType
+
+PolicyVersion = NewType("PolicyVersion", int)
+
+
+class VersionRun(NamedTuple):
+    """Tokens ``[start, end)`` of a trajectory were sampled by ``version``."""
+
+    version: PolicyVersion
+    start: int
+    end: int
+
+
+def oldest(runs: Iterable[VersionRun]) -> PolicyVersion:
+    """Return the oldest version among the runs; staleness is always measured from it.
+
+    Raises ValueError when there is no run at all: tokens of unknown version are never trained on.
+    """
+    versions = [run.version for run in runs]
+    if not versions:
+        raise ValueError("no version run: a trajectory must say which policy sampled its tokens")
+    return min(versions)
+
+
+def newest(runs: Iterable[VersionRun]) -> PolicyVersion:
+    """Return the newest version among the runs; raises ValueError when there is none."""
+    versions = [run.version for run in runs]
+    if not versions:
+        raise ValueError("no version run: a trajectory must say which policy sampled its tokens")
+    return max(versions)
+
+
+def staleness(trainer_version: PolicyVersion, oldest_version: PolicyVersion) -> int:
+    """Return by how many versions a sample is behind the trainer at the moment of use.
+
+    Raises ValueError for a sample from the future: such a sample belongs to another life of the run.
+    """
+    behind = trainer_version - oldest_version
+    if behind < 0:
+        raise ValueError(
+            f"sample of version {oldest_version} is newer than the trainer's version {trainer_version}; "
+            "it belongs to another run or to a checkpoint that was rolled back"
+        )
+    return behind
+
+
+def is_fresh(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_staleness: int) -> bool:
+    """Say whether a sample may still be trained on."""
+    return staleness(trainer_version, oldest_version) <= max_staleness
+
+
+def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:
+    """Say whether ``candidate`` should replace ``current`` (None: nothing is held yet)."""
+    return current is None or candidate > current
+
+
+def next_version(version: PolicyVersion) -> PolicyVersion:
+    """Return the version that the next publication gets."""
+    return PolicyVersion(version + 1)
+
+
+def admissible_groups(*, outstanding: int, max_staleness: int, groups_per_step: int) -> int:
+    """Return how many more groups may be issued (the AReaL capacity rule, arXiv 2505.24298).
+
+    ``outstanding`` counts groups issued and not yet trained or dropped. With at most
+    ``(max_staleness + 1) * groups_per_step`` of them in the pipe, a group that is trained in
+    order can be at most ``max_staleness`` versions old.
+    """
+    return max(0, (max_staleness + 1) * groups_per_step - outstanding)
+
+
+def runs_from_versions(versions: Sequence[int], start: int) -> tuple[VersionRun, ...]:
+    """Compress one version per token (first token at ``start``) into runs."""
+    runs: list[VersionRun] = []
+    for offset, version in enumerate(versions):
+        position = start + offset
+        if runs and runs[-1].version == version:
+            runs[-1] = runs[-1]._replace(end=position + 1)
+        else:
+            runs.append(VersionRun(PolicyVersion(version), position, position + 1))
+    return tuple(runs)
