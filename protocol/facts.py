@@ -293,7 +293,7 @@ def encode(fact: Fact) -> bytes:
 
     Raises MessageTooLarge above 63 KiB: payload belongs into the object store.
     """
-    data: bytes = msgpack.packb([fact.schema_tag, fact.model_dump(mode="python")], use_bin_type=True)
+    data = encode_unbounded(fact)
     if len(data) > MAX_FACT_BYTES:
         raise MessageTooLarge(
             f"{fact.schema_tag} is {len(data)} bytes, the limit is {MAX_FACT_BYTES}; "
@@ -304,7 +304,8 @@ def encode(fact: Fact) -> bytes:
 
 def encode_unbounded(fact: Fact) -> bytes:
     """Encode a fact that is stored as an object, where the message limit does not apply."""
-    data: bytes = msgpack.packb([fact.schema_tag, fact.model_dump(mode="python")], use_bin_type=True)
+    data = msgpack.packb([fact.schema_tag, fact.model_dump(mode="python")], use_bin_type=True)
+    assert data is not None
     return data
 
 

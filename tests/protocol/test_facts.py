@@ -1,0 +1,156 @@
+"""Facts survive the wire unchanged, and nothing hostile gets past `decode`."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import facts
+from protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
+
+BLOB = facts.BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
+
+
+def _generated(group_id: str = "e0.p1.a0", trajectories: int = 2) -> facts.GeneratedGroup:
+    return facts.GeneratedGroup(
+        group_id=group_id,
+        row_group=0,
+        split="train",
+        attempt=0,
+        reward_name="exact_match",
+        issued_version=1,
+        oldest_version=1,
+        newest_version=2,
+        prompt_tokens=3,
+        completion_tokens=(4,) * trajectories,
+        finish_reasons=("stop",) * trajectories,
+    )
+
+
+def _task(prompt: int = 3) -> facts.Task:
+    return facts.Task(
+        group_id="e0.p1.a0",
+        prompt_ids=tuple(range(prompt)),
+        prompt_text="sort 31",
+        group_size=8,
+        sampling=facts.Sampling(max_new_tokens=9, stop_token_ids=(2,)),
+        reward=facts.RewardRequest(name="exact_match", ground_truth='"13"', extra_info='{"a": [1]}'),
+        split="train",
+        issued_version=1,
+    )
+
+
+EVERY_FACT = [
+    facts.TaskIssued(run_id="r", pack_id="p", tasks=(_task(),)),
+    facts.TaskIssued(run_id="r", pack_id="p", tasks_blob=BLOB),
+    facts.TaskList(tasks=(_task(),)),
+    facts.GroupGenerated(run_id="r", pack_id="p", worker_id="w", pack=BLOB, groups=(_generated(),)),
+    facts.GroupScored(
+        run_id="r",
+        pack_id="p",
+        worker_id="w",
+        pack=BLOB,
+        groups=(facts.ScoredGroup(generated=_generated(), rewards=(1.0, 0.5), parts={"x": (0.0, 1.0)}, scorer="s@1"),),
+    ),
+    facts.WeightsPublished(run_id="r", version=3, step=3, manifest=BLOB, num_bytes=5),
+    facts.WeightsApplied(
+        run_id="r",
+        worker_id="w",
+        version=3,
+        previous_version=None,
+        pause_s=0.1,
+        fetch_s=0.2,
+        num_bytes=5,
+        checksum="abc",
+    ),
+    facts.Head(version=3, step=3, manifest=BLOB),
+    facts.Heartbeat(role="rollout", service_id="w", at=1.0, state="generating", figures={"tokens_per_s": 3.0}),
+    facts.RunEvent(run_id="r", source="trainer", kind="step", at=1.0, data={"loss": 0.5, "groups": {"issued": 3}}),
+    facts.DeadLetter(
+        run_id="r", stage="tasks", subject="s", reason="MalformedFact", detail="d", num_delivered=1, payload=b"\x00"
+    ),
+]
+
+
+@pytest.mark.parametrize("fact", EVERY_FACT, ids=lambda f: f.schema_tag)
+def test_every_fact_survives_the_wire(fact: facts.Fact):
+    """Decoding what was encoded gives an equal fact, and every fact is in the registry."""
+    assert facts.decode(facts.encode(fact), type(fact)) == fact
+    assert facts.Fact.registry[fact.schema_tag] is type(fact)
+
+
+def test_another_schema_is_refused_by_name():
+    """A message of another fact is refused with the tag that was expected and the one that came."""
+    data = facts.encode(EVERY_FACT[5])
+    with pytest.raises(UnknownSchema, match=r"expected head.v1, got 'weights_published.v1' \(known"):
+        facts.decode(data, facts.Head)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"version": -1, "step": 0, "manifest": BLOB.model_dump()}, "version"),
+        ({"version": "3", "step": 0, "manifest": BLOB.model_dump()}, "version"),
+        ({"version": 1, "step": 0, "manifest": BLOB.model_dump(), "extra": 1}, "extra"),
+        ({"version": 1, "step": 0, "manifest": {**BLOB.model_dump(), "sha256": "zz"}}, "sha256"),
+        ({"version": 1, "step": 0}, "manifest"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict, complaint: str):
+    """A field of the wrong type, out of range, missing or unknown is named in the error."""
+    with pytest.raises(MalformedFact, match=complaint):
+        facts.decode(msgpack.packb(["head.v1", fields]), facts.Head)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_must_be_a_finite_number(value: float):
+    """NaN and infinity are not rewards."""
+    with pytest.raises(ValueError, match="finite"):
+        facts.ScoredGroup(generated=_generated(), rewards=(value, 0.0), scorer="s")
+
+
+def test_a_group_has_one_reward_for_each_trajectory():
+    """Too few rewards, or too few values of a part, are refused."""
+    with pytest.raises(ValueError, match="1 values in rewards, expected one for each of 2"):
+        facts.ScoredGroup(generated=_generated(), rewards=(1.0,), scorer="s")
+    with pytest.raises(ValueError, match="1 values in format"):
+        facts.ScoredGroup(generated=_generated(), rewards=(1.0, 0.0), parts={"format": (1.0,)}, scorer="s")
+
+
+def test_an_oversized_message_is_refused_before_it_is_sent():
+    """A fact above the limit says what to change."""
+    with pytest.raises(MessageTooLarge, match="groups_per_message"):
+        facts.encode(facts.TaskIssued(run_id="r", pack_id="p", tasks=(_task(40_000),)))
+
+
+def test_deep_nesting_is_refused():
+    """A message nested beyond reason does not reach the validator."""
+    value: object = 1
+    for _ in range(40):
+        value = {"x": value}
+    data = msgpack.packb(["run_event.v1", {"run_id": "r", "source": "s", "kind": "k", "at": 1.0, "data": value}])
+    with pytest.raises(MalformedFact, match="nested deeper"):
+        facts.decode(data, facts.RunEvent)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused_as_wire_errors(data: bytes):
+    """Whatever arrives, the only outcome besides a fact is a WireError."""
+    with pytest.raises(WireError):
+        facts.decode(data, facts.GroupScored)
+
+
+@given(st.sampled_from(EVERY_FACT), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.DataObject):
+    """A damaged message is either refused or still a valid fact of its type; it never crashes a reader."""
+    raw = bytearray(facts.encode(fact))
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(WireError):
+        assert isinstance(facts.decode(bytes(raw), type(fact)), type(fact))

@@ -1,0 +1,161 @@
+"""Packs of groups: what is stored is what was sampled, and damage is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import group_pack
+from protocol.errors import PackError
+from protocol.facts import RewardRequest
+from protocol.trajectory import Group, Trajectory
+from protocol.versions import VersionRun, runs_from_versions
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, prompt: int) -> Trajectory:
+    """Draw a trajectory of ``prompt`` given tokens and some sampled ones, by up to three versions."""
+    sampled = draw(st.integers(1, 12))
+    length = prompt + sampled
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length))
+    logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=sampled, max_size=sampled))
+    versions = sorted(draw(st.lists(st.integers(0, 3), min_size=sampled, max_size=sampled)))
+    return Trajectory(
+        token_ids=np.array(tokens, dtype=np.int32),
+        loss_mask=np.arange(length) >= prompt,
+        behaviour_logprobs=np.concatenate([np.zeros(prompt, np.float32), np.array(logprobs, np.float32)]),
+        version_runs=runs_from_versions(versions, prompt),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        completion_text=draw(st.text(max_size=20)),
+    )
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Draw a group."""
+    prompt = draw(st.integers(1, 6))
+    return Group(
+        group_id=f"e0.p{draw(st.integers(0, 10**6))}.a0",
+        split=draw(st.sampled_from(["train", "eval"])),
+        attempt=draw(st.integers(0, 3)),
+        issued_version=draw(st.integers(0, 1000)),
+        prompt_text=draw(st.text(max_size=20)),
+        num_prompt_tokens=prompt,
+        reward=RewardRequest(name="exact_match", data_source=draw(st.text(max_size=5)), ground_truth=None),
+        trajectories=tuple(draw(st.lists(trajectories(prompt), min_size=1, max_size=4))),
+    )
+
+
+def _same(a: Group, b: Group) -> bool:
+    scalars = all(
+        getattr(a, name) == getattr(b, name)
+        for name in ("group_id", "split", "attempt", "issued_version", "prompt_text", "num_prompt_tokens", "reward")
+    )
+    rows = zip(a.trajectories, b.trajectories, strict=True)
+    return scalars and all(
+        np.array_equal(x.token_ids, y.token_ids)
+        and np.array_equal(x.loss_mask, y.loss_mask)
+        and np.array_equal(x.behaviour_logprobs, y.behaviour_logprobs)
+        and (x.version_runs, x.finish_reason, x.completion_text) == (y.version_runs, y.finish_reason, y.completion_text)
+        for x, y in rows
+    )
+
+
+@given(st.lists(groups(), min_size=1, max_size=5), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObject):
+    """Every group comes back equal, all at once or picked by its row group; texts come without tokens."""
+    stored = group_pack.encode(packed)
+    assert all(_same(a, b) for a, b in zip(packed, group_pack.decode(stored), strict=True))
+    wanted = data.draw(st.lists(st.integers(0, len(packed) - 1), min_size=1, max_size=4))
+    assert all(_same(packed[n], b) for n, b in zip(wanted, group_pack.decode(stored, wanted), strict=True))
+    for number, texts in zip(wanted, group_pack.decode_texts(stored, wanted), strict=True):
+        assert texts.completions == tuple(t.completion_text for t in packed[number].trajectories)
+        assert texts.reward == packed[number].reward
+
+
+def test_arrays_keep_their_types():
+    """Token ids are int32, masks bool, log-probabilities float32, as the trainer expects them."""
+    stored = group_pack.encode([_group()])
+    row = group_pack.decode(stored)[0].trajectories[0]
+    assert (row.token_ids.dtype, row.loss_mask.dtype, row.behaviour_logprobs.dtype) == (np.int32, np.bool_, np.float32)
+
+
+def test_long_groups_are_compressed_harder():
+    """A group of thousands of tokens is stored with zstd, a tiny one with LZ4."""
+    for length, codec in ((30, "LZ4"), (20_000, "ZSTD")):
+        file = pq.ParquetFile(pa.BufferReader(group_pack.encode([_group(length)])))
+        assert file.metadata.row_group(0).column(6).compression == codec
+
+
+def test_the_summary_says_what_the_pack_holds():
+    """The message's description of a group agrees with its trajectories."""
+    summary = _group().summary(row_group=3)
+    assert (summary.row_group, summary.completion_tokens, summary.oldest_version) == (3, (9, 9), 4)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_pack_is_a_pack_error_or_still_readable(data: st.DataObject):
+    """Flipped and missing bytes never escape as anything but PackError."""
+    stored = bytearray(group_pack.encode([_group(), _group()]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        stored[data.draw(st.integers(0, len(stored) - 1))] ^= data.draw(st.integers(1, 255))
+    cut = data.draw(st.one_of(st.none(), st.integers(0, len(stored) - 1)))
+    for read in (group_pack.decode, lambda b: group_pack.decode_texts(b, [0])):
+        with contextlib.suppress(PackError):
+            read(bytes(stored[:cut]))
+
+
+def test_another_parquet_file_is_refused():
+    """A Parquet object without our schema tag is not a pack."""
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"x": [1]}), sink)
+    with pytest.raises(PackError, match=r"expected schema group_pack\.v1, got none"):
+        group_pack.decode(sink.getvalue())
+    with pytest.raises(PackError, match=r"row group 7 of a pack that has 1"):
+        group_pack.decode(group_pack.encode([_group()]), [7])
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"loss_mask": np.ones(3, bool)}, "per-token arrays differ"),
+        ({"behaviour_logprobs": np.full(30, np.nan, np.float32)}, "NaN"),
+        ({"version_runs": ()}, "do not cover"),
+        ({"version_runs": (VersionRun(4, 21, 31),)}, "do not cover"),
+    ],
+)
+def test_an_inconsistent_trajectory_cannot_be_built(change: dict, complaint: str):
+    """Arrays of different lengths, NaN log-probabilities and uncovered tokens are refused on construction."""
+    fields = {name: getattr(_group().trajectories[0], name) for name in Trajectory.__slots__}
+    with pytest.raises(PackError, match=complaint):
+        Trajectory(**{**fields, **change})
+
+
+def _group(length: int = 30, prompt: int = 21) -> Group:
+    row = Trajectory(
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=np.arange(length) >= prompt,
+        behaviour_logprobs=np.zeros(length, np.float32),
+        version_runs=(VersionRun(4, prompt, length),),
+        finish_reason="stop",
+        completion_text="12345678",
+    )
+    return Group(
+        group_id="e0.p1.a0",
+        split="train",
+        attempt=0,
+        issued_version=4,
+        prompt_text="sort 87654321",
+        num_prompt_tokens=prompt,
+        reward=RewardRequest(name="exact_match", ground_truth='"12345678"'),
+        trajectories=(row, row),
+    )

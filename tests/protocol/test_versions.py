@@ -1,0 +1,60 @@
+"""Versions and staleness: the rules every service relies on."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import versions
+from protocol.versions import PolicyVersion, VersionRun
+
+
+def test_staleness_counts_versions_from_the_oldest_token():
+    """A group sampled by versions 3 and 5 is two versions behind a trainer at 5."""
+    runs = (VersionRun(PolicyVersion(3), 4, 6), VersionRun(PolicyVersion(5), 6, 9))
+    assert versions.oldest(runs) == 3
+    assert versions.newest(runs) == 5
+    assert versions.staleness(PolicyVersion(5), versions.oldest(runs)) == 2
+    assert versions.is_fresh(PolicyVersion(5), PolicyVersion(3), max_staleness=2)
+    assert not versions.is_fresh(PolicyVersion(6), PolicyVersion(3), max_staleness=2)
+
+
+def test_a_sample_from_the_future_is_an_error():
+    """A sample newer than the trainer belongs to another life of the run."""
+    with pytest.raises(ValueError, match="newer than the trainer's version 4"):
+        versions.staleness(PolicyVersion(4), PolicyVersion(5))
+
+
+def test_tokens_of_unknown_version_are_an_error():
+    """A trajectory without version runs is never given a staleness."""
+    with pytest.raises(ValueError, match="no version run"):
+        versions.oldest(())
+
+
+@given(st.integers(0, 10**6), st.integers(0, 50), st.integers(1, 512))
+def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_staleness: int, per_step: int):
+    """What is issued on top of what is outstanding never exceeds (max_staleness + 1) steps of groups."""
+    more = versions.admissible_groups(outstanding=outstanding, max_staleness=max_staleness, groups_per_step=per_step)
+    bound = (max_staleness + 1) * per_step
+    assert more >= 0
+    assert outstanding + more == bound or (more == 0 and outstanding >= bound)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 100))
+def test_runs_say_the_version_of_every_token(tokens: list[int], start: int):
+    """Compressing versions into runs loses nothing, and neighbouring runs differ."""
+    runs = versions.runs_from_versions(tokens, start)
+    assert [run.version for run in runs for _ in range(run.start, run.end)] == tokens
+    assert runs[0].start == start
+    assert runs[-1].end == start + len(tokens)
+    assert all(a.end == b.start and a.version != b.version for a, b in itertools.pairwise(runs))
+
+
+def test_the_newer_version_wins():
+    """A version replaces nothing or an older one, never a newer one."""
+    assert versions.is_newer(PolicyVersion(0), None)
+    assert versions.is_newer(versions.next_version(PolicyVersion(1)), PolicyVersion(1))
+    assert not versions.is_newer(PolicyVersion(1), PolicyVersion(1))
