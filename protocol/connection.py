@@ -20,9 +20,11 @@ class Section(BaseModel):
 class RunSettings(Section):
     """Which run this is, and where its files lie on this machine."""
 
-    id: str = Field("run", description="Name of the run in subjects, object keys and folders: a-z, 0-9, '-'.")
-    dir: Path = Field(Path("runs"), description="Folder below which every run gets a folder of its own.")
-    seed: int = Field(0, ge=0, description="Seed of the data order, the model's initialisation and the sampler.")
+    id: str = Field(default="run", description="Name of the run in subjects, object keys and folders: a-z, 0-9, '-'.")
+    dir: Path = Field(default=Path("runs"), description="Folder below which every run gets a folder of its own.")
+    seed: int = Field(
+        default=0, ge=0, description="Seed of the data order, the model's initialisation and the sampler."
+    )
 
     @field_validator("id")
     @classmethod
@@ -41,10 +43,14 @@ class RunSettings(Section):
 class NatsSettings(Section):
     """Where NATS is and who we are to it."""
 
-    url: str = Field("nats://127.0.0.1:4222", description="URL of the NATS server, or several, comma-separated.")
-    user: str = Field("", description="User name; empty for a server without accounts.")
-    password: str = Field("", description="Password; prefer password_file.", repr=False)
-    password_file: Path | None = Field(None, description="File that holds the password, as a secret mount gives it.")
+    url: str = Field(
+        default="nats://127.0.0.1:4222", description="URL of the NATS server, or several, comma-separated."
+    )
+    user: str = Field(default="", description="User name; empty for a server without accounts.")
+    password: str = Field(default="", description="Password; prefer password_file.", repr=False)
+    password_file: Path | None = Field(
+        default=None, description="File that holds the password, as a secret mount gives it."
+    )
 
     def secret(self) -> str:
         """Return the password, from the file when one is named; raises ConfigError when it is unreadable."""
@@ -54,14 +60,16 @@ class NatsSettings(Section):
 class S3Settings(Section):
     """Where the object store is and who we are to it."""
 
-    endpoint: str = Field("http://127.0.0.1:9000", description="URL of any S3 server: MinIO, a fork of it, or AWS.")
-    bucket: Annotated[str, Field(min_length=3, max_length=63)] = Field(
-        "penstock", description="Bucket for trajectories and weights; created by the bootstrap."
+    endpoint: str = Field(
+        default="http://127.0.0.1:9000", description="URL of any S3 server: MinIO, a fork of it, or AWS."
     )
-    access_key: str = Field("", description="Access key.")
-    secret_key: str = Field("", description="Secret key; prefer secret_key_file.", repr=False)
-    secret_key_file: Path | None = Field(None, description="File that holds the secret key.")
-    region: str = Field("us-east-1", description="Region; local servers ignore it.")
+    bucket: Annotated[str, Field(min_length=3, max_length=63)] = Field(
+        default="penstock", description="Bucket for trajectories and weights; created by the bootstrap."
+    )
+    access_key: str = Field(default="", description="Access key.")
+    secret_key: str = Field(default="", description="Secret key; prefer secret_key_file.", repr=False)
+    secret_key_file: Path | None = Field(default=None, description="File that holds the secret key.")
+    region: str = Field(default="us-east-1", description="Region; local servers ignore it.")
 
     @field_validator("endpoint")
     @classmethod

@@ -1,0 +1,164 @@
+"""One child process: bound to this one's life, in a session of its own, its output in a log file."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from protocol.errors import PenstockError
+
+_BOUND = Path(__file__).with_name("bound.py")
+
+# The kernel takes the end of the *thread* that forked for the end of the parent. So all children
+# are started by this one thread, which lives as long as the process does.
+_starter = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
+
+
+class DeployError(PenstockError):
+    """Something could not be started or kept alive; the text holds the tail of its log."""
+
+
+class Child:
+    """A process that may be started, killed and started again; its log file is appended to."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environ: Mapping[str, str] | None = None,
+        death_signal: int = signal.SIGKILL,
+    ) -> None:
+        """Describe the child; ``environ`` is its whole environment (None: as ours)."""
+        self.name = name
+        self.command = list(command)
+        self.log = log
+        self._environ = None if environ is None else dict(environ)
+        self._death_signal = death_signal
+        self._process: subprocess.Popen[bytes] | None = None
+        self._group_may_live = False
+
+    def start(self) -> None:
+        """Start the process; raises DeployError when its program does not exist."""
+        if self.alive:
+            raise DeployError(f"{self.name} is running already (pid {self.pid})")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = _starter.submit(self._popen).result()
+        self._group_may_live = True
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        bound = [sys.executable, "-I", "-S", str(_BOUND), str(os.getpid()), str(int(self._death_signal))]
+        with self.log.open("ab") as out:
+            return subprocess.Popen(
+                [*bound, *self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self._environ,
+                start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended as one
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the current or last life; 0 before the first."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs now."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code of the last life, negative for a signal; None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def wait(self, deadline_s: float) -> int:
+        """Wait for the end and return the exit code; raises DeployError after ``deadline_s``."""
+        if self._process is None:
+            raise DeployError(f"{self.name} was never started")
+        try:
+            code = self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise DeployError(f"{self.name} (pid {self.pid}) did not end within {deadline_s:.0f} s") from None
+        self.reap_group()
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL the process and whatever it started; returns when it is gone."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._signal_group(signal.SIGKILL)
+                self._process.wait()
+            self.reap_group()
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """Ask the process to end (SIGTERM), insist after ``grace_s``; leaves nothing of its group."""
+        self.ask_to_stop()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+            self.kill()
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM and return at once, so that several can end at the same time."""
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def reap_group(self) -> None:
+        """End and reap what a dead process left behind, where the kernel gave it to us (subreaper)."""
+        if not self._group_may_live:  # once only: the number may belong to somebody else by now
+            return
+        self._group_may_live = False
+        self._signal_group(signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitid(os.P_PGID, self.pid, os.WEXITED) is not None:
+                pass
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """Return the last lines of the log, indented, for error texts."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - 16_384))
+                lines = file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
+        except OSError:
+            lines = []
+        return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
+
+    def failure(self, what: str) -> DeployError:
+        """Build the error that says what went wrong, with exit code and log tail."""
+        code = self.returncode
+        end = "is still running" if code is None else f"ended with {describe_exit(code)}"
+        return DeployError(f"{self.name} {what}; it {end}. Last lines of {self.log}:\n{self.log_tail()}")
+
+
+def describe_exit(code: int) -> str:
+    """Say an exit code in words: ``exit code 1`` or ``SIGKILL``."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float, period_s: float = 0.01) -> bool:
+    """Poll ``condition`` until it is true; False when ``deadline_s`` passed first."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(period_s)
+    return True

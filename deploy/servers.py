@@ -1,0 +1,241 @@
+"""nats-server and an S3 server (``rclone serve s3``) as children of this process, on loopback.
+
+A server picks a free port at its first start and keeps it over restarts, so that clients find it
+again. Both programs come with the extra ``penstock[local]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from deploy.child import Child, DeployError, wait_until
+from protocol.connection import NatsSettings, S3Settings
+
+HOST = "127.0.0.1"
+READY_DEADLINE_S = 20.0
+_STALE_UPLOAD_S = 24 * 3600.0
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program beside this interpreter or on PATH; raises DeployError."""
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise DeployError(f"no program {name}; install it with: pip install 'penstock[local]'")
+    return found
+
+
+class Server:
+    """What both servers share: launch, wait until ready, kill, restart on the same port, stop."""
+
+    name: str
+
+    def __init__(self, store: Path, log: Path, port: int) -> None:
+        """``port`` 0 takes a free one at the first start."""
+        self.store = store.absolute()
+        self.port = port
+        self._log = log
+        self._child: Child | None = None
+        self._log_offset = 0
+
+    @property
+    def child(self) -> Child:
+        """The process of the current or last life; raises DeployError before the first start."""
+        if self._child is None:
+            raise DeployError(f"{self.name} was not started")
+        return self._child
+
+    def start(self) -> None:
+        """Start and wait until it answers; raises DeployError with the log's tail when it does not."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Start the process without waiting for it."""
+        if self.port:
+            self._check_port_is_free()
+        self.store.mkdir(parents=True, exist_ok=True)
+        self._log_offset = self._log.stat().st_size if self._log.exists() else 0
+        self._child = self._new_child()
+        self._child.start()
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers; raises DeployError with the log's tail when it does not."""
+        if not wait_until(lambda: not self.child.alive or self._ready(), READY_DEADLINE_S) or not self.child.alive:
+            error = self.child.failure(f"was not ready within {READY_DEADLINE_S:.0f} s")
+            self.kill()
+            raise error
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would."""
+        self.child.kill()
+
+    def restart(self) -> None:
+        """Start again on the same port and store."""
+        self.child.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """End in an orderly way; idempotent."""
+        if self._child is not None:
+            self._child.stop()
+
+    def _new_child(self) -> Child:
+        raise NotImplementedError
+
+    def _ready(self) -> bool:
+        raise NotImplementedError
+
+    def _check_port_is_free(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, self.port))
+            except OSError as err:
+                raise DeployError(
+                    f"{self.name}: port {self.port} on {HOST} is taken ({err.strerror}); "
+                    "stop what uses it, or choose another port (0: any free one)"
+                ) from None
+
+
+class NatsServer(Server):
+    """nats-server with JetStream; every acknowledged message has reached the disk."""
+
+    name = "nats-server"
+
+    def __init__(
+        self,
+        store: Path,
+        *,
+        log: Path,
+        user: str = "penstock",
+        password: str = "",
+        port: int = 0,
+        max_store_gb: int = 50,
+    ) -> None:
+        """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve."""
+        super().__init__(store, log, port)
+        self._user = user
+        self._password = password or secrets.token_urlsafe(24)
+        self._max_store_gb = max_store_gb
+        self._monitor_port = 0
+
+    @property
+    def settings(self) -> NatsSettings:
+        """How to connect."""
+        return NatsSettings(url=f"nats://{HOST}:{self.port}", user=self._user, password=self._password)
+
+    def _new_child(self) -> Child:
+        for old in self.store.glob("nats-server_*.ports"):
+            old.unlink()
+        config = self.store / "nats.conf"
+        config.touch(mode=0o600)
+        config.write_text(
+            f"listen: {json.dumps(f'{HOST}:{self.port or -1}')}\n"
+            f"http: {json.dumps(f'{HOST}:-1')}\n"
+            f"ports_file_dir: {json.dumps(str(self.store))}\n"
+            "jetstream {\n"
+            f"  store_dir: {json.dumps(str(self.store / 'jetstream-store'))}\n"
+            "  sync_interval: always\n"  # by default an acknowledged message is two minutes from the disk
+            f"  max_file_store: {self._max_store_gb}GB\n"  # by default: 75 % of what happens to be free
+            "  max_memory_store: 64MB\n"
+            "}\n"
+            f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
+        )
+        command = [find_program("nats-server"), "-c", str(config)]
+        return Child(self.name, command, log=self._log, death_signal=signal.SIGTERM)
+
+    def _ready(self) -> bool:
+        ports = self.store / f"nats-server_{self.child.pid}.ports"
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            known = json.loads(ports.read_text())
+            self.port = int(known["nats"][0].rsplit(":", 1)[1])
+            self._monitor_port = int(known["monitoring"][0].rsplit(":", 1)[1])
+            return self.healthy()
+        return False
+
+    def healthy(self) -> bool:
+        """Ask ``/healthz``: it fails when JetStream cannot write, for example because the disk is full."""
+        try:
+            connection = http.client.HTTPConnection(HOST, self._monitor_port, timeout=2.0)
+            connection.request("GET", "/healthz")
+            status = connection.getresponse().status
+            connection.close()
+        except OSError:
+            return False
+        return status == 200
+
+    @property
+    def monitor_url(self) -> str:
+        """Where ``/healthz``, ``/varz`` and ``/jsz`` are."""
+        return f"http://{HOST}:{self._monitor_port}"
+
+
+class S3Server(Server):
+    """``rclone serve s3`` over a folder: a bucket is a folder below ``store``."""
+
+    name = "s3-server"
+
+    def __init__(
+        self, store: Path, *, log: Path, access_key: str = "penstock", secret_key: str = "", port: int = 0
+    ) -> None:
+        """``secret_key`` empty: a new one is made."""
+        super().__init__(store, log, port)
+        self._access_key = access_key
+        self._secret_key = secret_key or secrets.token_urlsafe(24)
+
+    @property
+    def settings(self) -> S3Settings:
+        """How to connect; the bucket has its default name."""
+        return S3Settings(
+            endpoint=f"http://{HOST}:{self.port}", access_key=self._access_key, secret_key=self._secret_key
+        )
+
+    def _new_child(self) -> Child:
+        remove_stale_uploads(self.store)
+        command = [
+            find_program("rclone"),
+            *("serve", "s3", str(self.store)),
+            *("--addr", f"{HOST}:{self.port}"),
+            *("--vfs-cache-mode", "off"),
+            *("--etag-hash", ""),  # an MD5 of every object read for the first time; we verify sha256 ourselves
+        ]
+        environ = {
+            **os.environ,
+            "RCLONE_CONFIG": os.devnull,  # nothing of the user's own configuration
+            "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, ps shows that
+        }
+        return Child(self.name, command, log=self._log, environ=environ, death_signal=signal.SIGTERM)
+
+    def _ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            with self._log.open("rb") as file:
+                file.seek(self._log_offset)
+                found = re.search(rb"Starting s3 server on \[http://[^:]+:(\d+)/", file.read())
+            if found:
+                self.port = int(found[1])
+                with socket.create_connection((HOST, self.port), timeout=2.0):
+                    return True
+        return False
+
+
+def remove_stale_uploads(store: Path) -> int:
+    """Remove what uploads that were cut off by a crash left behind, when older than a day."""
+    removed = 0
+    for path in store.rglob(".rclone_temp_*"):
+        with contextlib.suppress(OSError):
+            if path.is_file() and time.time() - path.stat().st_mtime > _STALE_UPLOAD_S:
+                path.unlink()
+                removed += 1
+    return removed

