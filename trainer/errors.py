@@ -1,0 +1,55 @@
+"""What can go wrong in the trainer, drawn as one tree below `protocol.errors.PenstockError`.
+
+```
+PenstockError
+└── TrainerError
+├── UnsupportedModel      the model folder is missing, unreadable or of a kind we would train wrongly
+├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
+├── CollectTimeout        no full batch within the deadline; says whom the trainer waited for
+├── TooManyDead           group after group goes to the dead letters
+├── EvaluationFailed      an evaluation did not come back whole, or came from another version
+├── PublicationFailed     the weights could not be stored, verified or announced
+├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
+└── UnknownReward         the run file names a reward that no service offers
+```
+"""
+
+from __future__ import annotations
+
+from protocol.errors import PenstockError
+
+
+class TrainerError(PenstockError):
+    """Base of everything that goes wrong inside the trainer."""
+
+
+class UnsupportedModel(TrainerError):
+    """The model folder is missing, unreadable, or of a kind that would be trained wrongly."""
+
+
+class BatchDoesNotFit(TrainerError):
+    """A trajectory is longer than ``trainer.micro_batch_tokens``."""
+
+
+class CollectTimeout(TrainerError):
+    """No full batch arrived within the deadline; the text says whom the trainer waited for."""
+
+
+class TooManyDead(TrainerError):
+    """Group after group went to the dead letters: something upstream fails for every group."""
+
+
+class EvaluationFailed(TrainerError):
+    """An evaluation did not come back whole within its deadline, or came from another version."""
+
+
+class PublicationFailed(TrainerError):
+    """A version could not be stored, verified or announced."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint is incomplete, or belongs to another run or another number of ranks."""
+
+
+class UnknownReward(TrainerError):
+    """The run file names a reward that no reward service offers."""
