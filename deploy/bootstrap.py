@@ -8,7 +8,18 @@ Services only bind to what this has created; they need no right to create anythi
 
 from __future__ import annotations
 
-from protocol import streams
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+from protocol import logs, streams
+from protocol.config_sources import split_arguments
+from protocol.connection import NatsSettings, S3Settings
+from protocol.errors import PenstockError
+from protocol.runfile import load
 from protocol.streams import StreamLimits
 from protocol.subjects import check_run_id
 from protocol.transport.blobs import Blobs
@@ -39,3 +50,50 @@ def delete_run(bus: Bus, run_id: str) -> int:
     own = (streams.state_bucket(run_id), streams.live_bucket(run_id))
     names = (*streams.stream_names(run_id), *(f"KV_{spec.bucket}" for spec in own))
     return sum([pending.wait() for pending in [bus.delete_stream(name) for name in names]])
+
+
+class ConnectionSettings(BaseModel):
+    """The sections of a run file that a command about a run's streams reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    nats: NatsSettings = NatsSettings()
+    s3: S3Settings = S3Settings()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Create or delete what a run needs; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.bootstrap", description="Streams, consumers and buckets of a run."
+    )
+    parser.add_argument("--run", required=True, help="id of the run")
+    parser.add_argument("--delete", action="store_true", help="delete the run's streams and all they hold")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    options, rest = parser.parse_known_args(arguments)
+    logs.configure("bootstrap")
+    try:
+        files, overrides = split_arguments(rest)
+        settings = load(ConnectionSettings, files=files, overrides=overrides, environ=os.environ).settings
+        check_run_id(options.run)
+        with Bus.connect(settings.nats, name="bootstrap") as bus:
+            if options.delete:
+                return _delete(bus, options.run, ask=not options.yes)
+            bootstrap(bus, Blobs(settings.s3), options.run)
+    except PenstockError as err:
+        print(f"bootstrap: {err}", file=sys.stderr)
+        return 1
+    print(f"run {options.run} is ready at {settings.nats.url} and {settings.s3.endpoint}/{settings.s3.bucket}")
+    return 0
+
+
+def _delete(bus: Bus, run_id: str, *, ask: bool) -> int:
+    question = f"delete all streams of run {run_id} at {bus.url}, and what they hold? [y/N] "
+    if ask and not (sys.stdin.isatty() and input(question).strip().lower() == "y"):
+        print("nothing was deleted; say y, or pass --yes", file=sys.stderr)
+        return 1
+    print(f"{delete_run(bus, run_id)} streams of run {run_id} were deleted")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

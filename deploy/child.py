@@ -36,13 +36,19 @@ class Child:
         log: Path,
         environ: Mapping[str, str] | None = None,
         death_signal: int = signal.SIGKILL,
+        keep_open: Sequence[int] = (),
     ) -> None:
-        """Describe the child; ``environ`` is its whole environment (None: as ours)."""
+        """Describe the child.
+
+        ``environ`` is its whole environment (None: as ours), ``death_signal`` what it gets when we
+        die, ``keep_open`` the file descriptors it shares with us.
+        """
         self.name = name
         self.command = list(command)
         self.log = log
         self._environ = None if environ is None else dict(environ)
         self._death_signal = death_signal
+        self._keep_open = tuple(keep_open)
         self._process: subprocess.Popen[bytes] | None = None
         self._group_may_live = False
 
@@ -63,6 +69,7 @@ class Child:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self._environ,
+                pass_fds=self._keep_open,
                 start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended as one
             )
 
@@ -92,12 +99,16 @@ class Child:
         self.reap_group()
         return code
 
+    def crash(self) -> None:
+        """SIGKILL the process and whatever it started, and return at once."""
+        if self._process is not None and self._process.poll() is None:
+            self._signal_group(signal.SIGKILL)
+
     def kill(self) -> None:
         """SIGKILL the process and whatever it started; returns when it is gone."""
         if self._process is not None:
-            if self._process.poll() is None:
-                self._signal_group(signal.SIGKILL)
-                self._process.wait()
+            self.crash()
+            self._process.wait()
             self.reap_group()
 
     def stop(self, grace_s: float = 10.0) -> None:

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.child import Child, DeployError, wait_until
@@ -41,11 +42,12 @@ class Server:
 
     name: str
 
-    def __init__(self, store: Path, log: Path, port: int) -> None:
-        """``port`` 0 takes a free one at the first start."""
+    def __init__(self, store: Path, log: Path, port: int, keep_open: Sequence[int]) -> None:
+        """``port`` 0 takes a free one at the first start; ``keep_open`` is what the process shares with us."""
         self.store = store.absolute()
         self.port = port
         self._log = log
+        self._keep_open = tuple(keep_open)
         self._child: Child | None = None
         self._log_offset = 0
 
@@ -97,16 +99,17 @@ class Server:
     def _ready(self) -> bool:
         raise NotImplementedError
 
+    def relaunch(self) -> Child:
+        """Start again after a death, on the same port, without waiting; returns the new process."""
+        self.launch()
+        return self.child
+
     def _check_port_is_free(self) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, self.port))
-            except OSError as err:
-                raise DeployError(
-                    f"{self.name}: port {self.port} on {HOST} is taken ({err.strerror}); "
-                    "stop what uses it, or choose another port (0: any free one)"
-                ) from None
+        if not port_is_free(self.port):
+            raise DeployError(
+                f"{self.name}: port {self.port} on {HOST} is taken; "
+                "stop what uses it, or choose another port (0: any free one)"
+            )
 
 
 class NatsServer(Server):
@@ -123,9 +126,10 @@ class NatsServer(Server):
         password: str = "",
         port: int = 0,
         max_store_gb: int = 50,
+        keep_open: Sequence[int] = (),
     ) -> None:
         """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve."""
-        super().__init__(store, log, port)
+        super().__init__(store, log, port, keep_open)
         self._user = user
         self._password = password or secrets.token_urlsafe(24)
         self._max_store_gb = max_store_gb
@@ -154,7 +158,7 @@ class NatsServer(Server):
             f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
         )
         command = [find_program("nats-server"), "-c", str(config)]
-        return Child(self.name, command, log=self._log, death_signal=signal.SIGTERM)
+        return Child(self.name, command, log=self._log, death_signal=signal.SIGTERM, keep_open=self._keep_open)
 
     def _ready(self) -> bool:
         ports = self.store / f"nats-server_{self.child.pid}.ports"
@@ -188,10 +192,17 @@ class S3Server(Server):
     name = "s3-server"
 
     def __init__(
-        self, store: Path, *, log: Path, access_key: str = "penstock", secret_key: str = "", port: int = 0
+        self,
+        store: Path,
+        *,
+        log: Path,
+        access_key: str = "penstock",
+        secret_key: str = "",
+        port: int = 0,
+        keep_open: Sequence[int] = (),
     ) -> None:
         """``secret_key`` empty: a new one is made."""
-        super().__init__(store, log, port)
+        super().__init__(store, log, port, keep_open)
         self._access_key = access_key
         self._secret_key = secret_key or secrets.token_urlsafe(24)
 
@@ -216,7 +227,14 @@ class S3Server(Server):
             "RCLONE_CONFIG": os.devnull,  # nothing of the user's own configuration
             "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, ps shows that
         }
-        return Child(self.name, command, log=self._log, environ=environ, death_signal=signal.SIGTERM)
+        return Child(
+            self.name,
+            command,
+            log=self._log,
+            environ=environ,
+            death_signal=signal.SIGTERM,
+            keep_open=self._keep_open,
+        )
 
     def _ready(self) -> bool:
         with contextlib.suppress(OSError):
@@ -228,6 +246,17 @@ class S3Server(Server):
                 with socket.create_connection((HOST, self.port), timeout=2.0):
                     return True
         return False
+
+
+def port_is_free(port: int) -> bool:
+    """Say whether nobody listens on a port of the loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def remove_stale_uploads(store: Path) -> int:

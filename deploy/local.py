@@ -1,0 +1,239 @@
+"""NATS and S3 on this machine, over one data folder: ``penstock up``.
+
+    python -m deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N]
+
+Both servers run as children on the loopback, with credentials made at the first start and kept in
+the data folder (readable for its owner only). Whatever ends this process, SIGKILL included, ends
+them too; when one of them dies, it is started again on its port. The data folder is locked: two
+servers over one store would destroy it, and nats-server itself does not notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+from deploy.bootstrap import bootstrap
+from deploy.child import DeployError, wait_until
+from deploy.servers import NatsServer, S3Server, Server, port_is_free
+from deploy.supervise import Supervisor
+from protocol import logs
+from protocol.connection import NatsSettings, S3Settings
+from protocol.errors import PenstockError
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+
+_LOCK_PATIENCE_S = 5.0  # servers of a holder that was killed need a moment to end
+
+
+class LocalStack:
+    """nats-server and an S3 server over one locked data folder. Use it as a context manager."""
+
+    def __init__(self, data: Path, *, nats_port: int = 0, s3_port: int = 0, max_store_gb: int = 50) -> None:
+        """``data`` is made when it is not there. Port 0: the one used last time if free, else any."""
+        self.data = data.absolute()
+        self._ports = {NatsServer.name: nats_port, S3Server.name: s3_port}
+        self._max_store_gb = max_store_gb
+        self._lock_fd: int | None = None
+        self._supervisor: Supervisor | None = None
+        self._own_supervisor = False
+        self._nats: NatsServer | None = None
+        self._s3: S3Server | None = None
+
+    def __enter__(self) -> LocalStack:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, supervisor: Supervisor | None = None) -> None:
+        """Start both servers, wait until they answer and make the bucket.
+
+        ``supervisor`` restarts a server that dies (None: one of our own). Raises DeployError when
+        the folder is in use, a port is taken or a server does not come up; nothing is left running.
+        """
+        self._own_supervisor = supervisor is None
+        self._supervisor = supervisor or Supervisor()
+        try:
+            self._lock()
+            self._launch()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _launch(self) -> None:
+        assert self._lock_fd is not None
+        assert self._supervisor is not None
+        shared = (self._lock_fd,)  # the folder stays locked until the last server has ended
+        self._nats = NatsServer(
+            self.data / "nats",
+            log=self.data / "logs" / "nats-server.log",
+            password=self._kept_secret("nats.password"),
+            port=self._port(NatsServer.name),
+            max_store_gb=self._max_store_gb,
+            keep_open=shared,
+        )
+        self._s3 = S3Server(
+            self.data / "objects",
+            log=self.data / "logs" / "s3-server.log",
+            secret_key=self._kept_secret("s3.secret_key"),
+            port=self._port(S3Server.name),
+            keep_open=shared,
+        )
+        servers: tuple[Server, ...] = (self._nats, self._s3)
+        for server in servers:
+            server.launch()
+        for server in servers:
+            server.wait_ready()
+        for server in servers:
+            self._supervisor.watch(server.child, server.relaunch)
+        Blobs(self.s3).ensure_bucket()
+        self._port_file.write_text(json.dumps({server.name: server.port for server in servers}))
+        lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.environment().items())
+        (self.data / "environment").write_text(lines)
+
+    def stop(self) -> None:
+        """End both servers and release the folder; idempotent."""
+        if self._supervisor is not None and self._own_supervisor:
+            self._supervisor.close()
+        for server in (self._nats, self._s3):
+            if server is not None:
+                server.stop()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    @property
+    def nats(self) -> NatsSettings:
+        """How to reach NATS."""
+        assert self._nats is not None, "not started"
+        return self._nats.settings.model_copy(update={"password": "", "password_file": self.data / "nats.password"})
+
+    @property
+    def s3(self) -> S3Settings:
+        """How to reach S3."""
+        assert self._s3 is not None, "not started"
+        return self._s3.settings.model_copy(update={"secret_key": "", "secret_key_file": self.data / "s3.secret_key"})
+
+    def environment(self) -> dict[str, str]:
+        """Return the PENSTOCK_ variables that make every service use these servers; secrets stay in their files."""
+        return connection_environment(self.nats, self.s3)
+
+    @property
+    def _port_file(self) -> Path:
+        return self.data / "ports.json"
+
+    def _port(self, name: str) -> int:
+        if self._ports[name]:
+            return self._ports[name]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            last = int(json.loads(self._port_file.read_text())[name])
+            if port_is_free(last):
+                return last
+        return 0
+
+    def _kept_secret(self, name: str) -> str:
+        path = self.data / name
+        if not path.exists():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # noqa: PTH123 - mode
+                file.write(secrets.token_urlsafe(24))
+        return path.read_text().strip()
+
+    def _lock(self) -> None:
+        self.data.mkdir(parents=True, exist_ok=True)
+        path = self.data / "lock"
+        self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+        def take() -> bool:
+            assert self._lock_fd is not None
+            try:
+                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        holder = path.read_text().strip()
+        if not take() and (_is_alive(holder) or not wait_until(take, _LOCK_PATIENCE_S)):
+            raise DeployError(
+                f"the data folder {self.data} is in use by process {holder or '(unknown)'}; "
+                "stop that one, or choose another folder with --data"
+            )
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+
+
+def connection_environment(nats: NatsSettings, s3: S3Settings) -> dict[str, str]:
+    """Return the PENSTOCK_ variables that say where NATS and S3 are; only what is set."""
+    return {
+        f"PENSTOCK_{section}__{key.upper()}": str(value)
+        for section, settings in (("NATS", nats), ("S3", s3))
+        for key, value in settings.model_dump(exclude_none=True).items()
+        if value != ""
+    }
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def end_on_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set; call it in the main thread."""
+    asked = threading.Event()
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        asked.set()
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+    return asked
+
+
+def main() -> int:
+    """Start the servers, say how to use them, and stay until Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="penstock up", description="NATS and S3 on this machine.")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of everything stored (default: data)")
+    parser.add_argument("--run", help="also create the streams of this run")
+    parser.add_argument(
+        "--nats-port", type=int, default=0, help="port of NATS (default: as last time, else a free one)"
+    )
+    parser.add_argument("--s3-port", type=int, default=0, help="port of S3 (default: as last time, else a free one)")
+    parser.add_argument("--max-store-gb", type=int, default=50, help="what all streams together may reserve on disk")
+    options = parser.parse_args()
+    logs.configure("local")
+    asked_to_end = end_on_signals()
+    try:
+        with LocalStack(
+            options.data, nats_port=options.nats_port, s3_port=options.s3_port, max_store_gb=options.max_store_gb
+        ) as stack:
+            if options.run:
+                with Bus.connect(stack.nats, name="bootstrap") as bus:
+                    bootstrap(bus, Blobs(stack.s3), options.run)
+            print((stack.data / "environment").read_text(), end="", flush=True)
+            print(f"# NATS and S3 run; in another terminal: . {stack.data}/environment", file=sys.stderr)
+            print("# Ctrl-C ends them; what they hold stays in the folder", file=sys.stderr)
+            asked_to_end.wait()
+    except PenstockError as err:
+        print(f"penstock up: {err}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
