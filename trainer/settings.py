@@ -1,0 +1,286 @@
+"""Everything the trainer may be told, one section of the run file each; imports no torch.
+
+Lengths are in tokens, times in seconds, sizes of a batch in groups (one group: the
+``rollout.group_size`` completions of one prompt).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
+from protocol.errors import ConfigError
+from protocol.facts import Identifier
+from trainer.aggregation import Aggregation
+
+Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer"]
+Schedule = Literal["constant", "linear", "cosine"]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Files = Path | list[Path]
+
+COLUMNS = (
+    "prompt",
+    "messages",
+    "response",
+    "ground_truth",
+    "data_source",
+    "extra_info",
+    "reward_model",
+    "question",
+    "answer",
+    "completion",
+    "system",
+)
+
+
+def _listed(files: Files) -> tuple[Path, ...]:
+    return tuple(files) if isinstance(files, list) else (files,)
+
+
+class ModelSettings(Section):
+    """The policy and how it is held in memory."""
+
+    path: Path = Field(description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Of forward and backward; float32 agrees with the embedded engine, bfloat16 suits GPUs.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Recompute activations in the backward pass: less memory, about a third more compute.",
+    )
+
+
+class DataSettings(Section):
+    """Prompts to train and to evaluate on, and how rows become prompts."""
+
+    train: Files = Field(
+        default=[], description="JSONL, JSON, CSV or Parquet file with the training prompts, or a list of them."
+    )
+    eval: Files = Field(default=[], description="Held-out prompts, same forms; none: no evaluation.")
+    format: Format = Field(default="auto", description="Form of the rows; auto recognises it by the columns.")
+    map: dict[str, str] = Field(
+        default={}, description='Column names that differ, as ours = "theirs": data.map.prompt = "instruction".'
+    )
+    system_prompt: str = Field(
+        default="", description="Put before every prompt that brings no system message of its own."
+    )
+    max_prompt_tokens: int = Field(default=1024, ge=1, description="Longest prompt, template included, in tokens.")
+    overlong: Literal["drop", "error"] = Field(
+        default="drop",
+        description="Prompts above max_prompt_tokens: leave them out and count them, or refuse the file.",
+    )
+    max_samples: int | None = Field(default=None, ge=1, description="Only the first rows, for a quick try; none: all.")
+    shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
+
+    @field_validator("map")
+    @classmethod
+    def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
+        unknown = sorted(set(value) - set(COLUMNS))
+        if unknown:
+            raise ValueError(f"data.map.{unknown[0]} maps a column we do not read; ours are {', '.join(COLUMNS)}")
+        return value
+
+    @property
+    def train_files(self) -> tuple[Path, ...]:
+        """The training files; raises ConfigError when there is none."""
+        if not _listed(self.train):
+            raise ConfigError("data.train names no file; set it to the JSONL, JSON, CSV or Parquet file to train on")
+        return _listed(self.train)
+
+    @property
+    def eval_files(self) -> tuple[Path, ...]:
+        """The held-out files; none: no evaluation."""
+        return _listed(self.eval)
+
+
+class RolloutSettings(Section):
+    """What the workers are asked for, and how far they may run ahead."""
+
+    group_size: int = Field(default=8, ge=1, le=4096, description="Completions of one prompt; advantages compare them.")
+    groups_per_step: int = Field(default=32, ge=1, description="Groups that make one optimizer step.")
+    groups_per_message: int = Field(
+        default=0,
+        ge=0,
+        description="Groups that travel together; 0 chooses by size: many tiny ones, a large one alone.",
+    )
+    max_staleness: int = Field(
+        default=2,
+        ge=0,
+        description="Most versions a sample may be behind when it is trained on; 0 waits for every step.",
+    )
+    max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
+    temperature: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=100.0,
+        description="Of sampling; the trainer divides by it too, so log-probabilities stay exact.",
+    )
+    max_attempts: int = Field(
+        default=2, ge=1, description="How often a group is generated at most when it comes back too stale to train on."
+    )
+
+    @property
+    def max_outstanding(self) -> int:
+        """Most groups issued and neither trained nor dropped (arXiv 2505.24298)."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+
+class RewardSettings(Section):
+    """Which reward scores which row."""
+
+    name: Identifier | None = Field(
+        default=None, description="Reward of rows that by_source does not name; none: chosen by the row's data_source."
+    )
+    by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
+
+
+class AlgorithmSettings(Section):
+    """From rewards to gradients."""
+
+    name: Literal["grpo"] = Field(default="grpo", description="Advantage estimator and loss (trainer/algorithms.py).")
+    clip_low: float = Field(default=0.2, gt=0.0, le=1.0, description="The ratio is clipped below at 1 - clip_low.")
+    clip_high: float = Field(default=0.2, gt=0.0, description="The ratio is clipped above at 1 + clip_high.")
+    dual_clip: float | None = Field(
+        default=1.2,
+        gt=1.0,
+        description="Bound of the ratio for negative advantages; what keeps stale data safe; none: off.",
+    )
+    token_tis_cap: float | None = Field(
+        default=None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
+    )
+    negative_weight: float = Field(
+        default=1.0, ge=0.0, description="Factor on negative advantages; 0.5 helps from max_staleness 4 on."
+    )
+    normalise_by_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")
+    aggregation: Aggregation = Field(
+        default="token-mean", description="How tokens and sequences are weighed in the loss."
+    )
+
+
+class OptimizerSettings(Section):
+    """The trainer section: optimizer, ranks, checkpoints, and how long it waits."""
+
+    steps: int = Field(default=100, ge=1, description="Optimizer steps of the whole run, resumed ones included.")
+    lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
+    weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's decoupled weight decay.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
+    schedule: Schedule = Field(default="constant", description="What the learning rate does after the warm-up.")
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0, description="End of linear and cosine, as a share of lr.")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are scaled down to this norm.")
+    zero_stage: Literal[0, 1, 2] = Field(
+        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 and gradients."
+    )
+    num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
+    micro_batch_tokens: int = Field(
+        default=16_384, ge=1, description="Most tokens of one forward and backward pass on a rank, padding included."
+    )
+    checkpoint_every: int = Field(
+        default=50, ge=1, description="Steps between checkpoints; the last step makes one too."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
+    resume: bool = Field(
+        default=True, description="Go on from the newest checkpoint of this run id, when there is one."
+    )
+    collect_deadline_s: float = Field(
+        default=600.0,
+        gt=0.0,
+        description="Longest wait for a full batch before the error that says whom we waited for, in s.",
+    )
+    keep_versions: int = Field(
+        default=8, ge=2, description="Newest published versions whose weights stay in the object store."
+    )
+
+
+class EvalSettings(Section):
+    """Evaluation on held-out prompts, each pinned to one version."""
+
+    every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only at start and end.")
+    num_prompts: int = Field(default=0, ge=0, description="Only the first prompts of data.eval; 0: all.")
+    at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval.")
+    at_end: bool = Field(default=True, description="Evaluate the last version, when there is data.eval.")
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Of sampling; 0 is greedy.")
+    samples: int = Field(default=1, ge=1, description="Completions of each prompt; their rewards are averaged.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> EvalSettings:
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"eval.samples = {self.samples} greedy completions would all be the same; "
+                "set eval.temperature above 0 or eval.samples = 1"
+            )
+        return self
+
+
+class SftSettings(Section):
+    """Supervised warm-up, `penstock sft`."""
+
+    data: Files = Field(default=[], description="Rows with completions; none: data.train.")
+    steps: int = Field(default=100, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(default=32, ge=1, description="Rows of one optimizer step, over all ranks.")
+    lr: float = Field(default=1e-5, gt=0.0, description="Peak learning rate of AdamW.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
+    schedule: Schedule = Field(default="constant", description="What the learning rate does after the warm-up.")
+    output: Path | None = Field(default=None, description="Folder for the result; none: sft/ in the run's folder.")
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files named here; none: data.train is used."""
+        return _listed(self.data)
+
+
+class TrainerSettings(Section):
+    """All sections that the trainer reads."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    nats: NatsSettings = Field(default_factory=NatsSettings)
+    s3: S3Settings = Field(default_factory=S3Settings)
+    model: ModelSettings
+    data: DataSettings = Field(default_factory=DataSettings)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    trainer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    sft: SftSettings = Field(default_factory=SftSettings)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.trainer.micro_batch_tokens:
+            raise ValueError(
+                f"a trajectory may have {longest} tokens (data.max_prompt_tokens {self.data.max_prompt_tokens} + "
+                f"rollout.max_new_tokens {self.rollout.max_new_tokens}), more than trainer.micro_batch_tokens = "
+                f"{self.trainer.micro_batch_tokens}; raise it to at least {longest}"
+            )
+        if self.rollout.groups_per_message > self.rollout.groups_per_step:
+            raise ValueError(
+                f"rollout.groups_per_message = {self.rollout.groups_per_message} is more than rollout.groups_per_step"
+                f" = {self.rollout.groups_per_step}; a message never spans steps, lower it or set it to 0 (automatic)"
+            )
+        rows = self.rollout.groups_per_step * self.rollout.group_size
+        if rows < self.trainer.num_ranks:
+            raise ValueError(
+                f"a step has {rows} trajectories (rollout.groups_per_step x rollout.group_size), fewer than "
+                f"trainer.num_ranks = {self.trainer.num_ranks}; some ranks would have nothing to do, lower it"
+            )
+        if self.trainer.keep_versions < self.rollout.max_staleness + 2:
+            raise ValueError(
+                f"trainer.keep_versions = {self.trainer.keep_versions} would delete weights that workers may still "
+                f"fetch with rollout.max_staleness = {self.rollout.max_staleness}; "
+                f"raise it to at least {self.rollout.max_staleness + 2}"
+            )
+        if self.eval.every and not self.data.eval_files:
+            raise ValueError(
+                f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
+            )
+        if self.trainer.warmup_steps > self.trainer.steps or self.sft.warmup_steps > self.sft.steps:
+            section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
+            raise ValueError(f"{section}.warmup_steps is more than {section}.steps; the peak would never be reached")
+        return self
