@@ -34,7 +34,7 @@ class Row:
 class MicroBatch:
     """What one forward and backward pass needs; R rows padded to T tokens, N sampled tokens."""
 
-    input_ids: Tensor  # [R, T] int64
+    input_ids: Tensor  # [R, T] int64, each row without its last token
     predictors: Tensor  # [N] int64, flat position whose output predicts the sampled token
     targets: Tensor  # [N] int64
     behaviour_logprobs: Tensor  # [N] float32
@@ -112,11 +112,11 @@ def _share(pieces: list[list[int]], lengths: Sequence[int], num_ranks: int) -> l
 
 def build(rows: Sequence[Row]) -> MicroBatch:
     """Build the tensors of one micro-batch; no rows give one that contributes nothing to the gradient."""
-    longest = max((len(row.token_ids) for row in rows), default=1)
+    longest = max((len(row.token_ids) - 1 for row in rows), default=1)  # the last token predicts nothing
     input_ids = np.zeros((max(1, len(rows)), longest), dtype=np.int64)
     predictors, targets, behaviour, advantages, weights = [], [], [], [], []
     for number, row in enumerate(rows):
-        input_ids[number, : len(row.token_ids)] = row.token_ids
+        input_ids[number, : len(row.token_ids) - 1] = row.token_ids[:-1]
         sampled = np.flatnonzero(row.loss_mask)
         predictors.append(number * longest + sampled - 1)
         targets.append(row.token_ids[sampled])

@@ -3,14 +3,14 @@
 ```
 PenstockError
 └── TrainerError
-├── UnsupportedModel      the model folder is missing, unreadable or of a kind we would train wrongly
-├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
-├── CollectTimeout        no full batch within the deadline; says whom the trainer waited for
-├── TooManyDead           group after group goes to the dead letters
-├── EvaluationFailed      an evaluation did not come back whole, or came from another version
-├── PublicationFailed     the weights could not be stored, verified or announced
-├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
-└── UnknownReward         the run file names a reward that no service offers
+    ├── UnsupportedModel      the model folder is missing, unreadable or of a kind we would train wrongly
+    ├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
+    ├── CollectTimeout        no full batch within the deadline; says whom the trainer waited for
+    ├── TooManyDead           group after group goes to the dead letters
+    ├── EvaluationFailed      an evaluation did not come back whole, or came from another version
+    ├── PublicationFailed     the weights could not be stored, verified or announced
+    ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
+    └── UnknownReward         the run file names a reward that no service offers
 ```
 """
 

@@ -50,8 +50,8 @@ def _row(tokens: list[int], sampled: list[int], advantage: float = 0.5) -> Row:
 def test_tensors_line_up() -> None:
     """Each sampled token is predicted from the position before it, in its own padded row, masks with holes included."""
     batch = build([_row([7, 8, 9], [1, 2]), _row([1, 2, 3, 4, 5], [2, 4], -1.0)])
-    assert batch.input_ids.tolist() == [[7, 8, 9, 0, 0], [1, 2, 3, 4, 5]]
-    assert batch.predictors.tolist() == [0, 1, 5 + 1, 5 + 3]
+    assert batch.input_ids.tolist() == [[7, 8, 0, 0], [1, 2, 3, 4]]
+    assert batch.predictors.tolist() == [0, 1, 4 + 1, 4 + 3]
     assert batch.targets.tolist() == [8, 9, 3, 5]
     assert batch.behaviour_logprobs.tolist() == [-1.0, -2.0, -2.0, -4.0]
     assert batch.advantages.tolist() == [0.5, 0.5, -1.0, -1.0]
