@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from console.service_history import ServiceHistory, Span
-from console.snapshot import Incident, ServiceLine
+from console.snapshot import Incident, ServiceLine, service_name
 from protocol.facts import Heartbeat
 
 LOST_AFTER_S = 4.0  # four missed heartbeats
@@ -41,13 +41,13 @@ class Fleet:
             if history is None:
                 self._services[key] = ServiceHistory(beat, now, in_window=self._window_open)
                 if self._window_open:
-                    incidents.append(Incident(now, f"{beat.role} {beat.service_id} joined", "back"))
+                    incidents.append(Incident(now, f"{service_name(*key)} joined", "back"))
                 continue
             num_lives, was_alive = history.num_lives, history.alive
             spans[key] = history.fold(beat, now)
             history.alive = was_alive or history.seen_at == now
             if history.num_lives > num_lives or (history.alive and not was_alive):
-                incidents.append(Incident(now, f"{beat.role} {beat.service_id} is back", "back"))
+                incidents.append(Incident(now, f"{service_name(*key)} is back", "back"))
         incidents += self._notice_silence({(b.role, b.service_id) for b in beats}, now)
         if self._window_open and self._final_shares is None:
             self._add_overlap(spans)
@@ -137,7 +137,7 @@ class Fleet:
                 history.alive = False  # it took its key away: a clean end
             elif silent_s >= LOST_AFTER_S:
                 history.alive = False
-                text = f"{key[0]} {key[1]} has been silent for {silent_s:.0f} s: killed, or cut off"
+                text = f"{service_name(*key)} has been silent for {silent_s:.0f} s: killed, or cut off"
                 incidents.append(Incident(now, text, "lost"))
         return incidents
 

@@ -12,9 +12,9 @@ from console.braille import curve
 from console.clock import clock
 from console.snapshot import ServiceLine, Snapshot
 
-_CURVE_WIDTH = 56
+_CURVE_WIDTH = 46
 _CURVE_HEIGHT = 7
-_BAR_WIDTH = 16
+_BAR_WIDTH = 14
 _NUM_INCIDENTS = 4
 _STAGES = {"tasks": "to generate", "generated": "to score", "scored": "to train"}
 
@@ -121,7 +121,7 @@ def _figures(s: Snapshot) -> RenderableType:
     wide = Table.grid(padding=(0, 2))
     wide.add_row(Text("queues", style="dim"), Text(queues or "–"))
     idle = ", ".join(f"{role} {share(value)}" for role, value in s.idle_share.items())
-    wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}"))
+    wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}", no_wrap=True))
     return Group(table, wide)
 
 
@@ -137,12 +137,11 @@ def _services(s: Snapshot) -> RenderableType:
 def _service(line: ServiceLine, trainer_version: int) -> tuple[Text, ...]:
     behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - trainer_version:+d})"
     version = "" if line.version is None else f"v{line.version}{behind if line.version != trainer_version else ''}"
-    name = f"{line.role} {line.service_id}" if line.service_id != line.role else line.role
     lives = f" (life {line.num_lives})" if line.num_lives > 1 else ""
     style = "" if line.alive else "red"
     state = line.state if line.alive else f"gone, silent for {clock(line.silent_s)}"
     speed = rate(line.tokens_per_s) if line.role == "rollout" else ""
-    cells = (name + lives, version, speed, share(line.idle_share), state)
+    cells = (line.name + lives, version, speed, share(line.idle_share), state)
     return tuple(Text(cell, style=style, overflow="ellipsis") for cell in cells)
 
 

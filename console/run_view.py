@@ -37,6 +37,7 @@ class RunView:
         self.finished = False
         self._fleet = Fleet()
         self._groups: dict[str, Any] = {}
+        self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
         self._published: set[int] = set()
         self._applied: dict[str, list[WeightsApplied]] = {}
@@ -95,7 +96,7 @@ class RunView:
         points = self.points()
         rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
         primary = self._primary_evals()
-        staleness = self._staleness()
+        staleness = self._staleness_tokens()
         step = points[-1].step if points else 0
         return Snapshot(
             run_id=self.run_id,
@@ -134,7 +135,7 @@ class RunView:
         rewards = [p.reward_mean for p in points if p.reward_mean is not None]
         tenth = max(len(rewards) // 10, 1)
         primary = self._primary_evals()
-        staleness = self._staleness()
+        staleness = self._staleness_tokens()
         cpu = self._fleet.cpu_s_per_role()
         return RunSummary(
             run_id=self.run_id,
@@ -177,7 +178,7 @@ class RunView:
         step = int(data.get("step", len(self.steps) + 1))
         if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these are taken again
             for later in [s for s in self.steps if s >= step]:
-                del self.steps[later]
+                self._staleness.subtract(self.steps.pop(later).staleness_tokens)
         histogram = {int(k): int(v) for k, v in (data.get("staleness_tokens") or {}).items()}
         self.steps[step] = StepPoint(
             step=step,
@@ -190,6 +191,7 @@ class RunView:
             step_s=_number(data.get("step_s")),
             wait_s=_number(data.get("wait_s")),
         )
+        self._staleness.update(histogram)
         self._groups = dict(data.get("groups") or self._groups)
         self.state = "training"
         self._fleet.open_window()
@@ -242,11 +244,8 @@ class RunView:
             )
         return found
 
-    def _staleness(self) -> dict[int, int]:
-        total: Counter[int] = Counter()
-        for point in self.steps.values():
-            total.update(point.staleness_tokens)
-        return dict(sorted(total.items()))
+    def _staleness_tokens(self) -> dict[int, int]:
+        return {versions: tokens for versions, tokens in sorted(self._staleness.items()) if tokens}
 
     def _dropped(self) -> dict[str, int]:
         return {str(k): int(v) for k, v in (self._groups.get("dropped") or {}).items() if v}

@@ -46,6 +46,16 @@ class ServiceLine:
     idle_share: float | None
     num_lives: int
 
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return service_name(self.role, self.service_id)
+
+
+def service_name(role: str, service_id: str) -> str:
+    """Return an id that says its role, whether or not it does so by itself."""
+    return service_id if service_id.startswith(role) else f"{role} {service_id}"
+
 
 @dataclass(frozen=True, slots=True)
 class Incident:
@@ -104,7 +114,5 @@ class Snapshot:
         if trainer is None or rollout is None:
             return ""
         if max(trainer, rollout) < 0.05:
-            return "nobody waits: trainer and workers are both busy"
-        if trainer > rollout:
-            return "the trainer waits more: generation is the bottleneck"
-        return "the workers wait more: training is the bottleneck"
+            return "nobody waits"
+        return "generation is the bottleneck" if trainer > rollout else "training is the bottleneck"

@@ -17,8 +17,10 @@ What a caller can rely on:
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
+import json
 import secrets
 import threading
 import time
@@ -26,12 +28,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import nats
 import nats.errors
 import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext, api
 from nats.js.kv import KeyValue as NatsKeyValue
 
@@ -56,7 +58,14 @@ log = structlog.get_logger("protocol.bus")
 _ATTEMPT_S = 4.0  # one try of one request; a killed server never answers requests in flight
 _RETRY_S = 0.1  # first pause between tries, doubled up to _RETRY_MAX_S
 _RETRY_MAX_S = 2.0
+_STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _LOOP_GRACE_S = 30.0  # a call that outlives its own deadline by this much has lost its thread
+_MAX_IN_FLIGHT = 64  # requests at a time: more makes the server slower, not faster
+_MISSING_GRACE_S = 1.0
+_TAIL_PULL_S = 10.0
+_MAX_LETTER_PAYLOAD = 28 * 1024  # what a dead letter keeps, so that it always fits into a message itself
+_MAX_LETTER_IDS = 128
+_NOTHING_THERE = ("404", "408")
 _ERR_STREAM_FULL = (10077, 10023, 10047)  # maximum messages or bytes, insufficient resources
 
 
@@ -147,37 +156,111 @@ class Delivery(Generic[F]):
 
     def ack(self) -> Pending[None]:
         """Say that the message's effect is durable; it never comes again."""
-        return self._inbox._settle(self, self._inbox._ack(self), "acknowledge")
+        return self._inbox._settle(self, lambda: self._inbox._ack(self), "acknowledge")
 
     def give_back(self, delay_s: float) -> Pending[None]:
         """Return the message, to be delivered again (to anybody) after ``delay_s``."""
-        return self._inbox._settle(self, self._inbox._nak(self, delay_s), "give back")
+        return self._inbox._settle(self, lambda: self._inbox._nak(self, delay_s), "give back")
 
     def dead_letter(self, reason: str, detail: str) -> Pending[None]:
         """Store the message among the dead letters with its reason, then end it."""
-        return self._inbox._settle(
-            self,
-            self._inbox._bury(self._msg, reason, detail, self.fact),
-            "dead-letter",
-        )
+        return self._inbox._settle(self, lambda: self._inbox._bury(self._msg, reason, detail, self.fact), "dead-letter")
+
+
+class _Pull:
+    """Pull requests to one consumer over one subscription; the client library's own ``fetch`` waits too long.
+
+    It returns as soon as there is something, never leaves an unfinished request behind that would
+    take messages away from an idle reader, and sends a request again when the server came back.
+    """
+
+    def __init__(self, bus: Bus, stream: str, consumer: str) -> None:
+        self._bus = bus
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._reply = bus._client.new_inbox()
+        self._number = 0
+        self._arrived: collections.deque[Msg] = collections.deque()
+        self._ended: Msg | None = None  # the status message that ended the current request
+        self._news = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._sub: Subscription | None = None
+
+    async def open(self) -> None:
+        self._sub = await self._bus._client.subscribe(f"{self._reply}.*", cb=self._on_message)
+        self._bus._wake_on_change.add(self._news)
+
+    async def close(self) -> None:
+        self._bus._wake_on_change.discard(self._news)
+        if self._sub is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._sub.unsubscribe()
+
+    async def _on_message(self, msg: Msg) -> None:
+        if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):
+            self._arrived.append(msg)
+        elif msg.subject == f"{self._reply}.{self._number}" and msg.headers["Status"] != "100":
+            self._ended = msg
+        self._news.set()
+
+    async def take(self, max_messages: int, wait_s: float) -> list[Msg]:
+        """Take what is there, or wait for the first message; raises _Refused for anything but "nothing there"."""
+        async with self._turn:
+            deadline = time.monotonic() + wait_s
+            if not self._arrived and max_messages > 1:
+                await self._request({"batch": max_messages, "no_wait": True}, max_messages, deadline)
+            while not self._arrived and (left := deadline - time.monotonic()) > 0:
+                await self._request({"batch": 1, "expires": int(left * 1e9)}, 1, deadline)
+            return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
+
+    async def _request(self, body: dict[str, Any], enough: int, deadline: float) -> None:
+        """Send one request and wait for its messages, its end, the connection's end, or the deadline."""
+        client = self._bus._client
+        if not client.is_connected:
+            await self._wait_for_news(deadline)
+            return
+        self._number += 1
+        self._ended = None
+        await client.publish(self._subject, json.dumps(body).encode(), reply=f"{self._reply}.{self._number}")
+        lives = self._bus._num_lives
+        while len(self._arrived) < enough and self._ended is None:
+            if not await self._wait_for_news(deadline) or lives != self._bus._num_lives:
+                return
+        if self._ended is not None and self._ended.headers and self._ended.headers["Status"] not in _NOTHING_THERE:
+            raise _Refused(self._ended.headers["Status"], self._ended.headers.get("Description", ""))
+
+    async def _wait_for_news(self, deadline: float) -> bool:
+        self._news.clear()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class _Refused(Exception):
+    def __init__(self, status: str, description: str) -> None:
+        super().__init__(f"{status} {description}")
+        self.status = status
 
 
 class Inbox(Generic[F]):
     """A durable consumer's reader: fetches, keeps alive what is held, refuses poison."""
 
-    def __init__(self, bus: Bus, spec: ConsumerSpec, fact: type[F], sub: JetStreamContext.PullSubscription) -> None:
+    def __init__(self, bus: Bus, spec: ConsumerSpec, fact: type[F], pull: _Pull) -> None:
         """Use `Bus.inbox` instead."""
         self._bus = bus
         self._fact = fact
-        self._sub = sub
+        self._pull = pull
         self._held: dict[int, Delivery[F]] = {}
         self.spec = spec
 
     def fetch(self, max_messages: int, wait_s: float) -> Pending[list[Delivery[F]]]:
         """Take up to ``max_messages``, waiting at most ``wait_s`` for the first; empty when there is none.
 
-        While NATS is down the result is empty too, after ``wait_s``: the caller's loop goes on and
-        `Bus.down_s` says for how long it has been so.
+        Returns as soon as there is at least one. While NATS is down the result is empty too, after
+        ``wait_s``: the caller's loop goes on and `Bus.down_s` says for how long it has been so.
+        Calls on one inbox take turns. Raises MissingStream when the consumer was deleted.
         """
         return self._bus.call(self._fetch(max_messages, wait_s), f"fetch from {self.spec.durable}", wait_s)
 
@@ -188,33 +271,17 @@ class Inbox(Generic[F]):
 
     async def _fetch(self, max_messages: int, wait_s: float) -> list[Delivery[F]]:
         try:
-            messages = await self._sub.fetch(max_messages, timeout=wait_s)
-        except (TimeoutError, nats.errors.TimeoutError):
+            messages = await self._pull.take(max_messages, wait_s)
+        except (_Refused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
+            await self._bus._require_consumer(self.spec)
+            log.debug("no messages", consumer=self.spec.durable, reason=str(err))
+            await asyncio.sleep(min(wait_s, 0.2))
             return []
-        except (
-            nats.errors.ConnectionClosedError,
-            nats.errors.ConnectionReconnectingError,
-            nats.errors.NoServersError,
-            nats.js.errors.ServiceUnavailableError,
-            nats.errors.NoRespondersError,
-        ):
-            await asyncio.sleep(min(wait_s, 0.5))
-            return []
-        except nats.js.errors.APIError as err:
-            if err.code in {404, 409}:
-                raise MissingStream(
-                    f"consumer {self.spec.durable} of stream {self.spec.stream} is gone ({err.description}); "
-                    f"create it with: python -m deploy.bootstrap --run {self.spec.run_id}"
-                ) from None
-            raise BusError(f"fetch from {self.spec.durable}: {err}") from None
-        deliveries = []
-        for msg in messages:
-            delivery = await self._receive(msg)
-            if delivery is not None:
-                deliveries.append(delivery)
-        return deliveries
+        # no await from here on: a cancelled fetch must not keep messages that nobody gets
+        received = [self._receive(msg) for msg in messages]
+        return [delivery for delivery in received if delivery is not None]
 
-    async def _receive(self, msg: Msg) -> Delivery[F] | None:
+    def _receive(self, msg: Msg) -> Delivery[F] | None:
         held = self._held.get(msg.metadata.sequence.stream)
         if held is not None:
             held.renew(msg)
@@ -223,16 +290,22 @@ class Inbox(Generic[F]):
             fact = decode(msg.data, self._fact)
         except WireError as err:
             log.warning("poison message", subject=msg.subject, error=str(err))
-            await self._bury(msg, type(err).__name__, str(err), None)
+            self._bus._spawn(self._bury_poison(msg, type(err).__name__, str(err)))
             return None
         delivery = Delivery(self, msg, fact)
         self._held[delivery.sequence] = delivery
         return delivery
 
-    def _settle(self, delivery: Delivery[F], action: Coroutine[Any, Any, None], what: str) -> Pending[None]:
+    async def _bury_poison(self, msg: Msg, reason: str, detail: str) -> None:
+        try:
+            await self._bury(msg, reason, detail, None)
+        except BusError as err:  # it comes again after ack_wait, and with it the next try
+            log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
+
+    def _settle(self, delivery: Delivery[F], action: Callable[[], Awaitable[None]], what: str) -> Pending[None]:
         async def run() -> None:
             try:
-                await action
+                await action()
             finally:
                 self._held.pop(delivery.sequence, None)
 
@@ -246,6 +319,7 @@ class Inbox(Generic[F]):
         )
 
     async def _nak(self, delivery: Delivery[F], delay_s: float) -> None:
+        self._held.pop(delivery.sequence, None)  # first: it may be back before the next line ends
         with contextlib.suppress(nats.errors.ConnectionClosedError):  # a lost nak is only a later redelivery
             await delivery._msg.nak(delay=delay_s)
 
@@ -257,9 +331,9 @@ class Inbox(Generic[F]):
             subject=msg.subject,
             reason=reason,
             detail=detail[:2000],
-            group_ids=_group_ids(fact),
+            group_ids=_group_ids(fact)[:_MAX_LETTER_IDS],
             num_delivered=meta.num_delivered or 1,
-            payload=msg.data if len(msg.data) < 48 * 1024 else b"",
+            payload=msg.data if len(msg.data) <= _MAX_LETTER_PAYLOAD else b"",
         )
         await self._bus._publish(
             subjects.dead(self.spec.run_id, self.spec.stage),
@@ -278,8 +352,9 @@ class Inbox(Generic[F]):
         while True:
             await asyncio.sleep(period)
             for delivery in list(self._held.values()):
-                with contextlib.suppress(nats.errors.Error):  # not connected: the next round renews
-                    await delivery._msg.in_progress()
+                if self._bus._client.is_connected:  # else the next round renews
+                    with contextlib.suppress(nats.errors.Error):
+                        await delivery._msg.in_progress()
 
 
 class KeyValue:
@@ -293,36 +368,38 @@ class KeyValue:
 
     def get(self, key: str) -> Pending[Entry | None]:
         """Read a key; None when it is not there."""
-        return self._call(self._get(key), f"read {self.bucket}/{key}")
+        return self._call(lambda: self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes) -> Pending[int]:
         """Write a key whatever it holds; returns the revision."""
-        return self._call(self._store.put(key, value), f"write {self.bucket}/{key}")
+        return self._call(lambda: self._store.put(key, value), f"write {self.bucket}/{key}")
 
     def swap(self, key: str, value: bytes, expected_revision: int | None) -> Pending[int]:
         """Write a key only if it still has ``expected_revision`` (None: only if it does not exist).
 
         Raises CompareAndSwapFailed when somebody else was first.
         """
-        return self._call(self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
+        return self._call(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
     def delete(self, key: str) -> Pending[bool]:
         """Remove a key."""
-        return self._call(self._store.delete(key), f"delete {self.bucket}/{key}")
+        return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self) -> Pending[list[Entry]]:
         """Read all keys that are there."""
-        return self._call(self._entries(), f"list {self.bucket}")
+        return self._call(self._entries, f"list {self.bucket}")
 
-    def _call(self, action: Awaitable[T], what: str) -> Pending[T]:
+    def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         async def run() -> T:
             try:
-                return await asyncio.wait_for(action, 2 * _ATTEMPT_S)
+                async with asyncio.timeout(2 * _ATTEMPT_S):
+                    return await action()
+            except nats.js.errors.NoStreamResponseError:
+                raise MissingStream(f"{what}: the bucket is gone; create it with: python -m deploy.bootstrap") from None
             except (
                 TimeoutError,
                 nats.errors.TimeoutError,
                 nats.errors.NoRespondersError,
-                nats.js.errors.NoStreamResponseError,
                 nats.errors.ConnectionClosedError,
             ) as err:
                 raise BusUnreachable(self._bus._explain(f"{what}: no answer ({type(err).__name__})")) from None
@@ -347,12 +424,14 @@ class KeyValue:
             ) from None
 
     async def _entries(self) -> list[Entry]:
-        try:
-            keys = await self._store.keys()
-        except nats.js.errors.NoKeysError:
-            return []
-        found = [await self._get(key) for key in keys]
-        return [entry for entry in found if entry is not None]
+        """One request for all keys (ADR-31); the client library makes a consumer and a request for each key."""
+        prefix = f"$KV.{self.bucket}."
+        messages = await self._bus._direct_get(f"KV_{self.bucket}", {"multi_last": [f"{prefix}>"], "batch": 10_000})
+        return [
+            Entry(headers["Nats-Subject"].removeprefix(prefix), msg.data, int(headers["Nats-Sequence"]))
+            for msg in messages
+            if (headers := msg.headers or {}) and headers.get("KV-Operation") not in {"DEL", "PURGE"}
+        ]
 
 
 class Bus:
@@ -366,9 +445,14 @@ class Bus:
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"bus-{name}", daemon=True)
         self._client = Client()
         self._js: JetStreamContext = None  # type: ignore[assignment]
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._in_flight = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._wake_on_change: set[asyncio.Event] = set()  # set whenever the connection comes or goes
+        self._num_lives = 0  # how often it came or went
+        self._closing = False
         self._down_since: float | None = None
         self._last_error = ""
+        self._denials = 0
 
     @classmethod
     def connect(cls, settings: NatsSettings, *, name: str, deadline_s: float = 20.0) -> Bus:
@@ -399,11 +483,25 @@ class Bus:
         return self._settings.url
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float) -> Pending[T]:
-        """Run a coroutine on the bus's loop."""
-        if self._loop.is_closed() or not self._thread.is_alive():
+        """Run a coroutine on the bus's loop; raises BusUnreachable when the bus is closed."""
+        if self._closing or not self._thread.is_alive():
             action.close()
             raise BusUnreachable(f"{what}: the bus is closed")
-        return Pending(asyncio.run_coroutine_threadsafe(action, self._loop), what, deadline_s + _LOOP_GRACE_S)
+        running = asyncio.run_coroutine_threadsafe(self._until_closed(action, what), self._loop)
+        return Pending(running, what, deadline_s + _LOOP_GRACE_S)
+
+    async def _until_closed(self, action: Coroutine[Any, Any, T], what: str) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await action
+        except asyncio.CancelledError:
+            if self._closing:
+                raise BusUnreachable(f"{what}: the bus was closed meanwhile") from None
+            raise
+        finally:
+            self._tasks.discard(task)
 
     def publish(
         self,
@@ -474,18 +572,23 @@ class Bus:
         """Create a key-value bucket when it is not there (deploy/bootstrap only)."""
         return self.call(self._ensure_bucket(spec), f"create bucket {spec.bucket}", 3 * _ATTEMPT_S)
 
+    def stream_names(self) -> Pending[list[str]]:
+        """Return the names of all streams this user may see."""
+        return self.call(self._stream_names(), "list the streams", 3 * _ATTEMPT_S)
+
     def delete_stream(self, stream: str) -> Pending[bool]:
         """Delete a stream and all it holds; False when it was not there."""
         return self.call(self._delete_stream(stream), f"delete stream {stream}", 3 * _ATTEMPT_S)
 
     def close(self) -> None:
         """Flush and close the connection and end the thread; idempotent."""
-        if self._loop.is_closed():
+        if self._closing:
             return
+        self._closing = True
         if self._thread.is_alive():
             closing = asyncio.run_coroutine_threadsafe(self._shut(), self._loop)
             with contextlib.suppress(Exception):
-                closing.result(5.0)
+                closing.result(8.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(5.0)
         if not self._loop.is_running():
@@ -501,23 +604,9 @@ class Bus:
         pause = _RETRY_S
         while True:
             try:
-                self._client = await nats.connect(
-                    self._settings.url,
-                    name=self._name,
-                    connect_timeout=2,
-                    allow_reconnect=True,
-                    reconnect_time_wait=0.2,
-                    max_reconnect_attempts=-1,
-                    ping_interval=5,
-                    max_outstanding_pings=3,
-                    inbox_prefix=f"_INBOX_{self._settings.user or 'any'}_{secrets.token_hex(4)}",
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_down,
-                    reconnected_cb=self._on_up,
-                    **options,
-                )
+                await self._connect_once(options)
                 break
-            except Exception as err:
+            except Exception as err:  # noqa: BLE001 - the client raises bare OSError, its own errors, and more
                 text = f"{self._last_error} {err}".lower()
                 if "authorization" in text or "authentication" in text:
                     raise BusRefused(
@@ -539,21 +628,58 @@ class Bus:
                 raise BusRefused(
                     f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
                 ) from None
-        except (nats.errors.TimeoutError, nats.errors.NoRespondersError):
+        except nats.errors.NoRespondersError:
+            raise BusRefused(f"NATS at {self._settings.url} has JetStream switched off; start it with -js") from None
+        except nats.errors.TimeoutError:
             log.debug("account info is not readable for this user", url=self._settings.url)
+
+    async def _connect_once(self, options: dict[str, Any]) -> None:
+        client = Client()
+        try:
+            await client.connect(
+                self._settings.url,
+                name=self._name,
+                connect_timeout=2,
+                allow_reconnect=False,  # with it, the first connection is tried for ever
+                reconnect_time_wait=0.2,  # type: ignore[arg-type]  # a float is fine, the hint is too narrow
+                max_reconnect_attempts=-1,
+                ping_interval=5,
+                max_outstanding_pings=3,
+                inbox_prefix=f"_INBOX_{self._settings.user or 'any'}.{secrets.token_hex(4)}",
+                error_cb=self._on_error,
+                disconnected_cb=self._on_down,
+                reconnected_cb=self._on_up,
+                **options,
+            )
+        except BaseException:
+            await client.close()
+            raise
+        client.options["allow_reconnect"] = True  # from now on: for ever
+        self._client = client
 
     async def _on_error(self, err: Exception) -> None:
         self._last_error = str(err) or type(err).__name__
+        if "permissions violation" in self._last_error.lower():
+            self._denials += 1
         log.debug("nats", name=self._name, error=self._last_error)
 
     async def _on_down(self) -> None:
+        if self._closing:
+            return
         if self._down_since is None:
             self._down_since = time.monotonic()
             log.warning("NATS is away", url=self._settings.url, name=self._name)
+        self._changed()
 
     async def _on_up(self) -> None:
         log.info("NATS is back", url=self._settings.url, name=self._name, away_s=round(self.down_s, 1))
         self._down_since = None
+        self._changed()
+
+    def _changed(self) -> None:
+        self._num_lives += 1
+        for event in self._wake_on_change:
+            event.set()
 
     def _explain(self, text: str) -> str:
         away = f"; NATS at {self._settings.url} has been away for {self.down_s:.0f} s" if self._down_since else ""
@@ -563,9 +689,11 @@ class Bus:
     async def _retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
         deadline = time.monotonic() + deadline_s
         pause = _RETRY_S
+        denials = self._denials
         while True:
             try:
-                return await attempt()
+                async with self._in_flight:
+                    return await attempt()
             except (
                 TimeoutError,
                 nats.errors.TimeoutError,
@@ -573,7 +701,7 @@ class Bus:
                 nats.errors.ConnectionClosedError,
                 nats.errors.OutboundBufferLimitError,
             ) as err:
-                if "permission" in self._last_error.lower():
+                if self._denials > denials:  # the server tells only the connection, not the request
                     raise BusRefused(self._explain(f"{what} was refused")) from None
                 if time.monotonic() + pause > deadline or self._client.is_closed:
                     raise BusUnreachable(
@@ -597,6 +725,7 @@ class Bus:
         if traceparent:
             headers["traceparent"] = traceparent
         give_up = time.monotonic() + full_deadline_s
+        missing_since = 0.0
         warned = 0.0
         pause = _RETRY_S
         while True:
@@ -607,11 +736,13 @@ class Bus:
                     deadline_s=deadline_s,
                 )
             except nats.js.errors.NoStreamResponseError:
-                if self._client.is_connected and self._down_since is None:
+                # a server that has just come back may not have opened its streams yet
+                missing_since = missing_since or time.monotonic()
+                if time.monotonic() - missing_since > _MISSING_GRACE_S and self._client.is_connected:
                     raise MissingStream(
                         f"no stream takes {subject}; create the run's streams with: python -m deploy.bootstrap"
                     ) from None
-                await asyncio.sleep(pause)
+                await asyncio.sleep(_RETRY_S)
             except nats.js.errors.APIError as err:
                 if err.err_code not in _ERR_STREAM_FULL:
                     raise BusError(f"publication to {subject} was refused: {err}") from None
@@ -629,7 +760,17 @@ class Bus:
                 return Receipt(ack.seq, bool(ack.duplicate))
 
     async def _bind(self, spec: ConsumerSpec, fact: type[F]) -> Inbox[F]:
-        hint = f"create it with: python -m deploy.bootstrap --run {spec.run_id}"
+        await self._require_consumer(spec)
+        pull = _Pull(self, spec.stream, spec.durable)
+        await pull.open()
+        inbox = Inbox(self, spec, fact, pull)
+        self._spawn(inbox.keep_alive())
+        return inbox
+
+    async def _require_consumer(self, spec: ConsumerSpec) -> None:
+        """Raise MissingStream when NATS answers and the consumer is not there; silent while NATS is away."""
+        if not self._client.is_connected:
+            return
         try:
             await self._retry(
                 lambda: self._js.consumer_info(spec.stream, spec.durable, timeout=_ATTEMPT_S),
@@ -637,16 +778,34 @@ class Bus:
                 deadline_s=2 * _ATTEMPT_S,
             )
         except nats.js.errors.NotFoundError:
-            raise MissingStream(f"stream {spec.stream} has no consumer {spec.durable}; {hint}") from None
-        sub = await self._js.pull_subscribe_bind(consumer=spec.durable, stream=spec.stream)
-        inbox = Inbox(self, spec, fact, sub)
-        self._spawn(inbox.keep_alive())
-        return inbox
+            raise MissingStream(
+                f"stream {spec.stream} has no consumer {spec.durable}; "
+                f"create it with: python -m deploy.bootstrap --run {spec.run_id}"
+            ) from None
 
     def _spawn(self, action: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(action)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _direct_get(self, stream: str, request: dict[str, Any]) -> list[Msg]:
+        """Read messages of a stream without a consumer (ADR-31); the answer ends with a status message."""
+        inbox = self._client.new_inbox()
+        sub = await self._client.subscribe(inbox)
+        found: list[Msg] = []
+        try:
+            await self._client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
+            while True:
+                msg = await sub.next_msg(timeout=_ATTEMPT_S)
+                status = (msg.headers or {}).get("Status")
+                if status == "503":
+                    raise nats.js.errors.NoStreamResponseError
+                if status is not None:  # 204 end of batch, 404 nothing there
+                    return found
+                found.append(msg)
+        finally:
+            with contextlib.suppress(nats.errors.Error):
+                await sub.unsubscribe()
 
     async def _bind_bucket(self, bucket: str) -> KeyValue:
         try:
@@ -684,18 +843,42 @@ class Bus:
     async def _tail(
         self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F], None], from_start: bool
     ) -> None:
-        policy = api.DeliverPolicy.ALL if from_start else api.DeliverPolicy.NEW
+        state = await self._stream_state(stream)
+        next_sequence = 1 if from_start else state.last_sequence + 1
+        self._spawn(self._tail_for_ever(stream, subject, fact, on_fact, next_sequence))
 
-        async def receive(msg: Msg) -> None:
+    async def _tail_for_ever(
+        self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F], None], next_sequence: int
+    ) -> None:
+        while True:
+            name = f"tail-{secrets.token_hex(6)}"  # gone by itself when nobody pulls
+            config = api.ConsumerConfig(
+                name=name,
+                filter_subject=subject,
+                ack_policy=api.AckPolicy.NONE,
+                deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+                opt_start_seq=next_sequence,
+                inactive_threshold=3 * _TAIL_PULL_S,
+                mem_storage=True,
+            )
+            pull = _Pull(self, stream, name)
             try:
-                on_fact(decode(msg.data, fact))
-            except WireError as err:
-                log.warning("skipped an unreadable message", subject=msg.subject, error=str(err))
-
-        try:
-            await self._js.subscribe(subject, stream=stream, ordered_consumer=True, deliver_policy=policy, cb=receive)
-        except nats.js.errors.NotFoundError:
-            raise MissingStream(f"no stream {stream}; create it with: python -m deploy.bootstrap") from None
+                await self._retry(
+                    lambda config=config: self._js.add_consumer(stream, config, timeout=_ATTEMPT_S),
+                    what=f"tail of {stream}",
+                    deadline_s=3600.0,
+                )
+                await pull.open()
+                lives = self._num_lives
+                while lives == self._num_lives:  # the server forgets such a consumer when it ends
+                    for msg in await pull.take(256, _TAIL_PULL_S):
+                        next_sequence = msg.metadata.sequence.stream + 1
+                        _hand_over(msg, fact, on_fact)
+            except (_Refused, BusError, nats.errors.Error, nats.js.errors.Error) as err:
+                log.debug("tail starts again", stream=stream, reason=str(err))
+                await asyncio.sleep(_RETRY_MAX_S / 4)
+            finally:
+                await pull.close()
 
     async def _ensure_stream(self, spec: StreamSpec) -> None:
         config = api.StreamConfig(
@@ -742,6 +925,14 @@ class Bus:
                 )
             )
 
+    async def _stream_names(self) -> list[str]:
+        names: list[str] = []
+        while True:
+            page = await self._admin(lambda seen=len(names): self._js.streams_info(offset=seen), "list of streams")
+            names += [info.config.name or "" for info in page]
+            if len(page) < _STREAMS_PER_PAGE:
+                return names
+
     async def _delete_stream(self, stream: str) -> bool:
         try:
             return bool(await self._js.delete_stream(stream))
@@ -749,12 +940,22 @@ class Bus:
             return False
 
     async def _shut(self) -> None:
-        for task in list(self._tasks):
+        own = asyncio.current_task()
+        ending = [task for task in self._tasks if task is not own]
+        for task in ending:
             task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         if self._client.is_connected:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._client.flush(timeout=2), 3.0)
         await self._client.close()
+
+
+def _hand_over(msg: Msg, fact: type[F], on_fact: Callable[[F], None]) -> None:
+    try:
+        on_fact(decode(msg.data, fact))
+    except WireError as err:
+        log.warning("skipped an unreadable message", subject=msg.subject, error=str(err))
 
 
 def _group_ids(fact: Fact | None) -> tuple[str, ...]:

@@ -1,0 +1,56 @@
+"""Where a run's NATS and S3 are: what was typed, else the environment, else the run's own local store.
+
+A run that this machine started with its own NATS and S3 keeps their addresses in
+``<run folder>/store/environment``, in the same PENSTOCK_ variables that every service reads.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from protocol.config_sources import ENVIRONMENT_PREFIX, split_arguments
+from protocol.connection import NatsSettings, RunSettings, S3Settings
+from protocol.runfile import Loaded, load
+
+STORE = "store"
+
+
+class ConsoleSettings(BaseModel):
+    """The sections of a run file that the console reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSettings = RunSettings()
+    nats: NatsSettings = NatsSettings()
+    s3: S3Settings = S3Settings()
+
+
+def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | None = None) -> Loaded[ConsoleSettings]:
+    """Load the console's settings; of a run of this machine also from its store. Raises ConfigError."""
+    files, overrides = split_arguments(arguments)
+    if run_id is not None:
+        overrides = [*overrides, f"run.id={run_id}"]
+    loaded = load(ConsoleSettings, files=files, overrides=overrides, environ=environ)
+    if run_id is None or is_configured(loaded):
+        return loaded
+    store = loaded.settings.run.dir / run_id / STORE
+    return load(ConsoleSettings, files=files, overrides=overrides, environ={**store_environment(store), **environ})
+
+
+def is_configured(loaded: Loaded[ConsoleSettings]) -> bool:
+    """Say whether anybody said where NATS is; the default address is only a guess."""
+    return loaded.origins["nats.url"] != "default"
+
+
+def store_environment(store: Path) -> dict[str, str]:
+    """Return the variables a local stack wrote into its data folder; empty when there are none."""
+    try:
+        text = (store / "environment").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    assignments = [word for word in shlex.split(text) if word.startswith(ENVIRONMENT_PREFIX)]
+    return dict(word.split("=", 1) for word in assignments if "=" in word)

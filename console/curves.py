@@ -1,0 +1,51 @@
+"""The curves of a run, read from its metrics.jsonl: one row for each step and evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Points of a run's curves as ``(step, value)``, in order of the steps."""
+
+    rewards: tuple[tuple[int, float], ...] = ()
+    accuracies: tuple[tuple[int, float], ...] = ()
+
+
+def read(folder: Path) -> Curves:
+    """Return the curves of a run folder; a step that was taken again after a resume counts once, as it was last."""
+    rewards: dict[int, float] = {}
+    accuracies: dict[int, float] = {}
+    split: str | None = None
+    for row in rows(folder):
+        step = row.get("step")
+        if not isinstance(step, int):
+            continue
+        if row.get("kind") == "step" and isinstance(row.get("reward_mean"), int | float):
+            rewards = {s: v for s, v in rewards.items() if s < step}
+            rewards[step] = float(row["reward_mean"])
+        elif row.get("kind") == "eval" and isinstance(row.get("accuracy"), int | float):
+            split = split or row.get("split")
+            if row.get("split") == split:
+                accuracies[step] = float(row["accuracy"])
+    return Curves(tuple(sorted(rewards.items())), tuple(sorted(accuracies.items())))
+
+
+def rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's metrics.jsonl; a last line that is still being written is left out."""
+    try:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row

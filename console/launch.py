@@ -1,0 +1,65 @@
+"""Which process a command becomes: the command line of the service's own module, in this interpreter.
+
+The console imports no service. It replaces itself by the service's process, so signals, exit code
+and terminal are the service's own, and what was typed arrives there unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from protocol.config_sources import Given, from_environment, from_files, from_overrides, split_arguments
+from protocol.errors import ConfigError
+
+LOCAL = "--local"
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """Return the command line of a module of ours."""
+    return [sys.executable, "-m", name, *arguments]
+
+
+def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the command line of a training run: one process, several ranks, or the whole ring.
+
+    With ``--local`` NATS, S3, the reward service and the workers are started too, by
+    ``deploy.ring``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
+    is above 1; torchrun would take the script's own flags for its own, hence the ``--``.
+    Raises ConfigError when the run file or num_ranks cannot be read.
+    """
+    if LOCAL in arguments:
+        return module("deploy.ring", *(a for a in arguments if a != LOCAL))
+    ranks = num_ranks(arguments, environ)
+    if ranks == 1:
+        return module("trainer", "train", *arguments)
+    torchrun = ("--standalone", f"--nproc-per-node={ranks}", "-m", "--")
+    return module("torch.distributed.run", *torchrun, "trainer", "train", *arguments)
+
+
+def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Return ``trainer.num_ranks`` as the trainer itself will see it."""
+    files, overrides = split_arguments(arguments)
+    mistakes: list[str] = []
+    given = [*from_files(files, mistakes), *from_environment(environ), *from_overrides(overrides, mistakes)]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    chosen = [one for one in given if _is_num_ranks(one)]
+    if not chosen:
+        return 1
+    last = chosen[-1]
+    if not isinstance(last.value, int) or isinstance(last.value, bool) or last.value < 1:
+        raise ConfigError(f"{last.origin}: trainer.num_ranks: expected a whole number from 1 on, got {last.value!r}")
+    return last.value
+
+
+def become(command: Sequence[str]) -> None:
+    """Replace this process; does not return."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], list(command))  # noqa: S606 - no shell is the point
+
+
+def _is_num_ranks(one: Given) -> bool:
+    return tuple(part.replace("-", "_") for part in one.path) == ("trainer", "num_ranks")
