@@ -42,3 +42,14 @@ def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> st
 def model_file(run_id: str, sha256: str, name: str) -> str:
     """Return the key of a model folder's small file (config, tokenizer), addressed by content."""
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
+
+
+def all_weights_prefix(run_id: str) -> str:
+    """Return the prefix below which every version's shards and manifest lie."""
+    return f"runs/{run_id}/weights/"
+
+
+def version_of_weights(run_id: str, key: str) -> PolicyVersion:
+    """Return the version that a key below `all_weights_prefix` belongs to; raises ValueError for another key."""
+    folder = key.removeprefix(all_weights_prefix(run_id)).split("/", 1)[0]
+    return PolicyVersion(int(folder.removeprefix("v")))

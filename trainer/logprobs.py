@@ -7,6 +7,8 @@ together, never exist whole, neither forward nor backward.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
 from torch import Tensor, nn
@@ -27,10 +29,12 @@ class CompletionScorer(nn.Module):
     One module around the model, so that DeepSpeed's hooks see one forward call, output head included.
     """
 
+    language_model: Any  # a transformers causal language model; their classes are typed loosely
+
     def __init__(self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS) -> None:
         """Wrap a `transformers` causal language model; raises UnsupportedModel for one with a special head."""
         super().__init__()
-        config = language_model.config
+        config: Any = language_model.config
         for name, neutral in _HEAD_SETTINGS.items():
             value = getattr(config, name, neutral)
             if value is not None and value != neutral:

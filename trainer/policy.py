@@ -25,7 +25,8 @@ from trainer.errors import CheckpointError, UnsupportedModel
 from trainer.logprobs import CompletionScorer
 from trainer.objective import Objective
 from trainer.ranks import Ranks
-from trainer.schedule import Schedule, lr_factor
+from trainer.schedule import lr_factor
+from trainer.settings import Schedule
 
 _PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
 _TAG = "engine"

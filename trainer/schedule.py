@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-Schedule = Literal["linear", "constant", "cosine"]
+from trainer.settings import Schedule
 
 
 def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:

@@ -1,0 +1,92 @@
+"""A Hugging Face model folder, piece by piece: shards of safetensors, their index, and the small files.
+
+What a worker downloads and what a run leaves behind are the same files, so both are made here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+MAX_SHARD_BYTES = 1024**3
+_MAX_SMALL_FILE_BYTES = 64 * 1024**2
+_WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)|\.index\.json)$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+Shards = dict[str, dict[str, Tensor]]
+
+
+def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES) -> Shards:
+    """Share tensors out over files of at most ``max_bytes`` (a larger tensor stands alone), in order.
+
+    Returns file name -> tensors; one file is called ``model.safetensors``, several carry numbers.
+    """
+    parts: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if parts[-1] and filled + size > max_bytes:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = tensor
+        filled += size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
+
+
+def shard_bytes(shard: Mapping[str, Tensor]) -> bytes:
+    """Return one shard as a safetensors file."""
+    return save(dict(shard), metadata={"format": "pt"})
+
+
+def small_files(model_folder: Path, shards: Shards, dtype: str) -> dict[str, bytes]:
+    """Return everything of a model folder but the weights: config, tokenizer, templates, index of shards.
+
+    ``config.json`` says the dtype that is trained, whatever the folder was stored in.
+    """
+    files = {
+        path.name: path.read_bytes()
+        for path in sorted(model_folder.iterdir())
+        if path.is_file()
+        and _NAME.fullmatch(path.name)
+        and not _WEIGHTS.fullmatch(path.name)
+        and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+    }
+    config = json.loads(files["config.json"])
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in shards.items() for name in shard}
+        total = sum(t.numel() * t.element_size() for shard in shards.values() for t in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
+    return files
+
+
+def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], *, like: Path, dtype: str) -> None:
+    """Write a model folder that `transformers` loads, whole or not at all; an older one is replaced.
+
+    Args:
+        folder: Where to.
+        tensors: Parameters under their Hugging Face names.
+        like: The folder that training started from, for config and tokenizer.
+        dtype: Name of the tensors' dtype.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards = split_shards(tensors)
+    for name, data in small_files(like, shards, dtype).items():
+        (partial / name).write_bytes(data)
+    for name, shard in shards.items():
+        save_file(shard, partial / name, metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
