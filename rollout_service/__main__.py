@@ -1,0 +1,152 @@
+"""``python -m rollout_service [run.toml] [section.key=value]``: settings → doors → `loop.run`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+import structlog
+
+from protocol import runfile, streams
+from protocol.activity import Activity
+from protocol.errors import PenstockError
+from protocol.facts import Split, TaskIssued
+from protocol.logs import configure
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus, Inbox
+from rollout_service import loop
+from rollout_service.announce_pack import PackAnnouncer
+from rollout_service.attached_engine import AttachedEngine
+from rollout_service.engine import Engine
+from rollout_service.engine_process import embedded_command
+from rollout_service.environments.single_turn import SingleTurn
+from rollout_service.figures import Figures
+from rollout_service.generate_pack import PackGenerator
+from rollout_service.heartbeat import HeartbeatWriter
+from rollout_service.managed_engine import ManagedEngine
+from rollout_service.mirror import Mirror
+from rollout_service.settings import RolloutSettings
+from rollout_service.settlement import Settlement
+from rollout_service.task_source import TaskSource
+from rollout_service.version_gate import VersionGate
+from rollout_service.weight_follower import WeightFollower
+
+_BLOB_DEADLINE_S = 15.0  # then a warning says whom we wait for, and we wait on
+
+
+def main() -> int:
+    """Run a worker; returns the exit status."""
+    configure("rollout")
+    log = structlog.get_logger("rollout")
+    problems: list[BaseException] = []
+    try:
+        files, overrides = runfile.split_arguments(sys.argv[1:])
+        settings = runfile.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
+        asyncio.run(_serve(settings))
+    except* PenstockError as failures:
+        problems += _leaves(failures)
+    for problem in problems:
+        log.error("the worker ends", kind=type(problem).__name__, error=str(problem))
+    return 1 if problems else 0
+
+
+def _leaves(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
+    for one in group.exceptions:
+        if isinstance(one, BaseExceptionGroup):
+            yield from _leaves(one)
+        else:
+            yield one
+
+
+async def _serve(settings: RolloutSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    run_id, worker_id = settings.run.id, settings.worker.id
+    structlog.contextvars.bind_contextvars(run_id=run_id, worker_id=worker_id)
+    blobs = Blobs(settings.s3, deadline_s=_BLOB_DEADLINE_S)
+    with Bus.connect(settings.nats, name=f"rollout-{worker_id}") as bus:
+        await asyncio.to_thread(blobs.check)
+        mirror = Mirror(blobs, settings.cache_dir, run_id)
+        engine = _engine(settings)
+        try:
+            await loop.run(await _wire(settings, bus, blobs, mirror, engine, stop), stop)
+        finally:
+            await engine.stop()
+
+
+async def _wire(
+    settings: RolloutSettings, bus: Bus, blobs: Blobs, mirror: Mirror, engine: Engine, stop: asyncio.Event
+) -> loop.Worker:
+    run_id, worker_id = settings.run.id, settings.worker.id
+    figures, activity, gate = Figures(), Activity(), VersionGate()
+    inboxes: dict[Split, Inbox[TaskIssued]] = {
+        split: await bus.inbox(streams.tasks_consumer(run_id, split), TaskIssued) for split in settings.worker.roles
+    }
+    weights = WeightFollower(
+        bus=bus, mirror=mirror, engine=engine, gate=gate, run_id=run_id, worker_id=worker_id, figures=figures
+    )
+    settlement = Settlement(
+        bus,
+        figures,
+        run_id=run_id,
+        task_attempts=settings.worker.task_attempts,
+        retry_delay_s=settings.worker.retry_delay_s,
+    )
+    tasks = TaskSource(inboxes, engine, stop)
+    packs = PackGenerator(
+        engine=engine,
+        environments={"single_turn": SingleTurn(lambda: engine.client)},
+        weights=weights,
+        gate=gate,
+        blobs=blobs,
+        settlement=settlement,
+        activity=activity,
+    )
+    announcer = PackAnnouncer(
+        bus=bus, blobs=blobs, activity=activity, figures=figures, run_id=run_id, worker_id=worker_id
+    )
+    heartbeat = HeartbeatWriter(
+        bus=bus,
+        engine=engine,
+        activity=activity,
+        figures=figures,
+        packs_held=lambda: tasks.num_held,
+        run_id=run_id,
+        worker_id=worker_id,
+    )
+    return loop.Worker(
+        engine=engine,
+        weights=weights,
+        tasks=tasks,
+        packs=packs,
+        announcer=announcer,
+        settlement=settlement,
+        heartbeat=heartbeat,
+        activity=activity,
+        packs_in_flight=settings.worker.packs_in_flight,
+    )
+
+
+def _engine(settings: RolloutSettings) -> Engine:
+    worker = settings.worker
+    if worker.engine == "sglang-url":
+        return AttachedEngine(
+            worker.engine_url,
+            api_key=worker.engine_api_key(),
+            request_deadline_s=worker.request_deadline_s,
+            start_deadline_s=worker.start_deadline_s,
+        )
+    return ManagedEngine(
+        embedded_command(worker),
+        log_file=settings.cache_dir / "engine.log",
+        request_deadline_s=worker.request_deadline_s,
+        start_deadline_s=worker.start_deadline_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

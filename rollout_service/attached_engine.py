@@ -1,0 +1,107 @@
+"""An engine that somebody else runs: a SGLang server at a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog
+
+from protocol.activity import cpu_seconds
+from protocol.versions import PolicyVersion
+from rollout_service.engine import wait_until_it_answers
+from rollout_service.errors import EngineError, EngineUnreachable, WeightsNotApplied
+from rollout_service.sglang_client import SglangClient
+
+log = structlog.get_logger("rollout.engine")
+
+PATIENCE_S = 600.0  # how long the server may be away before the worker gives up
+_POLL_S = 2.0
+_LOAD_ATTEMPTS = 2
+
+
+class AttachedEngine:
+    """A server at a URL, which must see the worker's cache folder under the same path.
+
+    One worker for each server: a second one would swap the weights under the first one's requests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str,
+        request_deadline_s: float,
+        start_deadline_s: float,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Nothing is sent before the first `load`."""
+        self.version: PolicyVersion | None = None
+        self.applied: set[PolicyVersion] = set()
+        self.ready = asyncio.Event()
+        self.client = SglangClient(url, api_key=api_key, request_deadline_s=request_deadline_s)
+        self._start_deadline_s = start_deadline_s
+        self._patience_s = patience_s
+        self._wanted: tuple[Path, PolicyVersion] | None = None
+        self._loading = asyncio.Lock()
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        """Have the server serve ``version`` from a folder, waiting for the server when it is not there yet.
+
+        Raises WeightsNotApplied when it does not confirm the version: what it serves is then unknown.
+        """
+        self._wanted = (folder, version)
+        async with self._loading:
+            await self._load()
+
+    async def suspect(self) -> None:
+        """Do nothing: `run` asks the server all the time."""
+
+    async def run(self) -> None:
+        """Watch the server; raises EngineUnreachable when it is away for too long."""
+        seen = time.monotonic()
+        while True:
+            await asyncio.sleep(_POLL_S)
+            async with self._loading:
+                try:
+                    if await self.client.served_version() != self.version:
+                        log.warning("the engine forgot its weights, loading them again", url=self.client.url)
+                        self.ready.clear()
+                        await self._load()
+                except WeightsNotApplied:
+                    raise
+                except EngineError as err:
+                    if self.ready.is_set():
+                        log.warning("waiting for the engine", url=self.client.url, error=str(err))
+                    self.ready.clear()
+                    if time.monotonic() - seen > self._patience_s:
+                        raise EngineUnreachable(f"{err}; gave up after {self._patience_s:.0f} s") from None
+                else:
+                    seen = time.monotonic()
+                    self.ready.set()
+
+    async def stop(self) -> None:
+        """Drop the connections; the server is not ours to end."""
+        await self.client.close()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of this process; the server's are not ours to know."""
+        return cpu_seconds()
+
+    async def _load(self) -> None:
+        assert self._wanted is not None
+        folder, version = self._wanted
+        await wait_until_it_answers(self.client, self._start_deadline_s)
+        for attempt in range(1, _LOAD_ATTEMPTS + 1):
+            try:
+                await self.client.load_weights(folder, version)
+            except WeightsNotApplied as err:
+                if attempt == _LOAD_ATTEMPTS:
+                    raise
+                log.warning("weights were not applied", policy_version=version, error=str(err))
+            else:
+                break
+        self.version = version
+        self.applied.add(version)
+        self.ready.set()

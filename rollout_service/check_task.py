@@ -1,0 +1,66 @@
+"""Which tasks this worker's model can do: pure rules, asked before anything is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.facts import Split, Task
+from rollout_service.errors import TaskRefused, WeightsUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model's ``config.json`` says; None where it says nothing."""
+
+    vocab_size: int | None
+    context_tokens: int | None
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelLimits:
+        """Read the limits of a model folder; raises WeightsUnusable when its config is no JSON object."""
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_bytes())
+            config = config.get("text_config", config)  # models that also see or hear keep the text part here
+            return cls(config.get("vocab_size"), config.get("max_position_embeddings"))
+        except (OSError, ValueError, AttributeError) as err:
+            raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
+
+
+def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: Collection[str]) -> None:
+    """Raise TaskRefused when no attempt at this task can ever succeed.
+
+    A training task must sample from the whole distribution, because only then are the engine's
+    log-probabilities those of the distribution that was sampled.
+    """
+    if task.split != split:
+        raise TaskRefused("wrong_split", f"{task.group_id} says {task.split} but was issued as {split}")
+    if task.environment not in environments:
+        raise TaskRefused(
+            "unknown_environment",
+            f"{task.group_id} wants environment {task.environment!r}; this worker has {', '.join(sorted(environments))}",
+        )
+    if limits.vocab_size is not None and max(task.prompt_ids) >= limits.vocab_size:
+        raise TaskRefused(
+            "token_out_of_range",
+            f"{task.group_id}: token id {max(task.prompt_ids)} of a model with {limits.vocab_size} tokens; "
+            "the trainer uses another tokenizer",
+        )
+    wanted = len(task.prompt_ids) + task.sampling.max_new_tokens
+    if limits.context_tokens is not None and wanted > limits.context_tokens:
+        raise TaskRefused(
+            "too_long",
+            f"{task.group_id}: {len(task.prompt_ids)} prompt tokens and up to {task.sampling.max_new_tokens} new ones "
+            f"exceed the model's context of {limits.context_tokens}",
+        )
+    sampling = task.sampling
+    if split == "train" and (sampling.temperature == 0 or sampling.top_p != 1 or sampling.top_k != -1):
+        raise TaskRefused(
+            "inexact_sampling",
+            f"{task.group_id}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} would "
+            "give log-probabilities of another distribution than the sampled one; train with temperature > 0, "
+            "top_p 1 and top_k -1",
+        )

@@ -1,0 +1,1 @@
+"""Environments: each turns the tasks of a pack into trajectories by talking to the engine in its own way."""

@@ -1,0 +1,123 @@
+"""Order → groups: check the tasks, hold the version they want, have their environments roll out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from protocol.activity import Activity
+from protocol.facts import Task, TaskList, decode
+from protocol.trajectory import Group, Trajectory
+from protocol.transport.blobs import Blobs
+from protocol.versions import PolicyVersion
+from rollout_service.build_trajectory import build_group
+from rollout_service.check_task import ModelLimits, check_task
+from rollout_service.engine import Engine
+from rollout_service.environments.environment import Environment
+from rollout_service.errors import EngineTimeout, ReplyRefused, TaskRefused
+from rollout_service.patience import outlast
+from rollout_service.settlement import Settlement
+from rollout_service.task_source import Order
+from rollout_service.version_gate import VersionGate
+from rollout_service.weight_follower import WeightFollower
+
+
+class PackGenerator:
+    """Generates whole packs on one engine."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        environments: Mapping[str, Environment],
+        weights: WeightFollower,
+        gate: VersionGate,
+        blobs: Blobs,
+        settlement: Settlement,
+        activity: Activity,
+    ) -> None:
+        """Hold the parts; ``limits`` are set once the first weights are here."""
+        self.limits = ModelLimits(None, None)
+        self._engine = engine
+        self._environments = environments
+        self._weights = weights
+        self._gate = gate
+        self._blobs = blobs
+        self._settlement = settlement
+        self._activity = activity
+
+    async def generate(self, order: Order) -> list[Group]:
+        """Return the groups of a pack, without those whose tasks were refused.
+
+        Raises EngineError, PackError or TaskRefused, as the settlement of a pack expects them.
+        """
+        tasks = await self._acceptable(order)
+        by_pin: dict[int | None, list[Task]] = {}
+        for task in tasks:
+            by_pin.setdefault(task.pinned_version, []).append(task)
+        groups: list[Group] = []
+        for pin, same in by_pin.items():
+            async with self._holding(None if pin is None else PolicyVersion(pin)):
+                with self._activity.working("generating"):
+                    groups += await self._roll_out(same)
+        return groups
+
+    async def _acceptable(self, order: Order) -> Sequence[Task]:
+        fact = order.delivery.fact
+        tasks = fact.tasks
+        if fact.tasks_blob is not None:
+            ref = fact.tasks_blob
+            data = await outlast(lambda: asyncio.to_thread(self._blobs.get, ref), f"S3 for the tasks of {fact.pack_id}")
+            tasks = decode(data, TaskList).tasks
+        accepted: list[Task] = []
+        refused: dict[str, tuple[TaskRefused, list[Task]]] = {}
+        for task in tasks:
+            try:
+                check_task(task, limits=self.limits, split=order.split, environments=self._environments)
+            except TaskRefused as err:
+                refused.setdefault(err.reason, (err, []))[1].append(task)
+            else:
+                accepted.append(task)
+        for reason, hopeless in refused.values():
+            await self._settlement.refuse(order, hopeless, reason)
+        return accepted
+
+    @contextlib.asynccontextmanager
+    async def _holding(self, pin: PolicyVersion | None) -> AsyncIterator[None]:
+        if pin is None:
+            await self._gate.free()
+            yield
+        else:
+            async with self._weights.pinned(pin):
+                yield
+
+    async def _roll_out(self, tasks: Sequence[Task]) -> list[Group]:
+        by_environment: dict[str, list[Task]] = {}
+        for task in tasks:
+            by_environment.setdefault(task.environment, []).append(task)
+        groups: list[Group] = []
+        for name, same in by_environment.items():
+            try:
+                rolled = await self._environments[name].rollout(same)
+            except EngineTimeout:
+                await self._engine.suspect()
+                raise
+            for task, trajectories in zip(same, rolled, strict=True):
+                for trajectory in trajectories:
+                    self._check_versions(task, trajectory)
+                groups.append(build_group(task, trajectories))
+        return groups
+
+    def _check_versions(self, task: Task, trajectory: Trajectory) -> None:
+        for run in trajectory.version_runs:
+            if run.version not in self._engine.applied:
+                raise ReplyRefused(
+                    f"{task.group_id}: tokens of version {run.version}, which this worker never loaded; "
+                    "somebody else changes this engine's weights"
+                )
+            if task.pinned_version is not None and run.version != task.pinned_version:
+                raise ReplyRefused(
+                    f"{task.group_id} is pinned to version {task.pinned_version}, but version {run.version} sampled "
+                    f"tokens {run.start} to {run.end}"
+                )

@@ -1,0 +1,68 @@
+"""The worker's own record in the live bucket, each second: alive, this version, this busy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from protocol import streams
+from protocol.activity import Activity
+from protocol.errors import BusUnreachable
+from protocol.facts import Heartbeat, encode
+from protocol.transport.bus import Bus
+from rollout_service.engine import Engine
+from rollout_service.figures import Figures
+
+log = structlog.get_logger("rollout.heartbeat")
+
+
+class HeartbeatWriter:
+    """Writes one worker's heartbeat."""
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        engine: Engine,
+        activity: Activity,
+        figures: Figures,
+        packs_held: Callable[[], int],
+        run_id: str,
+        worker_id: str,
+    ) -> None:
+        """``packs_held`` counts packs fetched and not yet settled."""
+        self._bus = bus
+        self._engine = engine
+        self._activity = activity
+        self._figures = figures
+        self._packs_held = packs_held
+        self._run_id = run_id
+        self._worker_id = worker_id
+
+    async def run(self) -> None:
+        """Write for as long as the worker lives; while NATS is away nothing is written."""
+        live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
+        key = streams.heartbeat_key("rollout", self._worker_id)
+        while True:
+            try:
+                await live.put(key, encode(self._reading()))
+            except BusUnreachable as err:
+                log.debug("no heartbeat", error=str(err))
+            await asyncio.sleep(streams.HEARTBEAT_PERIOD_S)
+
+    def _reading(self) -> Heartbeat:
+        busy_s, idle_s = self._activity.totals()
+        return Heartbeat(
+            role="rollout",
+            service_id=self._worker_id,
+            at=time.time(),
+            state=self._activity.state if self._engine.ready.is_set() else "waiting for the engine",
+            version=self._engine.version,
+            busy_s=busy_s,
+            idle_s=idle_s,
+            cpu_s=self._engine.cpu_seconds(),
+            figures={**self._figures.reading(), "packs_held": float(self._packs_held())},
+        )

@@ -1,0 +1,79 @@
+"""The rollout worker's story: take a pack → generate → store and announce → acknowledge.
+
+| loop     | consumes                 | waits for                         | unblocked by       |
+|----------|--------------------------|-----------------------------------|--------------------|
+| work     | TaskIssued (eval, train) | a pack; a living engine           | trainer            |
+| weights  | head, WeightsPublished   | a newer version                   | trainer publishing |
+| engine   | the engine's process     | its end                           | nothing, if well   |
+
+All of them live and die together: one that fails ends the process with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+
+from protocol.activity import Activity
+from rollout_service.announce_pack import PackAnnouncer
+from rollout_service.check_task import ModelLimits
+from rollout_service.engine import Engine
+from rollout_service.generate_pack import PackGenerator
+from rollout_service.heartbeat import HeartbeatWriter
+from rollout_service.settlement import Settlement
+from rollout_service.task_source import TaskSource
+from rollout_service.weight_follower import WeightFollower
+
+log = structlog.get_logger("rollout")
+
+FINISH_S = 30.0  # what a stopping worker gives the packs in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The parts of one worker, wired by ``__main__``."""
+
+    engine: Engine
+    weights: WeightFollower
+    tasks: TaskSource
+    packs: PackGenerator
+    announcer: PackAnnouncer
+    settlement: Settlement
+    heartbeat: HeartbeatWriter
+    activity: Activity
+    packs_in_flight: int
+
+
+async def run(worker: Worker, stop: asyncio.Event) -> None:
+    """Work until ``stop`` is set, then finish what is in flight or give it back."""
+    async with asyncio.TaskGroup() as tasks:
+        beating = tasks.create_task(worker.heartbeat.run())
+        working = tasks.create_task(_start_and_work(worker))
+        await stop.wait()
+        log.info("stopping", packs_held=worker.tasks.num_held)
+        await asyncio.wait([working], timeout=0.0 if worker.engine.version is None else FINISH_S)
+        working.cancel()
+        beating.cancel()
+    await worker.tasks.close()
+
+
+async def _start_and_work(worker: Worker) -> None:
+    first = await worker.weights.start()
+    worker.packs.limits = ModelLimits.of(first.folder)
+    worker.activity.restart()
+    log.info("working", policy_version=first.version)
+    async with asyncio.TaskGroup() as tasks:
+        watching = [tasks.create_task(worker.weights.run()), tasks.create_task(worker.engine.run())]
+        lanes = [tasks.create_task(_work(worker)) for _ in range(worker.packs_in_flight)]
+        await asyncio.wait(lanes)
+        for task in watching:
+            task.cancel()
+
+
+async def _work(worker: Worker) -> None:
+    while (order := await worker.tasks.take()) is not None:
+        async with worker.settlement.of(order):
+            groups = await worker.packs.generate(order)
+            await worker.announcer.announce(order, groups)

@@ -1,0 +1,45 @@
+"""Fixtures of a worker's tests: an engine that can be told to fail, workers as processes, the rest of the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.child import Child
+from protocol.connection import NatsSettings, S3Settings
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.ring_end import RingEnd, worker_process
+
+
+@pytest.fixture
+def faulty_engine() -> Iterator[FaultyEngine]:
+    """An engine that behaves until it is told otherwise."""
+    with FaultyEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def ring_end(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> RingEnd:
+    """The trainer's and the reward service's end of a run of its own."""
+    return RingEnd(bus, blobs, ring_streams, tmp_path)
+
+
+@pytest.fixture
+def start_worker(
+    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+) -> Iterator[Callable[..., Child]]:
+    """Start workers of the run by id, with overrides; a failed test shows their logs."""
+    started: list[Child] = []
+
+    def start(worker_id: str, *overrides: str) -> Child:
+        started.append(worker_process(tmp_path, ring_streams, worker_id, nats_settings, s3_settings, *overrides))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.stop()
+        print(f"── log of {child.name} ──\n{child.log_tail(40)}")

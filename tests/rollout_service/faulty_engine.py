@@ -1,0 +1,166 @@
+"""A real HTTP server that speaks SGLang's contract, and can be told to break it.
+
+It passes the same basic contract as the embedded engine (`test_worker_engine_contract.py`); then a test
+sets ``mode``. Completions are deterministic: token ``k`` of sample ``s`` of a prompt depends on
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.servers import wait_for
+
+Rewrite = Callable[[list[dict[str, Any]]], Any]
+
+
+class FaultyEngine:
+    """One server on a free port of the loopback. Use as a context manager."""
+
+    def __init__(self, *, version: str = "default", api_key: str = "") -> None:
+        self.version = version  # what model_info and the replies say
+        self.api_key = api_key
+        self.folder: Path | None = None  # of the last weights loaded
+        self.loads: list[tuple[str, str]] = []  # every (weight_version, model_path) asked for
+        self.requests: list[dict[str, Any]] = []  # every body of /generate
+        self.num_running = 0
+        self.status = 200  # /generate answers this
+        self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
+        self.refuse_loads = 0  # so many updates are answered with success = false
+        self.lose_loads = 0  # so many updates are confirmed but not done
+        self.flow = threading.Event()  # /generate waits for it before it answers
+        self.flow.set()
+        self._drained = threading.Condition()
+        self._updating = False
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._answer(*engine._get(self.path))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if engine.api_key and self.headers["authorization"] != f"Bearer {engine.api_key}":
+                    self._answer(401, {"error": "unauthorized"})
+                else:
+                    self._answer(*engine._post(self.path, body))
+
+            def _answer(self, status: int, value: Any) -> None:
+                data = value if isinstance(value, bytes) else json.dumps(value).encode()
+                try:
+                    self.send_response(status)
+                    self.send_header("content-length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+                except OSError:
+                    self.close_connection = True
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> FaultyEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flow.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def wait_for_requests(self, count: int) -> None:
+        """Wait until so many /generate requests have arrived."""
+        wait_for(lambda: len(self.requests) >= count, f"{count} requests at the engine")
+
+    def _get(self, path: str) -> tuple[int, Any]:
+        if path == "/model_info":
+            return 200, {"weight_version": self.version, "model_path": str(self.folder), "is_generation": True}
+        if path == "/health":
+            return 200, {}
+        return 404, {"error": path}
+
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/update_weights_from_disk":
+            return self._update(body)
+        if path == "/generate":
+            return self._generate(body)
+        return 404, {"error": path}
+
+    def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.loads.append((body["weight_version"], body["model_path"]))
+        with self._drained:
+            self._updating = True
+            self._drained.wait_for(lambda: self.num_running == 0)
+            try:
+                if self.refuse_loads:
+                    self.refuse_loads -= 1
+                    return 400, {"success": False, "message": "Failed to load weights", "num_paused_requests": 0}
+                if not (Path(body["model_path"]) / "model.safetensors").exists():
+                    return 400, {"success": False, "message": "no safetensors", "num_paused_requests": 0}
+                if self.lose_loads:
+                    self.lose_loads -= 1
+                else:
+                    self.version, self.folder = body["weight_version"], Path(body["model_path"])
+                return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+            finally:
+                self._updating = False
+                self._drained.notify_all()
+
+    def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self._drained:
+            self._drained.wait_for(lambda: not self._updating)
+            self.num_running += 1
+        self.requests.append(body)
+        version = self.version
+        try:
+            self.flow.wait()
+            if self.status != 200:
+                return self.status, {"error": {"message": "out of luck"}}
+            rows = self.rewrite([*self._rows(body, version)])
+            return 200, rows
+        finally:
+            with self._drained:
+                self.num_running -= 1
+                self._drained.notify_all()
+
+    def _rows(self, body: dict[str, Any], version: str) -> list[dict[str, Any]]:
+        sampling = body["sampling_params"]
+        stops = sampling["stop_token_ids"]
+        rows = []
+        for rid, prompt in zip(body["rid"], body["input_ids"], strict=True):
+            for sample in range(sampling["n"]):
+                wanted = 1 + (sum(prompt) + sample) % 7
+                ids = [3 + (sum(prompt) + 5 * sample + k) % 40 for k in range(min(wanted, sampling["max_new_tokens"]))]
+                stopped = bool(stops) and len(ids) < sampling["max_new_tokens"]
+                if stopped:
+                    ids.append(stops[0])
+                rows.append(
+                    {
+                        "text": " ".join(map(str, ids)),
+                        "output_ids": ids,
+                        "meta_info": {
+                            "id": rid,
+                            "finish_reason": {"type": "stop", "matched": ids[-1]}
+                            if stopped
+                            else {"type": "length", "length": len(ids)},
+                            "prompt_tokens": len(prompt),
+                            "completion_tokens": len(ids),
+                            "weight_version": version,
+                            "weight_versions": [{"version": version, "start": 0, "end": len(ids)}],
+                            "output_token_logprobs": [[-0.5 - 0.01 * k, i, None] for k, i in enumerate(ids)],
+                        },
+                    }
+                )
+        return rows

@@ -1,0 +1,148 @@
+"""The trainer's and the reward service's end of the bus, for tests of a worker: publish, issue, collect."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.child import Child
+from deploy.quickstart_task import write_model
+from protocol import blob_keys, group_pack, streams, subjects
+from protocol.connection import NatsSettings, S3Settings
+from protocol.facts import (
+    BlobRef,
+    DeadLetter,
+    GroupGenerated,
+    Head,
+    Heartbeat,
+    RunEvent,
+    Task,
+    TaskIssued,
+    WeightsApplied,
+    WeightsPublished,
+    decode,
+    encode,
+)
+from protocol.trajectory import Group
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus, Delivery, Inbox
+from protocol.versions import PolicyVersion
+from protocol.weights import ModelFile, WeightsManifest
+from tests.servers import wait_for
+
+
+class RingEnd:
+    """One run, seen from outside its workers."""
+
+    def __init__(self, bus: Bus, blobs: Blobs, run_id: str, folder: Path) -> None:
+        self.bus = bus
+        self.blobs = blobs
+        self.run_id = run_id
+        self.folder = folder
+        self.applied: list[WeightsApplied] = []
+        self.dead: list[DeadLetter] = []
+        self.events: list[RunEvent] = []
+        bus.tail(
+            f"{run_id}-weights", subjects.weights_applied(run_id), WeightsApplied, self.applied.append, from_start=True
+        ).wait()
+        bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self.dead.append, from_start=True).wait()
+        bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, self.events.append, from_start=True).wait()
+        self._generated: Inbox[GroupGenerated] = bus.inbox(streams.generated_consumer(run_id), GroupGenerated).wait()
+        self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
+        self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+
+    def publish(self, version: int, *, corrupt: str = "", move_head: bool = True) -> WeightsPublished:
+        """Publish a version of the quickstart's model as the trainer does.
+
+        ``corrupt`` names a file whose stored bytes are not those that the manifest promises.
+        """
+        model = self.folder / f"model-{version}"
+        write_model(model, seed=version)
+        attempt = secrets.token_hex(4)
+        shards, files = [], []
+        for path in sorted(model.iterdir()):
+            data = path.read_bytes()
+            key = blob_keys.weights_shard(self.run_id, PolicyVersion(version), attempt, path.name)
+            ref = self.blobs.put(key, data)
+            if path.name == corrupt:
+                wrong = self.blobs.put(key + ".wrong", bytes([data[0] ^ 1]) + data[1:])
+                ref = BlobRef(key=wrong.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
+            (shards if path.suffix == ".safetensors" else files).append(ModelFile(name=path.name, blob=ref))
+        manifest = WeightsManifest(
+            run_id=self.run_id,
+            version=version,
+            step=version,
+            dtype="float32",
+            num_parameters=126_848,
+            shards=tuple(shards),
+            model_files=tuple(files),
+        )
+        ref = self.blobs.put(
+            blob_keys.weights_manifest(self.run_id, PolicyVersion(version), attempt), manifest.to_json()
+        )
+        if move_head:
+            self._state.put(streams.HEAD_KEY, encode(Head(version=version, step=version, manifest=ref))).wait()
+        fact = WeightsPublished(
+            run_id=self.run_id, version=version, step=version, manifest=ref, num_bytes=manifest.num_bytes
+        )
+        self.bus.publish(subjects.weights_published(self.run_id), fact, msg_id=f"w:{version}:{attempt}").wait()
+        return fact
+
+    def issue(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> None:
+        """Issue one pack of tasks."""
+        split = tasks[0].split if tasks else "train"
+        fact = TaskIssued(run_id=self.run_id, pack_id=pack_id, tasks=tuple(tasks), tasks_blob=tasks_blob)
+        self.bus.publish(subjects.tasks(self.run_id, split), fact, msg_id=pack_id).wait()
+
+    def collect(self, count: int, deadline_s: float = 30.0) -> list[Delivery[GroupGenerated]]:
+        """Take ``count`` announcements, acknowledged."""
+        taken: list[Delivery[GroupGenerated]] = []
+
+        def enough() -> bool:
+            for delivery in self._generated.fetch(count - len(taken), 0.2).wait():
+                taken.append(delivery)
+                delivery.ack().wait()
+            return len(taken) >= count
+
+        wait_for(enough, f"{count} generated packs", deadline_s)
+        return taken
+
+    def collect_groups(self, count: int, deadline_s: float = 30.0) -> list[Group]:
+        """Take ``count`` packs and fetch their groups from S3."""
+        packs = self.collect(count, deadline_s)
+        return [group for pack in packs for group in group_pack.decode(self.blobs.get(pack.fact.pack))]
+
+    def num_tasks(self) -> int:
+        """Tasks neither acknowledged nor dead-lettered, as the broker counts them."""
+        return self.bus.stream_state(f"{self.run_id}-tasks").wait().num_messages
+
+    def heartbeat(self, worker_id: str) -> Heartbeat | None:
+        """The worker's last heartbeat."""
+        entry = self._live.get(streams.heartbeat_key("rollout", worker_id)).wait()
+        return None if entry is None else decode(entry.value, Heartbeat)
+
+    def wait_applied(self, worker_id: str, version: int, deadline_s: float = 30.0) -> None:
+        """Wait until a worker says that it serves a version."""
+        wait_for(
+            lambda: (worker_id, version) in [(fact.worker_id, fact.version) for fact in self.applied],
+            f"{worker_id} to apply version {version}",
+            deadline_s,
+        )
+
+
+def worker_process(
+    folder: Path, run_id: str, worker_id: str, nats: NatsSettings, s3: S3Settings, *overrides: str
+) -> Child:
+    """A worker of a run, started; later overrides win."""
+    command = [
+        *(sys.executable, "-m", "rollout_service"),
+        *(f"run.id={run_id}", f"run.dir={folder}", f"worker.id={worker_id}", "worker.retry_delay_s=0.05"),
+        *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password={nats.password}"),
+        *(f"s3.endpoint={s3.endpoint}", f"s3.access_key={s3.access_key}", f"s3.secret_key={s3.secret_key}"),
+        *overrides,
+    ]
+    child = Child(f"worker {worker_id}", command, log=folder / f"{worker_id}.log")
+    child.start()
+    return child
