@@ -137,8 +137,10 @@ class Fleet:
                 history.alive = False  # it took its key away: a clean end
             elif silent_s >= LOST_AFTER_S:
                 history.alive = False
-                text = f"{service_name(*key)} has been silent for {silent_s:.0f} s: killed, or cut off"
-                incidents.append(Incident(now, text, "lost"))
+                if self._final_shares is None:  # after the last step everybody may go
+                    incidents.append(
+                        Incident(now, f"{service_name(*key)} is gone: silent for {silent_s:.0f} s", "lost")
+                    )
         return incidents
 
     def _add_overlap(self, spans: Mapping[_Key, Span | None]) -> None:

@@ -238,12 +238,18 @@ def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) ->
 
 @app.command(group=_LOOK)
 def chat(
-    run: str, *, model: str | None = None, prompt: str | None = None, temperature: float = 0.0, max_tokens: int = 256
+    run: str,
+    *arguments: Raw,
+    model: str | None = None,
+    prompt: str | None = None,
+    keep: Flag = False,
+    temperature: float = 0.0,
+    max_tokens: int = 256,
 ) -> int:
     """Talk to what a run has trained.
 
     Example:  penstock chat quickstart
-              penstock chat quickstart --prompt "3 1 2"
+              penstock chat quickstart --prompt "sort 52704183"
     Then:     Ctrl-D ends it
 
     Parameters
@@ -254,6 +260,8 @@ def chat(
         Folder of another model to talk to instead of the run's own.
     prompt
         Ask this once and print the answer, instead of a conversation.
+    keep
+        Keep the conversation, instead of asking each line alone as in single-turn training.
     temperature
         0 takes the likeliest token every time.
     max_tokens
@@ -261,7 +269,16 @@ def chat(
     """
     from console.chat import talk
 
-    return talk(run, model=model, prompt=prompt, temperature=temperature, max_tokens=max_tokens)
+    return talk(
+        run,
+        arguments,
+        os.environ,
+        model=model,
+        prompt=prompt,
+        keep=keep,
+        temperature=temperature,
+        max_tokens=max_tokens,
+    )
 
 
 @app.command(group=_LOOK)

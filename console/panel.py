@@ -162,9 +162,10 @@ class PlainLines:
         if s.state not in {self._state, "training"}:
             self._write(f"{clock(s.elapsed_s)} {s.state}")
         self._state = s.state
-        for incident in s.incidents[self._num_incidents :]:
+        num_new = s.num_incidents - self._num_incidents
+        for incident in s.incidents[max(len(s.incidents) - num_new, 0) :]:
             self._write(f"{clock(incident.at - s.started_at)} {incident.text}")
-        self._num_incidents = len(s.incidents)
+        self._num_incidents = s.num_incidents
         for step, accuracy in s.accuracies:
             if (step, accuracy) not in self._accuracies:
                 self._accuracies.add((step, accuracy))

@@ -7,7 +7,7 @@ resumes from a checkpoint and takes a step again replaces it instead of counting
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ from console.snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoi
 from protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
-_NUM_INCIDENTS = 200  # enough for any report; a flapping worker must not fill the memory
+_NUM_INCIDENTS = 200  # the newest are kept; a worker that dies every minute must not fill the memory
 
 
 class RunView:
@@ -30,7 +30,8 @@ class RunView:
         self.total_steps = total_steps
         self.steps: dict[int, StepPoint] = {}
         self.evals: list[EvalPoint] = []
-        self.incidents: list[Incident] = []
+        self.incidents: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)
+        self._num_incidents = 0
         self.queues = QueueDepths()
         self.state = "waiting for the services"
         self.bus_away_s = 0.0
@@ -39,6 +40,7 @@ class RunView:
         self._groups: dict[str, Any] = {}
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
+        self._reward_errors: Counter[str] = Counter()
         self._published: set[int] = set()
         self._applied: dict[str, list[WeightsApplied]] = {}
         self._first_at: float | None = None
@@ -55,6 +57,8 @@ class RunView:
             self._fold_eval(event.at, event.data)
         elif event.kind == "state":
             self._fold_state(event.source, event.data)
+        elif event.kind == "reward_error":
+            self._fold_reward_error(event.at, event.data)
         elif event.kind == "log" and event.data.get("text"):
             self.note(event.at, str(event.data["text"]))
 
@@ -125,6 +129,7 @@ class RunView:
             dropped=self._dropped(),
             groups_trained=int(self._groups.get("trained", 0)),
             incidents=tuple(self.incidents),
+            num_incidents=self._num_incidents,
             bus_away_s=self.bus_away_s,
             finished=self.finished,
         )
@@ -213,6 +218,12 @@ class RunView:
         others = [e for e in self.evals if (e.version, e.split) != (point.version, point.split)]
         self.evals = sorted([*others, point], key=lambda e: e.step)
 
+    def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
+        reason = str(data.get("reason") or "unknown")
+        if reason not in self._reward_errors:  # every group of a failing endpoint says so; once is news
+            self._remember([Incident(at, f"rewards fail ({reason}); their groups come again", "dead_letter")])
+        self._reward_errors[reason] += 1
+
     def _fold_state(self, source: str, data: Mapping[str, Any]) -> None:
         text = str(data.get("text") or data.get("state") or "")
         if text and source.startswith("trainer"):
@@ -265,8 +276,9 @@ class RunView:
         self._last_at = max(self._last_at, at)
 
     def _remember(self, incidents: Iterable[Incident]) -> None:
-        self.incidents.extend(incidents)
-        del self.incidents[_NUM_INCIDENTS:]
+        for incident in incidents:
+            self.incidents.append(incident)
+            self._num_incidents += 1
 
 
 def _trained_per_s(points: list[StepPoint]) -> float:

@@ -103,7 +103,8 @@ class Snapshot:
     idle_share: dict[str, float]
     dropped: dict[str, int]
     groups_trained: int
-    incidents: tuple[Incident, ...]
+    incidents: tuple[Incident, ...]  # the newest
+    num_incidents: int  # of the whole run
     bus_away_s: float
     finished: bool
 

@@ -1,0 +1,104 @@
+"""`penstock chat`: talk to what a run has trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from console import connections
+from console.chat_engine import ChatEngine, Message
+from console.runs import list_folder
+from protocol.errors import ConfigError
+from protocol.subjects import check_run_id
+
+_FORGET = "/new"
+
+
+def talk(
+    run: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    model: str | None,
+    prompt: str | None,
+    keep: bool,
+    temperature: float,
+    max_tokens: int,
+) -> int:
+    """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
+
+    Each line is asked alone, as a single-turn run has trained it; ``keep`` keeps the conversation.
+    Raises ConfigError when there is no such run or model, ChatEngineError when the engine fails.
+    """
+    check_run_id(run)
+    folder = connections.find(arguments, environ).settings.run.dir / run
+    device, dtype, system = trained_with(folder)
+    with ChatEngine(find_model(folder, model), device=device, dtype=dtype) as engine:
+        start: list[Message] = [{"role": "system", "content": system}] if system and engine.is_chat else []
+
+        def ask(history: Sequence[Message], line: str) -> str:
+            question = {"role": "user", "content": line}
+            return engine.answer([*history, question], temperature=temperature, max_tokens=max_tokens)
+
+        if prompt is not None:
+            print(ask(start, prompt))
+            return 0
+        _greet(run, is_chat=engine.is_chat, keep=keep)
+        history = list(start)
+        while (line := _read_line()) is not None:
+            if line == _FORGET:
+                history = list(start)
+            elif line:
+                answer = ask(history, line)
+                print(answer, flush=True)
+                if keep:
+                    history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+    return 0
+
+
+def find_model(folder: Path, model: str | None) -> Path:
+    """Return the model folder to talk to; raises ConfigError naming what is there instead."""
+    if model is not None:
+        return Path(model)
+    if not folder.is_dir():
+        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
+        raise ConfigError(f"no run {folder.name} in {folder.parent}/; there: {others}")
+    if not (folder / "model").is_dir():
+        raise ConfigError(
+            f"run {folder.name} has no model yet ({folder / 'model'}); it is written when the run ends. "
+            "To talk to another model: --model DIR"
+        )
+    return folder / "model"
+
+
+def trained_with(folder: Path) -> tuple[str, str, str]:
+    """Return device, dtype and system prompt of the run, from its config.json; defaults where it is silent."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    found = {section: values for section, values in config.items() if isinstance(values, dict)}
+    worker, data = found.get("worker", {}), found.get("data", {})
+    return str(worker.get("device", "cpu")), str(worker.get("dtype", "float32")), str(data.get("system_prompt", ""))
+
+
+def _greet(run: str, *, is_chat: bool, keep: bool) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401, PLC0415 - arrow keys and history, where Python was built with it
+    if not sys.stdin.isatty():
+        return
+    how = f"the conversation is kept, {_FORGET} forgets it" if keep else "each line is asked alone (--keep: kept)"
+    kind = "" if is_chat else " It has no chat template: it continues your text."
+    print(f"talking to {run}; {how}; Ctrl-D ends.{kind}", file=sys.stderr)
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        if sys.stdin.isatty():
+            print(file=sys.stderr)
+        return None
