@@ -4,6 +4,7 @@
 PenstockError
 └── TrainerError
     ├── UnsupportedModel      the model folder is missing, unreadable or of a kind we would train wrongly
+    ├── MalformedData         rows of a data file are not what they should be; each with file, line and column
     ├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
     ├── CollectTimeout        no full batch within the deadline; says whom the trainer waited for
     ├── TooManyDead           group after group goes to the dead letters
@@ -25,6 +26,10 @@ class TrainerError(PenstockError):
 
 class UnsupportedModel(TrainerError):
     """The model folder is missing, unreadable, or of a kind that would be trained wrongly."""
+
+
+class MalformedData(TrainerError):
+    """Rows of a data file are not what they should be; the text gives file, line and column of each."""
 
 
 class BatchDoesNotFit(TrainerError):
