@@ -1,0 +1,93 @@
+"""Trains a few steps on stored groups and prints what came out; run alone or under torchrun.
+
+python -m tests.trainer.rank_check S3_JSON RUN_ID MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from protocol import group_pack
+from protocol.connection import S3Settings
+from protocol.facts import GroupScored, decode
+from protocol.transport.blobs import Blobs
+from trainer.algorithms import ALGORITHMS
+from trainer.crew import Crew
+from trainer.objective import policy_gradient
+from trainer.policy import Optimisation, load_policy
+from trainer.ranks import Ranks
+from trainer.step_plan import ReadyGroup, make_plan
+
+CASES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+NUM_STEPS = 4
+
+
+def how(zero_stage: int, dtype: str) -> Optimisation:
+    return Optimisation(
+        num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=2, schedule="linear",
+        min_lr_ratio=0.1, max_grad_norm=1.0, zero_stage=zero_stage, dtype=dtype, keep_whole_below=0,  # type: ignore[arg-type]
+        gradient_checkpointing=zero_stage == 2,
+    )  # fmt: skip
+
+
+def objective() -> object:
+    return policy_gradient(ALGORITHMS["grpo"].loss, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.2})
+
+
+def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path) -> dict:
+    """Four steps, a checkpoint after two of them; returns what must not depend on the number of ranks."""
+    groups = group_pack.decode(blobs.get(message.pack))
+    ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
+    plan = make_plan(
+        ready, advantages=ALGORITHMS["grpo"].advantages, normalise_by_std=True, aggregation="token-mean",
+        max_completion_tokens=10, budget_tokens=160, num_ranks=crew.num_ranks,
+    )  # fmt: skip
+    figures = []
+    for step in range(NUM_STEPS):
+        if step == 2:
+            crew.save(folder)
+        figures.append(crew.step(plan, ready))
+    crew.load(folder)
+    again = [crew.step(plan, ready).loss for _ in range(2)]
+    tensors = crew.snapshot()
+    return {
+        "micro_batches": len(plan.micro_batches[0]),
+        "loss": [f.loss for f in figures],
+        "grad_norm": [f.grad_norm for f in figures],
+        "tokens": figures[0].sums["tokens"],
+        "clipped": figures[-1].sums["clipped"],
+        "resumed_equal": again == [f.loss for f in figures[2:]],
+        "names": sorted(tensors),
+        "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
+    }
+
+
+def main() -> None:
+    s3, run_id, model, folder = sys.argv[1:]
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    blobs = Blobs(S3Settings.model_validate_json(s3))
+    results = {}
+    for stage, dtype in CASES:
+        policy = load_policy(Path(model), how(stage, dtype), ranks, temperature=1.0)
+        crew = Crew(policy, ranks, blobs, objective())  # type: ignore[arg-type]
+        if ranks.is_leader:
+            message = decode((Path(model).parent / f"{run_id}.scored").read_bytes(), GroupScored)
+            target = Path(folder) / f"{stage}-{dtype}"
+            target.mkdir(parents=True)
+            results[f"{stage}-{dtype}"] = lead(crew, blobs, message, target)
+            crew.dismiss()
+        else:
+            crew.follow()
+        ranks.barrier()
+    if ranks.is_leader:
+        print(json.dumps(results))
+    ranks.leave(0)
+
+
+if __name__ == "__main__":
+    main()

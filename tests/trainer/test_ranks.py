@@ -1,0 +1,75 @@
+"""One process and two ranks train the same: losses, gradient norms, exported weights, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.quickstart_task import write_model
+from protocol.connection import S3Settings
+from protocol.facts import encode
+from protocol.transport.blobs import Blobs
+from tests.trainer.stored_groups import invent_group, store_scored
+
+
+@pytest.fixture(scope="module")
+def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:  # noqa: ANN001
+    """The same stored groups, trained by one process and by two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    settings: S3Settings = s3_server.settings
+    write_model(folder / "model", seed=0)
+    groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(6)]
+    (folder / "ranks.scored").write_bytes(encode(store_scored(Blobs(settings), "ranks", "p0", groups)))
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    python = [sys.executable, "-m"]
+    torchrun = [*python, "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone", "-m"]
+    found = {}
+    for num_ranks, launcher in ((1, python), (2, torchrun)):
+        arguments = [settings.model_dump_json(), "ranks", str(folder / "model"), str(folder / f"out{num_ranks}")]
+        done = subprocess.run(
+            [*launcher, "tests.trainer.rank_check", *arguments],
+            env=environ, capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[num_ranks] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", ["0-float32", "1-float32", "2-float32", "3-float32"])
+def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> None:
+    """In float32, losses, gradient norms and the final weights agree to 1e-5, at every ZeRO stage."""
+    one, two = results[1][case], results[2][case]
+    assert one["micro_batches"] > two["micro_batches"] >= 1
+    assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+    assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+    assert one["names"] == two["names"]
+    assert one["checksum"] == pytest.approx(two["checksum"], rel=1e-6)
+    assert (one["tokens"], one["clipped"]) == (two["tokens"], two["clipped"])
+
+
+def test_stages_agree(results: dict[int, dict]) -> None:
+    """Every ZeRO stage takes the same steps, with gradient checkpointing (stage 2) and without."""
+    plain = results[1]["0-float32"]
+    for stage in (1, 2, 3):
+        other = results[1][f"{stage}-float32"]
+        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["1-bfloat16", "2-bfloat16"])
+def test_bfloat16_stays_close(results: dict[int, dict], case: str) -> None:
+    """bfloat16 with float32 master weights follows the float32 losses to within its precision, on one rank and two."""
+    exact = results[1]["1-float32"]["loss"]
+    for num_ranks in (1, 2):
+        assert results[num_ranks][case]["loss"] == pytest.approx(exact, abs=2e-2)
+
+
+def test_resumed_steps_are_bitwise_equal(results: dict[int, dict]) -> None:
+    """After loading a checkpoint the next steps have exactly the losses that they had without it."""
+    for of_ranks in results.values():
+        assert {name: case["resumed_equal"] for name, case in of_ranks.items()} == dict.fromkeys(of_ranks, True)

@@ -1,0 +1,102 @@
+"""The ranks that train together: rank 0 gives the orders, every rank carries out its part.
+
+Rank 0 calls `step`, `snapshot`, `save` and `load`; the others sit in `follow`, which does the same
+things in the same order until rank 0 says `dismiss`. Each rank fetches and builds only its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from protocol import group_pack
+from protocol.trajectory import Group
+from protocol.transport.blobs import Blobs
+from trainer.batch import MicroBatch, build
+from trainer.objective import Objective
+from trainer.policy import Policy, StepFigures
+from trainer.ranks import Ranks
+from trainer.step_plan import ReadyGroup, StepPlan, rows_of
+
+
+class Crew:
+    """One policy on all ranks, led by rank 0."""
+
+    def __init__(self, policy: Policy, ranks: Ranks, blobs: Blobs, objective: Objective) -> None:
+        """Join; the same call on every rank."""
+        self.policy = policy
+        self._ranks = ranks
+        self._blobs = blobs
+        self._objective = objective
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes train together."""
+        return self._ranks.num_ranks
+
+    def step(self, plan: StepPlan, groups: Iterable[ReadyGroup]) -> StepFigures:
+        """Make one optimizer step (rank 0); ``groups`` are those of the plan, already fetched."""
+        self._order("step", plan.to_wire)
+        numbers = {reference.key: number for number, reference in enumerate(plan.packs)}
+        fetched = {(numbers[g.pack.key], g.scored.generated.row_group): g.group for g in groups}
+        return self._train(plan, fetched)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copy the whole model to the CPU (rank 0)."""
+        self._order("snapshot")
+        return self.policy.snapshot()
+
+    def save(self, folder: Path) -> None:
+        """Write the policy's part of a checkpoint (rank 0); the folder is on storage that all ranks share."""
+        self._order("save", lambda: str(folder.absolute()))
+        self.policy.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read the policy's part of a checkpoint (rank 0)."""
+        self._order("load", lambda: str(folder.absolute()))
+        self.policy.load(folder)
+
+    def dismiss(self) -> None:
+        """Tell the other ranks that the run is over (rank 0)."""
+        self._order("dismiss")
+
+    def follow(self) -> None:
+        """Carry out rank 0's orders until it says that the run is over (all other ranks)."""
+        while True:
+            what, detail = self._ranks.broadcast(None)
+            match what:
+                case "step":
+                    plan = StepPlan.from_wire(detail)
+                    self._train(plan, self._fetch(plan))
+                case "snapshot":
+                    self.policy.snapshot()
+                case "save":
+                    self.policy.save(Path(detail))
+                case "load":
+                    self.policy.load(Path(detail))
+                case _:
+                    return
+
+    def _order(self, what: str, detail: Callable[[], Any] | None = None) -> None:
+        if self._ranks.num_ranks > 1:
+            self._ranks.broadcast([what, detail() if detail else None])
+
+    def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
+        mine = plan.micro_batches[self._ranks.rank]
+        batches: list[MicroBatch] = [build(rows_of(plan, rows, groups)) for rows in mine]
+        return self.policy.train_step(batches, self._objective)
+
+    def _fetch(self, plan: StepPlan) -> dict[tuple[int, int], Group]:
+        """Fetch the groups that this rank's rows belong to, and no others."""
+        wanted: dict[int, set[int]] = {}
+        for number in (row for rows in plan.micro_batches[self._ranks.rank] for row in rows):
+            wanted.setdefault(plan.rows[number].pack, set()).add(plan.rows[number].row_group)
+        found = {}
+        for pack, row_groups in wanted.items():
+            order = sorted(row_groups)
+            groups = group_pack.decode(self._blobs.get(plan.packs[pack]), order)
+            found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
+        return found
