@@ -1,0 +1,44 @@
+"""Starts the embedded engine: arguments → weights → engine thread → HTTP server. See README.md."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from rollout_service.embedded_engine.parent import die_with_parent
+from rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
+
+
+def main() -> int:
+    """Run until stopped; returns the exit status."""
+    settings = parse_arguments(sys.argv[1:])
+    if settings.die_with_parent:
+        die_with_parent()
+    # Before torch is imported: OpenMP reads it once, and gives every later thread its own default otherwise.
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    from protocol.logs import configure  # noqa: PLC0415
+    from rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
+    from rollout_service.embedded_engine.serve import serve  # noqa: PLC0415
+
+    configure("embedded_engine")
+    listener = socket.create_server((settings.host, settings.port))
+    try:
+        return serve(settings, listener, on_ready=lambda: _announce(settings, listener))
+    except EngineError as error:
+        print(f"embedded engine: {error}", file=sys.stderr)  # noqa: T201  (the result of a failed command)
+        return 2
+
+
+def _announce(settings: EngineSettings, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    if settings.port_file is not None:
+        partial = Path(f"{settings.port_file}.{os.getpid()}")
+        partial.write_text(f"{port}\n")
+        partial.replace(settings.port_file)  # readers see the whole number or no file
+    print(f"embedded engine ready on http://{settings.host}:{port}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""What clients may send: SGLang 0.5.23's request bodies, checked by pydantic.
+
+Fields of SGLang that this engine does not compute are listed with the one value that asks for nothing;
+any other value, and any unknown field, is refused. Nothing is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenIds = list[int]
+
+
+class Body(BaseModel):
+    """Base of all bodies: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingParams(Body):
+    """SGLang's ``sampling_params``; the defaults are SGLang's."""
+
+    n: Annotated[int, Field(ge=1, description="completions per prompt")] = 1
+    max_new_tokens: Annotated[int, Field(ge=0)] | None = 128  # None: until the context is full
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    spaces_between_special_tokens: Literal[True] = True
+    frequency_penalty: Literal[0] = 0
+    presence_penalty: Literal[0] = 0
+    repetition_penalty: Literal[1] = 1
+    logit_bias: None = None
+    stop_regex: None = None
+    json_schema: None = None
+    regex: None = None
+    ebnf: None = None
+    structural_tag: None = None
+    beam_width: None = None
+    custom_params: None = None
+    stream_interval: None = None
+    watermark: None = None
+
+
+class GenerateBody(Body):
+    """Body of ``/generate``."""
+
+    rid: str | list[str] | None = None
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
+    stream: bool = False
+    return_prompt_token_ids: bool = False
+    return_text_in_logprobs: Literal[False] = False
+    top_logprobs_num: Literal[0] | None = None
+    token_ids_logprob: None = None
+    return_hidden_states: Literal[False] = False
+    return_routed_experts: Literal[False] = False
+    return_sampling_mask: Literal[False] | None = None
+    lora_path: None = None
+    session_params: None = None
+    custom_logit_processor: None = None
+    input_embeds: None = None
+    image_data: None = None
+
+
+class UpdateWeightsBody(Body):
+    """Body of ``/update_weights_from_disk``."""
+
+    model_path: str
+    weight_version: str | None = None
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    torch_empty_cache: Literal[False] = False
+    recapture_cuda_graph: Literal[False] = False
+    is_async: Literal[False] = False
+    keep_pause: Literal[False] = False
+
+
+class PauseBody(Body):
+    """Body of ``/pause_generation``."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueBody(Body):
+    """Body of ``/continue_generation``; there is no device cache to empty, so only SGLang's default is taken."""
+
+    torch_empty_cache: Literal[True] = True
+
+
+class AbortBody(Body):
+    """Body of ``/abort_request``: a prefix of rids, or everything."""
+
+    rid: str = ""
+    abort_all: bool = False

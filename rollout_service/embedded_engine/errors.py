@@ -1,0 +1,32 @@
+"""Why the embedded engine refuses something, drawn as one tree.
+
+EngineError
+├── UnsupportedModel    config.json describes a model this engine cannot compute; names those it can
+├── CheckpointRefused   a weights folder is missing, truncated, incomplete, mis-shaped or not finite
+├── RequestRefused      a request body asks for something impossible; answered with HTTP 400
+└── EngineStopped       the engine thread is gone; answered with HTTP 503
+"""
+
+from __future__ import annotations
+
+from protocol.errors import PenstockError
+
+
+class EngineError(PenstockError):
+    """Base of what the embedded engine refuses."""
+
+
+class UnsupportedModel(EngineError):
+    """The folder's config.json describes a model this engine cannot compute exactly."""
+
+
+class CheckpointRefused(EngineError):
+    """The weights folder is not a complete, finite checkpoint of the served model; nothing was changed."""
+
+
+class RequestRefused(EngineError):
+    """The request cannot be served as asked."""
+
+
+class EngineStopped(EngineError):
+    """The engine thread has ended; the process is about to exit and must be restarted."""

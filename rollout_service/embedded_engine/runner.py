@@ -1,0 +1,254 @@
+"""Computes what the scheduler decided: prompts of newcomers, one token for everybody who runs.
+
+Per-row numbers live in numpy arrays beside the KV rectangle; row i belongs to ``running[i]``. When rows end,
+the last rows move into the holes, so that the running rows stay 0..n-1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.sampler import GREEDY_BELOW, Choice, sample, uniforms
+from rollout_service.embedded_engine.sequence import FinishReason, Sequence
+from rollout_service.embedded_engine.transformer import PromptBatch, Transformer, Weights
+
+_LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
+_NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class Rows:
+    """Numbers of the running sequences, one entry per row; only the first n are meaningful."""
+
+    last_token: np.ndarray  # int64, sampled but not yet computed
+    position: np.ndarray  # int64, where the last token will stand; equals the tokens stored so far
+    num_output: np.ndarray  # int64
+    max_output: np.ndarray  # int64
+    min_output: np.ndarray  # int64
+    seed: np.ndarray  # uint64
+    temperature: np.ndarray  # float32
+    greedy: np.ndarray  # bool
+    top_p: np.ndarray  # float32
+    top_k: np.ndarray  # int64
+    min_p: np.ndarray  # float32
+    filtered: np.ndarray  # bool: top_p, top_k or min_p restrict the row
+    has_stop_strings: np.ndarray  # bool
+    stop_ids: np.ndarray  # [rows, k] int64, padded with -1
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Rows:
+        """Return rows with unspecified contents."""
+        kinds = {"seed": np.uint64, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
+        flags = {"greedy", "filtered", "has_stop_strings"}
+        arrays = {
+            item.name: np.zeros(num_rows, dtype=np.bool_ if item.name in flags else kinds.get(item.name, np.int64))
+            for item in fields(cls)
+            if item.name != "stop_ids"
+        }
+        return cls(**arrays, stop_ids=np.full((num_rows, 1), _NO_TOKEN, dtype=np.int64))
+
+    def put(self, row: int, sequence: Sequence) -> None:
+        """Fill one row from its sequence."""
+        sampling = sequence.sampling
+        stops = sampling.stop_token_ids
+        if len(stops) > self.stop_ids.shape[1]:
+            widen = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
+            self.stop_ids = np.pad(self.stop_ids, widen, constant_values=_NO_TOKEN)
+        self.num_output[row] = len(sequence.output_ids)
+        self.max_output[row] = sampling.max_new_tokens
+        self.min_output[row] = sampling.min_new_tokens
+        self.seed[row] = sampling.seed
+        self.greedy[row] = sampling.temperature < GREEDY_BELOW
+        self.temperature[row] = 1.0 if self.greedy[row] else sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k if sampling.top_k > 0 else np.iinfo(np.int64).max
+        self.min_p[row] = sampling.min_p
+        self.filtered[row] = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+        self.has_stop_strings[row] = bool(sampling.stop_strings)
+        self.stop_ids[row] = _NO_TOKEN
+        self.stop_ids[row, : len(stops)] = stops
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows over others."""
+        for item in fields(self):
+            array = getattr(self, item.name)
+            array[targets] = array[sources]
+
+
+class Runner:
+    """Holds the running sequences and their keys and values; one thread only."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        weights: Weights,
+        cache: KVCache,
+        *,
+        max_running: int,
+        find_stop_string: Callable[[Sequence], str | None],
+    ) -> None:
+        """Start with nothing running; ``find_stop_string`` looks for a stop string at a completion's end."""
+        self.weights = weights
+        self.running: list[Sequence] = []
+        self._model = model
+        self._cache = cache
+        self._rows = Rows.empty(max_running)
+        self._device = cache.data.device
+        self._find_stop_string = find_stop_string
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens whose keys and values are held; callable from any thread."""
+        return int(self._rows.position[: len(self.running)].sum())
+
+    def start(self, newcomers: list[Sequence]) -> list[Sequence]:
+        """Compute the prompts of ``newcomers`` and sample one token each; returns those that finished."""
+        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        for sequence in newcomers:
+            groups.setdefault(sequence.tokens(), []).append(sequence)
+        prompts = sorted(groups, key=len)
+        ordered = [sequence for prompt in prompts for sequence in groups[prompt]]
+        first = len(self.running)
+        self._cache.ensure(first + len(ordered), len(prompts[-1]) + 1)
+        copies = [len(groups[prompt]) for prompt in prompts]
+        hidden = self._model.prefill(self.weights, self._pack(prompts, copies, first), self._cache)
+        ends = np.cumsum([len(prompt) for prompt in prompts])
+        for prompt, end in zip(prompts, ends.tolist(), strict=True):
+            self._report_prompt(groups[prompt], hidden[end - len(prompt) : end])
+        for row, sequence in enumerate(ordered, start=first):
+            self._rows.put(row, sequence)
+            self._rows.position[row] = sequence.num_tokens
+        self.running.extend(ordered)
+        logits = self._model.logits(self.weights, hidden[self._to_device(ends - 1)])
+        logits = logits.repeat_interleave(torch.tensor(copies, device=self._device), dim=0)
+        return self._advance(logits, first)
+
+    def step(self) -> list[Sequence]:
+        """Compute and sample one token for every running sequence; returns those that finished."""
+        num = len(self.running)
+        positions = self._rows.position[:num]
+        columns = int(positions.max()) + 1
+        self._cache.ensure(num, columns)
+        at = self._to_device(positions)
+        mask = None
+        if int(positions.min()) + 1 != columns:
+            beyond = torch.arange(columns, device=self._device) > at.unsqueeze(1)
+            mask = torch.zeros(num, columns, device=self._device).masked_fill_(beyond, -torch.inf)
+        tokens = self._to_device(self._rows.last_token[:num])
+        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache)
+        self._rows.position[:num] += 1
+        return self._advance(logits, 0)
+
+    def remove(self, leaving: Collection[Sequence]) -> None:
+        """Take sequences out; the last rows move into the holes."""
+        if not leaving:
+            return
+        gone = set(map(id, leaving))
+        num = len(self.running)
+        kept = num - len(gone)
+        targets = [row for row in range(kept) if id(self.running[row]) in gone]
+        sources = [row for row in range(kept, num) if id(self.running[row]) not in gone]
+        if targets:
+            columns = int(self._rows.position[sources].max())
+            self._cache.move_rows(sources, targets, columns)
+            self._rows.move(sources, targets)
+            for source, target in zip(sources, targets, strict=True):
+                self.running[target] = self.running[source]
+        del self.running[kept:]
+
+    def _pack(self, prompts: list[tuple[int, ...]], copies: list[int], first_row: int) -> PromptBatch:
+        spans = [(len(list(same)), length) for length, same in itertools.groupby(map(len, prompts))]
+        positions = np.concatenate([np.tile(np.arange(length), num) for num, length in spans])
+        token_ids = np.fromiter(itertools.chain.from_iterable(prompts), dtype=np.int64, count=len(positions))
+        return PromptBatch(self._to_device(token_ids), self._to_device(positions), spans, copies, first_row)
+
+    def _report_prompt(self, sharers: list[Sequence], hidden: torch.Tensor) -> None:
+        """Fill in what a computed prompt tells besides its next token. ``hidden`` is [prompt tokens, hidden]."""
+        for sequence in sharers[1:]:
+            sequence.cached_tokens = len(sequence.prompt)
+        wanting = [item for item in sharers if item.input_logprobs_from is not None and item.input_logprobs is None]
+        for sequence in wanting:
+            first, last = sequence.input_logprobs_from or 0, len(sequence.prompt) - 1
+            targets = torch.tensor(sequence.prompt[first + 1 :], device=self._device)
+            found: list[float] = []
+            for start in range(first, last, _LOGPROB_CHUNK_TOKENS):
+                end = min(start + _LOGPROB_CHUNK_TOKENS, last)
+                logprobs = self._model.logits(self.weights, hidden[start:end]).log_softmax(-1)
+                found += logprobs.gather(1, targets[start - first : end - first].unsqueeze(1)).squeeze(1).tolist()
+            sequence.input_logprobs = found
+
+    def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
+        """Sample one token for each running sequence from row ``first`` on; returns those that finished."""
+        rows, here = self._rows, slice(first, len(self.running))
+        self._forbid_early_stops(logits, here)
+        chosen, their_logprobs = sample(logits, self._choice(here))
+        tokens, logprobs = chosen.cpu().numpy(), their_logprobs.cpu().numpy()
+        sequences = self.running[first:]
+        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            sequence.output_ids.append(token)
+            sequence.output_logprobs.append(logprob)
+        rows.last_token[here] = tokens
+        rows.num_output[here] += 1
+        stopped = (tokens[:, None] == rows.stop_ids[here]).any(1)
+        ended = stopped | (rows.num_output[here] >= rows.max_output[here]) | ~np.isfinite(logprobs)
+        ended |= rows.has_stop_strings[here]
+        finished = [sequences[index] for index in np.flatnonzero(ended).tolist() if self._has_ended(sequences[index])]
+        self._clear_spoiled(finished)
+        self.remove(finished)
+        return finished
+
+    def _has_ended(self, sequence: Sequence) -> bool:
+        sampling, token = sequence.sampling, sequence.output_ids[-1]
+        if sampling.max_new_tokens == 0:  # only the prompt was asked about
+            sequence.output_ids.clear()
+            sequence.output_logprobs.clear()
+            sequence.finish = FinishReason("length")
+        elif not math.isfinite(sequence.output_logprobs[-1]):
+            message = "the model's logits are not finite; the served weights overflow on this input"
+            sequence.finish = FinishReason("abort", message=message, status_code=500)
+        elif token in sampling.stop_token_ids:
+            sequence.finish = FinishReason("stop", matched=token)
+        elif sampling.stop_strings and (found := self._find_stop_string(sequence)) is not None:
+            sequence.finish = FinishReason("stop", matched=found)
+        elif len(sequence.output_ids) >= sampling.max_new_tokens:
+            sequence.finish = FinishReason("length")
+        return sequence.finish is not None
+
+    def _clear_spoiled(self, finished: list[Sequence]) -> None:
+        spoiled = {id(sequence) for sequence in finished if sequence.finish and sequence.finish.status_code}
+        if spoiled:
+            self._cache.clear_rows([row for row, item in enumerate(self.running) if id(item) in spoiled])
+
+    def _forbid_early_stops(self, logits: torch.Tensor, here: slice) -> None:
+        rows = self._rows
+        for index in np.flatnonzero(rows.num_output[here] < rows.min_output[here]).tolist():
+            stops = rows.stop_ids[here][index]
+            logits[index, self._to_device(stops[stops != _NO_TOKEN])] = -torch.inf
+
+    def _choice(self, here: slice) -> Choice:
+        rows = self._rows
+        greedy, temperature = rows.greedy[here], rows.temperature[here]
+        num_greedy = int(greedy.sum())
+        numbers = None
+        if num_greedy < len(greedy):
+            numbers = self._to_device(uniforms(rows.seed[here], rows.num_output[here]))
+        filtered = bool(rows.filtered[here].any())
+        return Choice(
+            uniforms=numbers,
+            temperatures=self._to_device(temperature) if (temperature != 1.0).any() else None,
+            greedy=self._to_device(greedy) if 0 < num_greedy < len(greedy) else None,
+            top_p=self._to_device(rows.top_p[here]) if filtered else None,
+            top_k=self._to_device(rows.top_k[here]) if filtered else None,
+            min_p=self._to_device(rows.min_p[here]) if filtered else None,
+        )
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)

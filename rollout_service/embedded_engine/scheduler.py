@@ -1,0 +1,54 @@
+"""Decides which waiting sequences start now; pure.
+
+First come, first served: nobody overtakes, so nobody starves. Three rules:
+
+1. The KV rectangle must hold the worst case: (rows x longest possible sequence) <= ``max_total_tokens``.
+   A sequence once admitted is therefore never thrown out for lack of memory.
+2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
+   goes alone). Sequences with the same tokens are computed once and cost nothing more.
+3. While sequences run, newcomers are let in by an eighth of the rows at a time (or all that wait, if
+   fewer): a prompt pass stalls every running sequence, so it should be worth it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollout_service.embedded_engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine can hold."""
+
+    max_running: int  # sequences that decode together
+    max_total_tokens: int  # rows x columns of the KV rectangle
+    max_prefill_tokens: int  # different prompt tokens computed in one pass
+
+
+def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], limits: Limits) -> list[Sequence]:
+    """Return the head of ``waiting`` that starts now, possibly empty; removes nothing."""
+    current = list(running)
+    free = limits.max_running - len(current)
+    if not waiting or free <= 0:
+        return []
+    if current and free < min(len(waiting), max(1, limits.max_running // 8)):
+        return []
+    longest = max((sequence.max_tokens for sequence in current), default=0)
+    chosen: list[Sequence] = []
+    prompts: set[tuple[int, ...]] = set()
+    prefill_tokens = 0
+    for sequence in waiting:
+        longest = max(longest, sequence.max_tokens)
+        if len(chosen) == free or (len(current) + len(chosen) + 1) * longest > limits.max_total_tokens:
+            break
+        tokens = sequence.tokens()
+        if tokens not in prompts:
+            if chosen and prefill_tokens + len(tokens) > limits.max_prefill_tokens:
+                break
+            prompts.add(tokens)
+            prefill_tokens += len(tokens)
+        chosen.append(sequence)
+    return chosen

@@ -1,0 +1,117 @@
+"""What the engine works on: a sequence is one prompt and its growing completion; a job is one HTTP request.
+
+waiting ──admitted──► running ──stop | length | abort──► finished
+▲                     │
+└─────retracted───────┘   (tokens and logprobs kept, keys and values given up)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample and when to stop one sequence; already validated and resolved."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: the whole vocabulary
+    min_p: float = 0.0
+    seed: int = 0  # unsigned 64 bit
+    stop_token_ids: tuple[int, ...] = ()  # with the model's end tokens; empty when those are ignored
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why a sequence ended; serialised as SGLang does."""
+
+    type: str  # "stop" | "length" | "abort"
+    matched: int | str | None = None
+    message: str = ""
+    status_code: int | None = None  # set when the engine is at fault: the whole reply becomes an HTTP error
+
+    def to_json(self, num_tokens: int) -> dict[str, object]:
+        """Return SGLang's ``finish_reason`` object."""
+        if self.type == "stop":
+            return {"type": "stop", "matched": self.matched}
+        if self.type == "length":
+            return {"type": "length", "length": num_tokens}
+        return {"type": "abort", "message": self.message, "status_code": self.status_code, "err_type": None}
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Output tokens [start, end) were sampled by weights ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt and its completion; owned by the engine thread from submission until its job is done."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    input_logprobs_from: int | None = None  # report prompt logprobs from this position on; None: do not
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[float] | None = None  # of tokens input_logprobs_from + 1 .. len(prompt) - 1
+    spans: list[VersionSpan] = field(default_factory=list)
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    finish: FinishReason | None = None
+    final_version: str = ""  # the weights that served it last
+    job: Job | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion so far."""
+        return len(self.prompt) + len(self.output_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and the longest completion allowed."""
+        return len(self.prompt) + self.sampling.max_new_tokens
+
+    def tokens(self) -> tuple[int, ...]:
+        """Return prompt and completion so far."""
+        return (*self.prompt, *self.output_ids) if self.output_ids else self.prompt
+
+    def close_span(self, version: str) -> None:
+        """Attribute every token since the last span to ``version``."""
+        start = self.spans[-1].end if self.spans else 0
+        end = len(self.output_ids)
+        if end == start:
+            return
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version, start, end))
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The sequences of one HTTP request, answered together.
+
+    ``on_done`` and ``on_step`` are called in the engine thread and must only hand over to another thread.
+    """
+
+    sequences: list[Sequence]
+    on_done: Callable[[Exception | None], None]
+    on_step: Callable[[list[int]], None] | None = None  # streaming: output tokens of each sequence so far
+    received_at: float = field(default_factory=time.monotonic)
+    num_unfinished: int = 0
+
+    def __post_init__(self) -> None:
+        """Tie the sequences to their job."""
+        self.num_unfinished = len(self.sequences)
+        for sequence in self.sequences:
+            sequence.job = self

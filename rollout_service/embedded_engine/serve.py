@@ -1,0 +1,117 @@
+"""Wires weights, engine and HTTP server together and runs until asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+import uvicorn
+
+from rollout_service.embedded_engine.app import Server, build_app
+from rollout_service.embedded_engine.build_job import ServedModel
+from rollout_service.embedded_engine.checkpoint import read_checkpoint
+from rollout_service.embedded_engine.engine import Engine
+from rollout_service.embedded_engine.errors import CheckpointRefused
+from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.model_config import ModelConfig, read_eos_token_ids, read_model_config
+from rollout_service.embedded_engine.runner import Runner
+from rollout_service.embedded_engine.scheduler import Limits
+from rollout_service.embedded_engine.settings import EngineSettings
+from rollout_service.embedded_engine.text import Text
+from rollout_service.embedded_engine.transformer import Transformer, Weights, prepare_weights
+
+_DEFAULT_KV_BYTES = 2 * 1024**3
+
+log = structlog.get_logger()
+
+
+def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None]) -> int:
+    """Serve on ``listener`` until a signal ends the process, or the engine thread dies (returns 1).
+
+    Raises:
+        UnsupportedModel: the model folder's architecture or features are not served here.
+        CheckpointRefused: the first weights are not complete and finite.
+    """
+    torch.set_num_threads(settings.threads)
+    config = read_model_config(settings.model_path)
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    text = Text(settings.model_path)
+
+    def read_weights(folder: Path) -> Weights:
+        with torch.inference_mode():
+            if (folder / "config.json").is_file() and (found := read_model_config(folder)) != config:
+                raise CheckpointRefused(f"{folder}: its config.json describes another model: {found}, serving {config}")
+            return prepare_weights(config, read_checkpoint(folder, config), device=device, dtype=dtype)
+
+    limits = _limits(settings, config, dtype)
+    weights = read_weights(settings.model_path)
+    server: _AnnouncingServer | None = None
+
+    def stop_serving() -> None:
+        log.error("engine_thread_died", exc_info=engine.failure)
+        if server is not None:
+            server.should_exit = True
+
+    with torch.inference_mode():
+        cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=dtype)
+        model = Transformer(config, device=device, dtype=dtype)
+        runner = Runner(model, weights, cache, max_running=limits.max_running, find_stop_string=text.find_stop_string)
+    engine = Engine(
+        runner,
+        limits,
+        version=settings.weight_version,
+        model_path=str(settings.model_path),
+        on_failure=stop_serving,
+    )
+    ends = tuple(dict.fromkeys((*read_eos_token_ids(settings.model_path), *text.eos_token_ids())))
+    served = ServedModel(
+        vocab_size=config.vocab_size,
+        max_tokens=min(config.context_tokens, limits.max_total_tokens),
+        end_token_ids=ends,
+        text=text,
+    )
+    app = build_app(Server(engine, settings, config, served, text, read_weights))
+    http = uvicorn.Config(
+        app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+    )
+    server = _AnnouncingServer(http, on_ready)
+    log.info(
+        "engine_serves",
+        model_path=str(settings.model_path),
+        num_parameters=weights.num_parameters,
+        weight_version=settings.weight_version,
+        max_total_tokens=limits.max_total_tokens,
+    )
+    engine.start()
+    asyncio.run(server.serve(sockets=[listener]))
+    failed = engine.failure is not None
+    if not failed:
+        engine.stop()
+    return 1 if failed else 0
+
+
+class _AnnouncingServer(uvicorn.Server):
+    """Says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the listeners, then announce."""
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def _limits(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> Limits:
+    bytes_per_token = config.kv_floats_per_token * dtype.itemsize
+    default = min(_DEFAULT_KV_BYTES // bytes_per_token, settings.max_running * config.context_tokens)
+    return Limits(
+        max_running=settings.max_running,
+        max_total_tokens=settings.max_total_tokens or default,
+        max_prefill_tokens=settings.max_prefill_tokens,
+    )

@@ -1,0 +1,46 @@
+"""What the engine process may be told: its command line, with SGLang's names where SGLang has them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineSettings(BaseModel):
+    """Settings of one engine process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_path: Annotated[Path, Field(description="Hugging Face model folder to serve first")]
+    host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 30000
+    port_file: Annotated[Path | None, Field(description="file that receives the port once requests are served")] = None
+    max_running: Annotated[int, Field(ge=1, description="sequences that decode together")] = 256
+    max_total_tokens: Annotated[
+        int | None, Field(ge=1, description="tokens the KV memory holds; default: as many as 2 GiB hold")
+    ] = None
+    max_prefill_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one pass")] = 8192
+    device: Annotated[str, Field(description="torch device: cpu, cuda, cuda:1")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="type of weights and KV memory")] = "float32"
+    weight_version: Annotated[str, Field(description="label of the first weights")] = "default"
+    served_model_name: Annotated[str | None, Field(description="name in /model_info; default: model_path")] = None
+    threads: Annotated[int, Field(ge=1, description="CPU threads of one operation")] = 1
+    die_with_parent: Annotated[bool, Field(description="end as soon as the process that started this one ends")] = False
+
+
+def parse_arguments(arguments: Sequence[str]) -> EngineSettings:
+    """Turn ``--kebab-case value`` arguments into settings; exits with usage on mistakes."""
+    parser = argparse.ArgumentParser(prog="python -m rollout_service.embedded_engine", description=__doc__)
+    for name, info in EngineSettings.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        if info.annotation is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=info.description)
+        else:
+            parser.add_argument(
+                flag, required=info.is_required(), default=argparse.SUPPRESS, metavar="VALUE", help=info.description
+            )
+    return EngineSettings.model_validate(vars(parser.parse_args(arguments)))
