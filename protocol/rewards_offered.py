@@ -1,0 +1,73 @@
+"""Which rewards a run can ask for: what every living reward service replica says it offers.
+
+Each replica renews its record in the registry bucket (`streams.registry_bucket`) under
+``available.<replica>``. The trainer reads them at its start and refuses a reward name that nobody
+offers, instead of finding out at step 300 from a dead letter.
+
+    entries = registry.entries().wait()
+    offers = current_offers(entries, run_id=run_id, now=time.time())
+    missing = names_nobody_offers({"gsm8k"}, offers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from pydantic import Field
+
+from protocol.errors import WireError
+from protocol.facts import Fact, Finite, Identifier, decode
+
+PERIOD_S = 2.0  # a replica renews its record this often
+CURRENT_S = 15.0  # a record older than this belongs to a replica that died
+_KEY_PREFIX = "available."
+
+
+class RewardsOffered(Fact):
+    """Written by a reward service replica, read by the trainer: these reward names can be scored now.
+
+    ``by_source`` maps a data set's name (``openai/gsm8k``) to the reward that fits it; a row without
+    a reward of its own is scored by it when its reward name is ``auto``.
+    """
+
+    schema_tag = "rewards_offered.v1"
+    run_id: Identifier
+    replica: Identifier
+    at: Finite  # seconds since the epoch
+    names: tuple[str, ...]
+    by_source: dict[str, str] = Field(default_factory=dict)
+
+
+class _Entry(Protocol):
+    @property
+    def key(self) -> str: ...
+    @property
+    def value(self) -> bytes: ...
+
+
+def key(replica: str) -> str:
+    """Return the key of one replica's record in the registry bucket."""
+    return f"{_KEY_PREFIX}{replica}"
+
+
+def current_offers(entries: Iterable[_Entry], *, run_id: str, now: float) -> list[RewardsOffered]:
+    """Return the records of this run's living replicas; ``now`` in seconds since the epoch.
+
+    Records that do not decode are of another build and count as not there.
+    """
+    offers = []
+    for entry in entries:
+        if entry.key.startswith(_KEY_PREFIX):
+            try:
+                offer = decode(entry.value, RewardsOffered)
+            except WireError:
+                continue
+            if offer.run_id == run_id and abs(now - offer.at) <= CURRENT_S:
+                offers.append(offer)
+    return offers
+
+
+def names_nobody_offers(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:
+    """Return the wanted reward names that are in no offer."""
+    return set(wanted).difference(*(offer.names for offer in offers))

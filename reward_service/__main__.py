@@ -1,0 +1,82 @@
+"""``python -m reward_service``: the service itself, the list of its rewards, or a file served as a reward.
+
+python -m reward_service [RUN.toml ...] [section.key=value ...]
+python -m reward_service rewards
+python -m reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from protocol import logs
+from protocol.errors import PenstockError
+from protocol.runfile import load, split_arguments
+from reward_service.settings import RewardSettings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. Errors of ours are one text on stderr, without a traceback."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _command(arguments)
+    except (PenstockError, BaseExceptionGroup) as err:
+        texts = list(dict.fromkeys(_texts(err)))
+        if not texts:
+            raise
+        sys.stderr.write("".join(f"{text}\n" for text in texts))
+        return 1
+
+
+def _command(arguments: Sequence[str]) -> int:
+    match arguments:
+        case ["-h" | "--help", *_]:
+            sys.stdout.write(__doc__ or "")
+            return 0
+        case ["rewards"]:
+            return _list_rewards()
+        case ["serve", *rest]:
+            from reward_service import serve_file  # noqa: PLC0415 the service itself never loads user files
+
+            return serve_file.main(rest)
+        case _:
+            return _run_service(arguments)
+
+
+def _run_service(arguments: Sequence[str]) -> int:
+    from reward_service import service  # noqa: PLC0415 listing rewards needs no server
+
+    files, overrides = split_arguments(arguments)
+    settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
+    logs.configure("reward", level=settings.reward_service.log_level)
+    asyncio.run(service.run(settings))
+    return 0
+
+
+def _list_rewards() -> int:
+    from reward_service import built_in  # noqa: PLC0415 see above
+    from reward_service.rewards.data_sources import BY_SOURCE  # noqa: PLC0415
+
+    for name, text in built_in.DESCRIPTIONS.items():
+        sources = [source for source, reward in BY_SOURCE.items() if reward == name and source != name]
+        also = f"\n{'':14}also as {', '.join(sources)}" if sources else ""
+        sys.stdout.write(f"{name:<13} {text}{also}\n")
+    return 0
+
+
+def _texts(err: BaseException) -> Iterator[str]:
+    """Yield what errors of ours say; nothing for a group that holds another kind, which deserves its traceback."""
+    if isinstance(err, BaseExceptionGroup):
+        ours, others = err.split(PenstockError)
+        if ours is not None and others is None:
+            for one in ours.exceptions:
+                yield from _texts(one)
+    else:
+        yield str(err)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

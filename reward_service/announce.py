@@ -1,0 +1,111 @@
+"""Telling the rest of the ring what became of a group: scored, or dead with its reason."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from protocol import subjects, trace
+from protocol.errors import MessageTooLarge
+from protocol.facts import DeadLetter, GeneratedGroup, GroupGenerated, GroupScored, RunEvent, ScoredGroup, encode
+from protocol.transport.bus import Bus, Delivery
+
+STAGE = "generated"
+_MAX_PAYLOAD_BYTES = 48 * 1024  # a letter that cannot hold its message says so by an empty payload
+_MAX_DETAIL_CHARS = 2000
+
+
+class Announcer:
+    """Publishes for one run; every publication is acknowledged by the server before it returns."""
+
+    def __init__(self, bus: Bus, *, run_id: str, source: str) -> None:
+        """``source`` names this replica in events."""
+        self._bus = bus
+        self._run_id = run_id
+        self._source = source
+
+    async def scored(self, delivery: Delivery[GroupGenerated], groups: Sequence[ScoredGroup]) -> None:
+        """Announce scored groups, a message for each split, in pieces where the parts make one too large.
+
+        Raises MessageTooLarge when a single group does not fit: its reward returns too many parts.
+        """
+        for split in sorted({group.generated.split for group in groups}):
+            of_split = [group for group in groups if group.generated.split == split]
+            await self._scored(delivery, subjects.scored(self._run_id, split), of_split)
+
+    async def _scored(self, delivery: Delivery[GroupGenerated], subject: str, groups: Sequence[ScoredGroup]) -> None:
+        generated = delivery.fact
+        fact = GroupScored(
+            run_id=generated.run_id,
+            pack_id=generated.pack_id,
+            worker_id=generated.worker_id,
+            pack=generated.pack,
+            groups=tuple(groups),
+        )
+        ids = [group.generated.group_id for group in groups]
+        whole = len(groups) == len(generated.groups)
+        msg_id = f"s:{generated.pack_id}" if whole else f"s:{generated.pack_id}:{hash_of(ids)}"
+        try:
+            await self._bus.publish(subject, fact, msg_id=msg_id, traceparent=trace.child(delivery.traceparent))
+        except MessageTooLarge:
+            if len(groups) == 1:
+                raise
+            half = len(groups) // 2
+            await self._scored(delivery, subject, groups[:half])
+            await self._scored(delivery, subject, groups[half:])
+
+    async def dead(
+        self, delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], *, reason: str, detail: str
+    ) -> None:
+        """Store these groups, and only these, among the dead letters; the others of the message go on."""
+        generated = delivery.fact
+        ids = [group.group_id for group in groups]
+        payload = encode(generated.model_copy(update={"groups": tuple(groups)}))
+        letter = DeadLetter(
+            run_id=self._run_id,
+            stage=STAGE,
+            subject=subjects.generated(self._run_id, groups[0].split),
+            reason=reason,
+            detail=detail[:_MAX_DETAIL_CHARS],
+            group_ids=tuple(ids),
+            num_delivered=delivery.num_delivered,
+            payload=payload if len(payload) < _MAX_PAYLOAD_BYTES else b"",
+        )
+        await self._bus.publish(
+            subjects.dead(self._run_id, STAGE),
+            letter,
+            msg_id=f"dead:{delivery.sequence}:{hash_of(ids)}",
+            traceparent=trace.child(delivery.traceparent),
+        )
+        await self.event(
+            "dead",
+            {"stage": STAGE, "reason": reason, "detail": detail[:500], "group_ids": ids, "pack_id": generated.pack_id},
+            msg_id=f"dead-event:{delivery.sequence}:{hash_of(ids)}",
+        )
+
+    async def waiting(
+        self, delivery: Delivery[GroupGenerated], errors: Mapping[str, Exception], *, delay_s: float
+    ) -> None:
+        """Say that groups got no reward this time and come again after ``delay_s``."""
+        first = next(iter(errors.values()))
+        data = {
+            "pack_id": delivery.fact.pack_id,
+            "group_ids": list(errors),
+            "reason": type(first).__name__,
+            "detail": str(first)[:500],
+            "num_delivered": delivery.num_delivered,
+            "delay_s": delay_s,
+        }
+        await self.event("reward_error", data, msg_id=f"wait:{delivery.sequence}:{delivery.num_delivered}")
+
+    async def event(self, kind: str, data: dict[str, Any], *, msg_id: str) -> None:
+        """Publish a moment worth showing."""
+        event = RunEvent(run_id=self._run_id, source=self._source, kind=kind, at=time.time(), data=data)
+        await self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=f"{self._source}:{msg_id}")
+
+
+def hash_of(group_ids: Sequence[str]) -> str:
+    """Name a set of groups shortly, the same whatever their order."""
+    return hashlib.sha256("\n".join(sorted(group_ids)).encode()).hexdigest()[:16]

@@ -1,0 +1,84 @@
+"""The rewards that come with the service, by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from protocol.group_pack import GroupTexts
+from reward_service.errors import RewardCrashed, RewardError
+from reward_service.grader_pool import GraderPool
+from reward_service.rewards import exact_match, format, gsm8k, math_answer
+from reward_service.rewards.verdict import Verdict
+from reward_service.scores import GroupScores, Outcome, Scorer, ground_truth
+
+log = structlog.get_logger("reward_service.built_in")
+
+Judge = Callable[[tuple[str, ...], Any], list[Verdict]]
+
+DESCRIPTIONS: dict[str, str] = {
+    exact_match.NAME: "1 when the completion is the ground truth, white space around it aside",
+    format.NAME: "1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
+    gsm8k.NAME: "1 when the number after the last #### is the ground truth's number",
+    math_answer.NAME: "1 when the last \\boxed{} equals the ground truth, by value (math-verify in processes of its own)",
+}
+
+
+def scorers(grader: GraderPool) -> dict[str, Scorer]:
+    """Return every built-in reward by its name."""
+    pure: dict[str, Judge] = {
+        exact_match.NAME: exact_match.judge,
+        format.NAME: format.judge,
+        gsm8k.NAME: gsm8k.judge,
+    }
+    return {**{name: PureReward(name, judge) for name, judge in pure.items()}, math_answer.NAME: MathReward(grader)}
+
+
+@dataclass(frozen=True, slots=True)
+class PureReward:
+    """A reward that needs nothing but the texts."""
+
+    name: str
+    judge: Judge
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        """Score the groups; a reward that raises fails its group, not the pack."""
+        return [self._one(group) for group in groups]
+
+    def _one(self, group: GroupTexts) -> Outcome:
+        try:
+            return GroupScores.of(self.judge(group.completions, ground_truth(group.reward)), self.name)
+        except RewardError as err:
+            return err
+        except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
+            return _crashed(self.name, group.group_id, err)
+
+
+@dataclass(frozen=True, slots=True)
+class MathReward:
+    """The reward whose hard cases go to grader processes."""
+
+    grader: GraderPool
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        """Score the groups; the pool bounds how many of their answers are graded at once."""
+        return list(await asyncio.gather(*(self._one(group) for group in groups)))
+
+    async def _one(self, group: GroupTexts) -> Outcome:
+        try:
+            truth = ground_truth(group.reward)
+            verdicts = await math_answer.judge(group.completions, truth, self.grader.equal)
+            return GroupScores.of(verdicts, math_answer.NAME)
+        except RewardError as err:
+            return err
+        except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
+            return _crashed(math_answer.NAME, group.group_id, err)
+
+
+def _crashed(name: str, group_id: str, err: Exception) -> RewardCrashed:
+    log.error("a built-in reward raised", reward=name, group_id=group_id, exc_info=err)
+    return RewardCrashed(f"built-in reward {name} raised {type(err).__name__}: {err} (group {group_id})")

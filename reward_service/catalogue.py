@@ -1,0 +1,65 @@
+"""Which scorer a reward name means: a registered endpoint, a built-in, or what fits the row's data set."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from protocol.facts import RewardRequest
+from reward_service.endpoint_client import EndpointClient
+from reward_service.errors import RewardUnavailable, UnknownReward
+from reward_service.registry import Registry
+from reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from reward_service.scores import Scorer
+
+
+class Catalogue:
+    """All rewards this replica can give. An endpoint's name never hides a built-in; it may hide an alias."""
+
+    def __init__(self, built_ins: Mapping[str, Scorer], registry: Registry, client: EndpointClient) -> None:
+        """Look names up in the built-ins, then among the endpoints, then among the data sets' aliases."""
+        self._built_ins = built_ins
+        self._registry = registry
+        self._client = client
+
+    def names(self) -> tuple[str, ...]:
+        """Return every name a task may ask for; a data set's name only where it can stand in a message."""
+        aliases = (name for name in BY_SOURCE if "/" not in name)
+        return tuple(sorted({AUTO, *self._built_ins, *self._registry.endpoints, *aliases}))
+
+    async def find(self, request: RewardRequest) -> Scorer:
+        """Return the scorer of a request; raises UnknownReward or RewardUnavailable.
+
+        A name that is unknown here may have been registered at another replica a moment ago, so the
+        registry is read once more before the name is called unknown.
+        """
+        scorer = self._look_up(request)
+        if scorer is None:
+            await self._registry.refresh()
+            scorer = self._look_up(request)
+        if scorer is None:
+            raise self._unknown(request)
+        return scorer
+
+    def _look_up(self, request: RewardRequest) -> Scorer | None:
+        name = request.data_source if request.name == AUTO else request.name
+        for candidate in (name, BY_SOURCE.get(name, "")):
+            if candidate in self._built_ins:
+                return self._built_ins[candidate]
+            if candidate in self._registry.endpoints:
+                return self._client.scorer(self._registry.endpoints[candidate])
+        return None
+
+    def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable:
+        name = request.data_source if request.name == AUTO else request.name
+        if name in self._registry.retired:
+            return RewardUnavailable(
+                f"the endpoint of reward {name!r} was unregistered; register it again "
+                "(penstock reward serve FILE.py, or POST /v1/endpoints)"
+            )
+        asked = f"data_source {name!r} (reward 'auto')" if request.name == AUTO else f"reward {name!r}"
+        near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        return UnknownReward(
+            f"no {asked}: {hint}There are: {', '.join(sorted({*self._built_ins, *self._registry.endpoints}))}"
+        )

@@ -1,0 +1,35 @@
+"""A generated pack, fetched, verified, and read as far as a reward needs it: its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol import group_pack
+from protocol.errors import PackError
+from protocol.facts import BlobRef, GeneratedGroup
+from protocol.group_pack import GroupTexts
+from protocol.transport.blobs import Blobs
+
+
+def fetch(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list[GroupTexts]:
+    """Return the texts of the groups, in order; token columns are never read.
+
+    Raises BlobMissing, BlobCorrupt or BlobStoreUnreachable for the object, and PackError when it
+    does not hold what the message says.
+    """
+    texts = group_pack.decode_texts(blobs.get(pack), [group.row_group for group in groups])
+    for group, text in zip(groups, texts, strict=True):
+        if text.group_id != group.group_id:
+            raise PackError(
+                f"{pack.key}: row group {group.row_group} holds group {text.group_id}, the message says {group.group_id}"
+            )
+        if len(text.completions) != len(group.completion_tokens):
+            raise PackError(
+                f"{pack.key}: group {group.group_id} has {len(text.completions)} completions, the message says "
+                f"{len(group.completion_tokens)}"
+            )
+        if text.reward.name != group.reward_name:
+            raise PackError(
+                f"{pack.key}: group {group.group_id} asks for reward {text.reward.name}, the message for {group.reward_name}"
+            )
+    return texts

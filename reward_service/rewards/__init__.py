@@ -1,0 +1,1 @@
+"""The built-in rewards, one a file, pure: completion and ground truth in, `Verdict` out."""

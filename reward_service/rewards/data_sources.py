@@ -1,0 +1,44 @@
+"""Which built-in reward fits which data set, as data.
+
+Keys are what the data sets of verl, ROLL and the usual collections write into ``data_source``. A
+reward name found here works too, so that ``reward.name = "math_reasoning"`` means what its user expects.
+"""
+
+from __future__ import annotations
+
+AUTO = "auto"  # the reward name that says: choose by the row's data_source
+
+BY_SOURCE: dict[str, str] = {
+    # answers after ####
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "gsm8k_main": "gsm8k",
+    # answers in \boxed{}
+    "math": "math",
+    "MATH": "math",
+    "math_reasoning": "math",
+    "math_dapo": "math",
+    "math_dapo_reasoning": "math",
+    "math500": "math",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+    "hendrycks/competition_math": "math",
+    "EleutherAI/hendrycks_math": "math",
+    "BytedTsinghua-SIA/DAPO-Math-17k": "math",
+    "agentica-org/DeepScaleR-Preview-Dataset": "math",
+    "AI-MO/NuminaMath-CoT": "math",
+    "aime": "math",
+    "aime24": "math",
+    "aime25": "math",
+    "aime_2024": "math",
+    "aime_2025": "math",
+    "HuggingFaceH4/aime_2024": "math",
+    "amc23": "math",
+    "minerva_math": "math",
+    "olympiadbench": "math",
+    # answers that are the whole completion
+    "sort_digits": "exact_match",
+    "exact_match": "exact_match",
+    "spell_backward": "exact_match",
+}

@@ -1,0 +1,23 @@
+"""1 when the completion, without white space around it, is the ground truth, or one of its alternatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "exact_match"
+_RIGHT, _WRONG = Verdict(1.0), Verdict(0.0)
+
+
+def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Compare every completion with the truth: a text, a number, or a list of such alternatives.
+
+    Raises BadGroundTruth when there is nothing to compare with.
+    """
+    alternatives = truth if isinstance(truth, list) else [truth]
+    if not alternatives:
+        raise BadGroundTruth("exact_match: the row's ground_truth is an empty list of alternatives")
+    wanted = {truth_text(alternative, NAME).strip() for alternative in alternatives}
+    return [_RIGHT if completion.strip() in wanted else _WRONG for completion in completions]

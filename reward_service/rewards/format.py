@@ -1,0 +1,34 @@
+"""1 when a completion is ``<think>...</think>`` then ``<answer>...</answer>``, each once, and nothing else.
+
+White space around and between the two is allowed, an empty answer is not. Read by ``str.find``:
+linear in the length of the completion, whatever a policy writes into it. Needs no ground truth.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reward_service.rewards.verdict import Verdict
+
+NAME = "format"
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Judge the form of every completion; the truth is not looked at."""
+    return [Verdict(float(is_well_formed(completion))) for completion in completions]
+
+
+def is_well_formed(completion: str) -> bool:
+    """Say whether a completion has exactly the four tags, in order, with nothing outside them."""
+    text = completion.strip()
+    positions = [text.find(tag) for tag in _TAGS]
+    if any(text.count(tag) != 1 for tag in _TAGS) or positions != sorted(positions):
+        return False
+    _, think_end, answer_start, answer_end = positions
+    return (
+        text.startswith(_TAGS[0])
+        and text.endswith(_TAGS[3])
+        and not text[think_end + len(_TAGS[1]) : answer_start].strip()
+        and bool(text[answer_start + len(_TAGS[2]) : answer_end].strip())
+    )

@@ -1,0 +1,46 @@
+"""1 when the number after the last ``####`` is the ground truth's number; the answer format of GSM8K.
+
+Differs from verl's strict rule in what it forgives: no space after ``####``, a currency sign, a
+trailing dot, ``3.0`` for ``3`` and fractions are read as the numbers they are. A completion without
+``####`` and a number is wrong, as in verl. There is no partial credit for the format: the part
+``has_answer`` counts it instead.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards.number import NUMBER, read_number
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "gsm8k"
+_ANSWER = re.compile(rf"####\s{{0,8}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\s?(?P<number>{NUMBER})")
+
+
+def last_answer(text: str) -> Fraction | None:
+    """Return the number after the last ``####`` that has one, else None."""
+    found = None
+    for match in _ANSWER.finditer(text):
+        found = match
+    if found is None:
+        return None
+    return read_number(found["sign"] + found["number"])
+
+
+def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Compare every completion's answer with the truth: a number, or a solution that ends in ``#### number``.
+
+    Raises BadGroundTruth when the truth holds no number.
+    """
+    text = truth_text(truth, NAME)
+    gold = last_answer(text) if "####" in text else read_number(text)
+    if gold is None:
+        raise BadGroundTruth(f"gsm8k compares numbers, the row's ground_truth is {text[:80]!r}")
+    return [_verdict(last_answer(completion), gold) for completion in completions]
+
+
+def _verdict(answer: Fraction | None, gold: Fraction) -> Verdict:
+    return Verdict(float(answer == gold), {"has_answer": float(answer is not None)})

@@ -1,0 +1,70 @@
+"""1 when the answer in the last ``\\boxed{}`` has the value of the ground truth.
+
+Three looks, each only when the one before cannot tell: the normalised texts are the same; both are
+plain numbers and compare as fractions; math-verify finds them equal (in a process of its own, see
+`grader_pool`). math-verify is asymmetric and gets the ground truth first, and only the last box:
+given two it would compare with the set of both.
+
+Part ``boxed`` says whether there was an answer. Part ``timeout`` is 1 for an answer that exhausted the
+grader twice although the ground truth parsed: such an answer is wrong by definition, because the
+completion alone is the cause. Every other failure of the grader is an error, not a verdict.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import latex
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "math"
+MAX_ANSWER_CHARS = 2048  # no answer is longer; keeps what a grader may be fed bounded
+
+
+class Graded(enum.Enum):
+    """What a grader says about one answer."""
+
+    RIGHT = enum.auto()
+    WRONG = enum.auto()
+    EXHAUSTED = enum.auto()  # twice out of CPU time on this answer
+    GOLD_UNREADABLE = enum.auto()  # the ground truth does not parse
+
+
+Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
+
+
+async def judge(completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
+    """Compare every completion's answer with the truth: an answer, or a solution with a ``\\boxed{}``.
+
+    Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
+    """
+    gold = _gold(truth)
+    return [await _verdict(completion, gold, grade) for completion in completions]
+
+
+def _gold(truth: Any) -> str:
+    text = truth_text(truth, NAME)
+    gold = latex.last_boxed(text) if "\\boxed" in text or "\\fbox" in text else text
+    if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS:
+        raise BadGroundTruth(f"math needs an answer to compare with, the row's ground_truth is {text[:80]!r}")
+    return gold
+
+
+async def _verdict(completion: str, gold: str, grade: Grade) -> Verdict:
+    answer = latex.last_boxed(completion)
+    if answer is None:
+        return Verdict(0.0, {"boxed": 0.0, "timeout": 0.0})
+    if len(answer) > MAX_ANSWER_CHARS:
+        return Verdict(0.0, {"boxed": 1.0, "timeout": 0.0})
+    same = latex.plainly_equal(gold, answer)
+    if same is None:
+        graded = await grade(gold, answer)
+        if graded is Graded.GOLD_UNREADABLE:
+            raise BadGroundTruth(f"math-verify cannot read the row's ground_truth {gold[:80]!r}")
+        if graded is Graded.EXHAUSTED:
+            return Verdict(0.0, {"boxed": 1.0, "timeout": 1.0})
+        same = graded is Graded.RIGHT
+    return Verdict(float(same), {"boxed": 1.0, "timeout": 0.0})

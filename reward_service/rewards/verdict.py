@@ -1,0 +1,30 @@
+"""What a built-in reward says about one completion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from reward_service.errors import BadGroundTruth
+
+
+class Verdict(NamedTuple):
+    """The reward of one completion, and named parts that say where it comes from."""
+
+    reward: float
+    parts: Mapping[str, float] = MappingProxyType({})
+
+
+def truth_text(truth: Any, reward: str) -> str:
+    """Return a ground truth that is a text or a number as text; raises BadGroundTruth for anything else."""
+    if isinstance(truth, bool) or not isinstance(truth, str | int | float):
+        raise BadGroundTruth(
+            f"{reward} compares with a text or a number, the row's ground_truth is {_kind(truth)}; "
+            "map the right column with data.map"
+        )
+    return truth if isinstance(truth, str) else repr(truth)
+
+
+def _kind(truth: Any) -> str:
+    return "missing" if truth is None else f"{type(truth).__name__} {str(truth)[:80]!r}"

@@ -1,0 +1,57 @@
+"""What scoring a group comes to: its rewards, or the error that says why there are none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
+from protocol.group_pack import GroupTexts
+from reward_service.errors import RewardError
+from reward_service.rewards.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """One reward for every completion of a group, named parts of the same length, and who gave them."""
+
+    rewards: tuple[float, ...]
+    scorer: str
+    parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict], scorer: str) -> GroupScores:
+        """Turn verdicts into columns; a part that only some completions have counts 0.0 for the others."""
+        names = sorted({name for verdict in verdicts for name in verdict.parts})
+        return cls(
+            rewards=tuple(verdict.reward for verdict in verdicts),
+            scorer=scorer,
+            parts={name: tuple(float(verdict.parts.get(name, 0.0)) for verdict in verdicts) for name in names},
+        )
+
+    def announce(self, generated: GeneratedGroup) -> ScoredGroup:
+        """Join the scores to the group they belong to."""
+        return ScoredGroup(generated=generated, rewards=self.rewards, parts=self.parts, scorer=self.scorer)
+
+
+Outcome = GroupScores | RewardError
+
+
+class Scorer(Protocol):
+    """Scores groups; every group gets an outcome of its own, in the order given. Never raises RewardError."""
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        """Score the groups; ``attempt`` counts from 1 how often they were delivered."""
+        ...
+
+
+def ground_truth(request: RewardRequest) -> Any:
+    """Return the row's ground truth as the data set had it; None when it has none."""
+    return None if request.ground_truth is None else json.loads(request.ground_truth)
+
+
+def extra_info(request: RewardRequest) -> Any:
+    """Return the row's other columns as the data set had them."""
+    return json.loads(request.extra_info)

@@ -1,0 +1,112 @@
+"""One replica of the reward service, put together from its settings and run until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+
+from protocol import streams
+from protocol.activity import Activity
+from protocol.facts import GroupGenerated
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from reward_service import app, built_in, loop, web_server
+from reward_service.announce import Announcer
+from reward_service.catalogue import Catalogue
+from reward_service.endpoint_client import EndpointClient
+from reward_service.figures import Figures
+from reward_service.grader_pool import GraderPool
+from reward_service.progress import Progress
+from reward_service.registry import Registry
+from reward_service.settings import RewardSettings
+from reward_service.target_policy import TargetPolicy
+from reward_service.vital_signs import VitalSigns
+
+log = structlog.get_logger("reward_service")
+
+
+async def run(settings: RewardSettings) -> None:
+    """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
+    section, run_id = settings.reward_service, settings.run.id
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with AsyncExitStack() as doors:
+        bus = doors.enter_context(Bus.connect(settings.nats, name=f"reward-{section.id}"))
+        blobs = Blobs(settings.s3)
+        await asyncio.to_thread(blobs.check)
+        consumer = streams.generated_consumer(run_id)
+        offers = await bus.key_value(streams.registry_bucket().bucket)
+        live = await bus.key_value(streams.live_bucket(run_id).bucket)
+        inbox = await bus.inbox(consumer, GroupGenerated)
+
+        registry = Registry(offers)
+        await registry.refresh()
+        client = await doors.enter_async_context(
+            EndpointClient(TargetPolicy(section.allowed_targets), max_response_bytes=section.max_response_bytes)
+        )
+        grader = GraderPool(section.math_workers, cpu_s=section.math_timeout_s)
+        doors.push_async_callback(grader.close)
+        catalogue = Catalogue(built_in.scorers(grader), registry, client)
+        figures, activity = Figures(), Activity()
+        signs = VitalSigns(
+            bus=bus,
+            live=live,
+            offers=offers,
+            consumer=consumer,
+            registry=registry,
+            catalogue=catalogue,
+            figures=figures,
+            activity=activity,
+            replica=section.id,
+        )
+        bench = loop.Bench(
+            blobs=blobs,
+            catalogue=catalogue,
+            announcer=Announcer(bus, run_id=run_id, source=section.id),
+            patience=loop.Patience(section.endpoint_attempts, section.retry_delay_s),
+            progress=Progress(),
+            figures=figures,
+            activity=activity,
+        )
+        api = app.build(
+            app.Parts(
+                registry=registry,
+                catalogue=catalogue,
+                client=client,
+                figures=figures,
+                activity=activity,
+                replica=section.id,
+                run_id=run_id,
+                away_s=lambda: bus.down_s,
+                num_held=lambda: inbox.num_held,
+            ),
+            token=section.secret(),
+        )
+        bound = doors.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
+        _announce_port(bound, section.port_file, section.host)
+
+        activity.restart()
+        activity.state = "waiting"
+        done = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(web_server.serve(api, bound, done))
+            tasks.create_task(signs.run(done))
+            await loop.run(inbox, bench, concurrency=section.concurrency, stop=stop, drain_s=section.drain_s)
+            done.set()
+    log.info("stopped", replica=section.id)
+
+
+def _announce_port(bound: socket.socket, port_file: Path | None, host: str) -> None:
+    port = bound.getsockname()[1]
+    log.info("listening", url=f"http://{host}:{port}")
+    if port_file is not None:
+        port_file.parent.mkdir(parents=True, exist_ok=True)
+        partial = port_file.with_name(port_file.name + ".partial")
+        partial.write_text(f"{port}\n")
+        partial.replace(port_file)

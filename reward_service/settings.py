@@ -1,0 +1,116 @@
+"""Everything the reward service may be told."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from pathlib import Path
+
+from pydantic import Field, field_validator, model_validator
+
+from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
+from protocol.errors import ConfigError
+from reward_service.target_policy import PRIVATE_TARGETS, TargetPolicy
+
+
+def _default_id() -> str:
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40] + f"-{os.getpid()}"
+
+
+class RewardServiceSection(Section):
+    """The section ``[reward_service]`` of a run file."""
+
+    id: str = Field(
+        default_factory=_default_id,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$",
+        description="Name of this replica in heartbeats; host and process id unless given.",
+    )
+    host: str = Field(
+        default="127.0.0.1", description="Address the HTTP API listens on; others than loopback need a token."
+    )
+    port: int = Field(default=8700, ge=0, le=65535, description="Port of the HTTP API; 0 takes any free one.")
+    port_file: Path | None = Field(default=None, description="File that receives the port once the API listens.")
+    token: str = Field(
+        default="", description="Bearer token every call but /healthz must carry; prefer token_file.", repr=False
+    )
+    token_file: Path | None = Field(default=None, description="File that holds the token, as a secret mount gives it.")
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Packs scored at the same time by this process.")
+    endpoint_attempts: int = Field(
+        default=5, ge=1, le=1000, description="Deliveries after which a group that gets no reward is dead-lettered."
+    )
+    retry_delay_s: float = Field(
+        default=2.0,
+        gt=0,
+        le=3600,
+        description="First wait before a failed group comes again; doubles, at most 60 s or this.",
+    )
+    allowed_targets: tuple[str, ...] = Field(
+        default=PRIVATE_TARGETS,
+        description="Networks (CIDR) and host names that endpoints may live at; loopback and private ranges "
+        "unless given. Link-local and metadata addresses are refused whatever stands here.",
+    )
+    max_response_bytes: int = Field(
+        default=4 * 1024 * 1024, ge=1024, description="Longest answer of an endpoint that is read, in bytes."
+    )
+    math_workers: int = Field(
+        default=2, ge=1, le=256, description="Grader processes of the math reward, started on first use."
+    )
+    math_timeout_s: float = Field(
+        default=5.0, gt=0, le=600, description="CPU seconds one answer may cost the math grader before it is killed."
+    )
+    drain_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=600,
+        description="How long packs under way may take to finish after SIGTERM; then they go back.",
+    )
+    log_level: str = Field(
+        default="info", pattern="^(debug|info|warning|error)$", description="Least severe line that is shown."
+    )
+
+    @field_validator("allowed_targets")
+    @classmethod
+    def _valid_targets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        TargetPolicy(value)
+        return value
+
+    @model_validator(mode="after")
+    def _token_on_open_doors(self) -> RewardServiceSection:
+        if not _is_loopback(self.host) and not self.token and self.token_file is None:
+            raise ValueError(
+                f"reward_service.host {self.host} can be reached from other machines: set reward_service.token_file "
+                "(or token), or listen on 127.0.0.1"
+            )
+        return self
+
+    def secret(self) -> str:
+        """Return the bearer token, empty when none is asked for; raises ConfigError when its file is unreadable."""
+        if self.token_file is None:
+            return self.token
+        try:
+            secret = self.token_file.read_text().strip()
+        except OSError as err:
+            raise ConfigError(f"reward_service.token_file = {self.token_file}: not readable ({err.strerror})") from None
+        if not secret:
+            raise ConfigError(f"reward_service.token_file = {self.token_file}: the file is empty")
+        return secret
+
+
+class RewardSettings(Section):
+    """What the reward service reads of a run file."""
+
+    run: RunSettings = Field(default_factory=RunSettings)
+    nats: NatsSettings = Field(default_factory=NatsSettings)
+    s3: S3Settings = Field(default_factory=S3Settings)
+    reward_service: RewardServiceSection = Field(default_factory=RewardServiceSection)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,120 @@
+"""Fixtures of the reward service: replicas of it for the test's run, endpoints, and the two ends of its wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from protocol import streams, subjects
+from protocol.connection import NatsSettings, S3Settings
+from protocol.facts import DeadLetter, GroupScored, RunEvent, ScoredGroup
+from protocol.trajectory import Group
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus, Inbox
+from tests import groups as builders
+from tests.reward_service.processes import Behaviour, EndpointServer, Service
+from tests.servers import wait_for
+
+
+@pytest.fixture
+def start_service(
+    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+) -> Iterator[Callable[..., Service]]:
+    """A factory of replicas of the reward service, killed after the test."""
+    started: list[Service] = []
+
+    def start(*overrides: str, replica: str = "r0") -> Service:
+        folder = tmp_path / replica
+        folder.mkdir(exist_ok=True)
+        given = [f"reward_service.id={replica}-{ring_streams}", *overrides]
+        started.append(Service(ring_streams, nats_settings, s3_settings, folder, given))
+        return started[-1].ready()
+
+    yield start
+    for service in started:
+        service.kill()
+
+
+@pytest.fixture
+def start_endpoint() -> Iterator[Callable[[Behaviour], EndpointServer]]:
+    """A factory of HTTP endpoints with a behaviour, closed after the test."""
+    started: list[EndpointServer] = []
+
+    def start(behaviour: Behaviour) -> EndpointServer:
+        started.append(EndpointServer(behaviour))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+class Wire:
+    """The neighbours of the reward service: the worker that announces packs, the trainer that reads rewards."""
+
+    def __init__(self, bus: Bus, blobs: Blobs, run_id: str) -> None:
+        """Listen from the run's start."""
+        self.bus, self.blobs, self.run_id = bus, blobs, run_id
+        self.scored: list[GroupScored] = []
+        self.dead: list[DeadLetter] = []
+        self.events: list[RunEvent] = []
+        self._inboxes: list[Inbox[GroupScored]] = [
+            bus.inbox(streams.scored_consumer(run_id, split), GroupScored).wait() for split in ("train", "eval")
+        ]
+        bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self.dead.append, from_start=True).wait()
+        bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, self.events.append, from_start=True).wait()
+
+    def announce(self, groups: Sequence[Group], *, pack_id: str = "p0") -> None:
+        """Store a pack and announce it, as a rollout worker does."""
+        ref = self.blobs.put(f"runs/{self.run_id}/groups/v0/{pack_id}.parquet", builders.pack_bytes(groups))
+        self.publish(builders.make_generated(self.run_id, groups, ref, pack_id=pack_id))
+
+    def publish(self, generated: object) -> None:
+        """Announce a pack that may or may not be stored."""
+        split = generated.groups[0].split  # type: ignore[attr-defined]
+        subject = subjects.generated(self.run_id, split)
+        self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()  # type: ignore[arg-type, attr-defined]
+
+    def take(self) -> dict[str, list[ScoredGroup]]:
+        """Take what was scored so far; returns every announcement of every group."""
+        for inbox in self._inboxes:
+            for delivery in inbox.fetch(100, 0.1).wait():
+                delivery.ack().wait()
+                self.scored.append(delivery.fact)
+        found: dict[str, list[ScoredGroup]] = {}
+        for fact in self.scored:
+            for group in fact.groups:
+                found.setdefault(group.generated.group_id, []).append(group)
+        return found
+
+    def wait_scored(self, *group_ids: str, deadline_s: float = 30.0) -> dict[str, list[ScoredGroup]]:
+        """Wait until these groups were scored; returns every announcement of every group."""
+        wait_for(lambda: set(group_ids) <= set(self.take()), f"rewards of {', '.join(group_ids)}", deadline_s)
+        return self.take()
+
+    def wait_dead(self, *group_ids: str, deadline_s: float = 30.0) -> list[DeadLetter]:
+        """Wait until these groups lie among the dead letters."""
+
+        def buried() -> bool:
+            return set(group_ids) <= {group_id for letter in self.dead for group_id in letter.group_ids}
+
+        wait_for(buried, f"dead letters of {', '.join(group_ids)}", deadline_s)
+        return self.dead
+
+    def wait_idle(self) -> None:
+        """Wait until no announced pack waits or is held any more."""
+        spec = streams.generated_consumer(self.run_id)
+
+        def idle() -> bool:
+            state = self.bus.consumer_state(spec).wait()
+            return state.num_pending == 0 and state.num_ack_pending == 0
+
+        wait_for(idle, "the reward service to finish")
+
+
+@pytest.fixture
+def wire(bus: Bus, blobs: Blobs, ring_streams: str) -> Wire:
+    """Both ends of the reward service's wire."""
+    return Wire(bus, blobs, ring_streams)

@@ -1,0 +1,182 @@
+"""The reward service as a real process, and real HTTP endpoints that behave as badly as a test wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from protocol.connection import NatsSettings, S3Settings
+from tests.servers import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Process:
+    """A child whose output goes to a file that a failing test shows."""
+
+    def __init__(self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None) -> None:
+        """Start it."""
+        self.log = log
+        with log.open("ab") as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._popen.pid
+
+    @property
+    def output(self) -> str:
+        """What it has written so far."""
+        return self.log.read_text()
+
+    def alive(self) -> bool:
+        """Say whether it still runs."""
+        return self._popen.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self._popen.send_signal(number)
+
+    def wait(self, deadline_s: float = 20.0) -> int:
+        """Wait for its end; returns the exit code."""
+        return self._popen.wait(deadline_s)
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would; idempotent."""
+        if self.alive():
+            self._popen.kill()
+        self._popen.wait(10)
+
+
+class Service(Process):
+    """``python -m reward_service`` for one run."""
+
+    def __init__(
+        self, run_id: str, nats: NatsSettings, s3: S3Settings, folder: Path, overrides: Sequence[str] = ()
+    ) -> None:
+        """Start it with its API on a free port; a second life of the same folder keeps the log."""
+        self._port_file = folder / "port"
+        self._port_file.unlink(missing_ok=True)
+        given = [
+            f"run.id={run_id}",
+            f"nats.url={nats.url}",
+            f"nats.user={nats.user}",
+            f"s3.endpoint={s3.endpoint}",
+            f"s3.bucket={s3.bucket}",
+            f"s3.access_key={s3.access_key}",
+            "reward_service.port=0",
+            f"reward_service.port_file={self._port_file}",
+            "reward_service.retry_delay_s=0.2",
+            *overrides,
+        ]
+        environ = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
+        super().__init__(["reward_service", *given], folder / "reward.log", environ=environ)
+
+    def ready(self) -> Service:
+        """Wait until its API listens."""
+        wait_for(lambda: self._port_file.exists() or not self.alive(), f"the reward service: {self.log}", 60)
+        assert self.alive(), self.output
+        return self
+
+    @property
+    def url(self) -> str:
+        """Base URL of its API."""
+        return f"http://127.0.0.1:{self._port_file.read_text().strip()}"
+
+    def register(self, name: str, url: str, **more: Any) -> httpx.Response:
+        """Register an endpoint."""
+        return httpx.post(f"{self.url}/v1/endpoints", json={"name": name, "url": url, **more}, timeout=20)
+
+    def get(self, path: str) -> Any:
+        """GET a JSON answer."""
+        return httpx.get(self.url + path, timeout=20).raise_for_status().json()
+
+
+Answer = tuple[int, dict[str, str], bytes]
+Behaviour = Callable[[dict[str, Any]], Answer]
+
+
+class EndpointServer:
+    """A real HTTP server whose answer to every request is what ``behaviour`` returns for its JSON body."""
+
+    def __init__(self, behaviour: Behaviour) -> None:
+        """Listen on a free port; requests are answered in threads."""
+        self.behaviour = behaviour
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                outer.requests.append(body)
+                outer.keys.append(self.headers["idempotency-key"])
+                status, headers, answer = outer.behaviour(body)
+                try:
+                    self.send_response(status)
+                    for name, value in {"content-length": str(len(answer)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(answer)
+                except OSError:
+                    self.close_connection = True  # the caller ran out of patience
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where to post groups."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}/score"
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+
+def good(score: float = 0.5) -> Behaviour:
+    """Answer every completion with ``score``, as the contract says."""
+
+    def behave(request: dict[str, Any]) -> Answer:
+        results = [
+            {
+                "group_id": g["group_id"],
+                "scores": [{"score": score, "parts": {"length": len(c)}} for c in g["completions"]],
+            }
+            for g in request["groups"]
+        ]
+        return 200, {"content-type": "application/json"}, json.dumps({"results": results}).encode()
+
+    return behave
+
+
+def raw(body: str | bytes, status: int = 200, **headers: str) -> Behaviour:
+    """Answer everything with the same bytes."""
+    data = body.encode() if isinstance(body, str) else body
+    return lambda _: (status, headers, data)
