@@ -20,6 +20,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import secrets
 import threading
@@ -66,6 +67,14 @@ _TAIL_PULL_S = 10.0
 _MAX_LETTER_PAYLOAD = 28 * 1024  # what a dead letter keeps, so that it always fits into a message itself
 _MAX_LETTER_IDS = 128
 _NOTHING_THERE = ("404", "408")
+_NO_ANSWER = (
+    TimeoutError,
+    nats.errors.TimeoutError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.OutboundBufferLimitError,
+)
 _ERR_STREAM_FULL = (10077, 10023, 10047)  # maximum messages or bytes, insufficient resources
 
 
@@ -270,16 +279,20 @@ class Inbox(Generic[F]):
         return len(self._held)
 
     async def _fetch(self, max_messages: int, wait_s: float) -> list[Delivery[F]]:
-        try:
-            messages = await self._pull.take(max_messages, wait_s)
-        except (_Refused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
-            await self._bus._require_consumer(self.spec)
-            log.debug("no messages", consumer=self.spec.durable, reason=str(err))
-            await asyncio.sleep(min(wait_s, 0.2))
-            return []
-        # no await from here on: a cancelled fetch must not keep messages that nobody gets
-        received = [self._receive(msg) for msg in messages]
-        return [delivery for delivery in received if delivery is not None]
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                messages = await self._pull.take(max_messages, max(0.0, deadline - time.monotonic()))
+            except (_Refused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
+                await self._bus._require_consumer(self.spec)
+                log.debug("no messages", consumer=self.spec.durable, reason=str(err))
+                await asyncio.sleep(min(wait_s, 0.2))
+                messages = []
+            # no await from here on: a cancelled fetch must not keep messages that nobody gets
+            received = [self._receive(msg) for msg in messages]
+            deliveries = [delivery for delivery in received if delivery is not None]
+            if deliveries or time.monotonic() >= deadline:
+                return deliveries
 
     def _receive(self, msg: Msg) -> Delivery[F] | None:
         held = self._held.get(msg.metadata.sequence.stream)
@@ -396,12 +409,7 @@ class KeyValue:
                     return await action()
             except nats.js.errors.NoStreamResponseError:
                 raise MissingStream(f"{what}: the bucket is gone; create it with: python -m deploy.bootstrap") from None
-            except (
-                TimeoutError,
-                nats.errors.TimeoutError,
-                nats.errors.NoRespondersError,
-                nats.errors.ConnectionClosedError,
-            ) as err:
+            except _NO_ANSWER as err:
                 raise BusUnreachable(self._bus._explain(f"{what}: no answer ({type(err).__name__})")) from None
 
         return self._bus.call(run(), what, 2 * _ATTEMPT_S)
@@ -447,6 +455,7 @@ class Bus:
         self._js: JetStreamContext = None  # type: ignore[assignment]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._in_flight = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._up = asyncio.Event()
         self._wake_on_change: set[asyncio.Event] = set()  # set whenever the connection comes or goes
         self._num_lives = 0  # how often it came or went
         self._closing = False
@@ -640,9 +649,9 @@ class Bus:
                 self._settings.url,
                 name=self._name,
                 connect_timeout=2,
-                allow_reconnect=False,  # with it, the first connection is tried for ever
+                allow_reconnect=False,
                 reconnect_time_wait=0.2,  # type: ignore[arg-type]  # a float is fine, the hint is too narrow
-                max_reconnect_attempts=-1,
+                max_reconnect_attempts=1,  # unlimited, the first connection would be tried for ever
                 ping_interval=5,
                 max_outstanding_pings=3,
                 inbox_prefix=f"_INBOX_{self._settings.user or 'any'}.{secrets.token_hex(4)}",
@@ -654,8 +663,10 @@ class Bus:
         except BaseException:
             await client.close()
             raise
-        client.options["allow_reconnect"] = True  # from now on: for ever
+        client.options.update(allow_reconnect=True, max_reconnect_attempts=-1)  # from now on, for ever
         self._client = client
+        self._down_since = None
+        self._up.set()
 
     async def _on_error(self, err: Exception) -> None:
         self._last_error = str(err) or type(err).__name__
@@ -669,11 +680,16 @@ class Bus:
         if self._down_since is None:
             self._down_since = time.monotonic()
             log.warning("NATS is away", url=self._settings.url, name=self._name)
+        self._up.clear()
+        for answer in list(self._client._resp_map.values()):  # they would run into their own timeouts
+            if not answer.done():
+                answer.set_exception(nats.errors.ConnectionReconnectingError())
         self._changed()
 
     async def _on_up(self) -> None:
         log.info("NATS is back", url=self._settings.url, name=self._name, away_s=round(self.down_s, 1))
         self._down_since = None
+        self._up.set()
         self._changed()
 
     def _changed(self) -> None:
@@ -692,15 +708,11 @@ class Bus:
         denials = self._denials
         while True:
             try:
+                async with asyncio.timeout_at(self._loop.time() + max(0.0, deadline - time.monotonic())):
+                    await self._up.wait()
                 async with self._in_flight:
                     return await attempt()
-            except (
-                TimeoutError,
-                nats.errors.TimeoutError,
-                nats.errors.NoRespondersError,
-                nats.errors.ConnectionClosedError,
-                nats.errors.OutboundBufferLimitError,
-            ) as err:
+            except _NO_ANSWER as err:
                 if self._denials > denials:  # the server tells only the connection, not the request
                     raise BusRefused(self._explain(f"{what} was refused")) from None
                 if time.monotonic() + pause > deadline or self._client.is_closed:
@@ -921,14 +933,18 @@ class Bus:
         except (nats.js.errors.BucketNotFoundError, nats.js.errors.NotFoundError):
             await self._js.create_key_value(
                 api.KeyValueConfig(
-                    bucket=spec.bucket, history=spec.history, ttl=spec.ttl_s or None, max_bytes=64 * 1024 * 1024
+                    bucket=spec.bucket,
+                    history=spec.history,
+                    ttl=spec.ttl_s or None,
+                    max_bytes=64 * 1024 * 1024,
+                    direct=True,
                 )
             )
 
     async def _stream_names(self) -> list[str]:
         names: list[str] = []
         while True:
-            page = await self._admin(lambda seen=len(names): self._js.streams_info(offset=seen), "list of streams")
+            page = await self._admin(functools.partial(self._js.streams_info, offset=len(names)), "list of streams")
             names += [info.config.name or "" for info in page]
             if len(page) < _STREAMS_PER_PAGE:
                 return names
@@ -940,15 +956,18 @@ class Bus:
             return False
 
     async def _shut(self) -> None:
-        own = asyncio.current_task()
-        ending = [task for task in self._tasks if task is not own]
-        for task in ending:
-            task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await _cancel(self._tasks - {asyncio.current_task()})
         if self._client.is_connected:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._client.flush(timeout=2), 3.0)
         await self._client.close()
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})  # the client does not wait for its own
+
+
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _hand_over(msg: Msg, fact: type[F], on_fact: Callable[[F], None]) -> None:
