@@ -20,7 +20,7 @@ from protocol.errors import BusError, ConfigError
 from protocol.subjects import RUN_ID, check_run_id
 from protocol.transport.bus import Bus
 
-_MARKS = ("metrics.jsonl", "config.json", "report.json", connections.STORE)  # what makes a folder a run's
+_MARKS = ("metrics.jsonl", "config.json", "report.json", "model", connections.STORE)  # what makes a folder a run's
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def describe(folder: Path) -> RunLine:
             accuracy = row.get("accuracy", accuracy)
         else:
             step, reward = row.get("step", step), row.get("reward_mean", reward)
-    times = [p.stat().st_mtime for p in (folder / mark for mark in _MARKS[:3]) if p.exists()]
+    times = [p.stat().st_mtime for p in (folder / mark for mark in _MARKS[:4]) if p.exists()]
     when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
     return RunLine(folder.name, _state(folder), step, accuracy, reward, when.isoformat(timespec="seconds"), str(folder))
 
