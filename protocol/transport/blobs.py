@@ -25,7 +25,7 @@ from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, S3Error, ServerError
 
 from protocol.connection import S3Settings
-from protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from protocol.facts import BlobRef
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
 _CHUNK_BYTES = 1024 * 1024
 _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
+_PASSING = {"RequestTimeout", "SlowDown", "NoSuchUpload"}  # the last is how some servers say "disk full"
+_DELETE_BATCH = 1000  # the most one request may name
 _GONE = {"NoSuchKey", "NoSuchObject", "NotFound"}
 
 
@@ -72,7 +74,7 @@ class Blobs:
             region=settings.region,
             http_client=_XmlPool(
                 maxsize=32,
-                timeout=urllib3.Timeout(connect=5, read=60),
+                timeout=urllib3.Timeout(connect=5, read=min(60.0, deadline_s)),
                 retries=False,
             ),
         )
@@ -159,8 +161,17 @@ class Blobs:
     def delete(self, keys: Iterable[str]) -> int:
         """Delete objects; missing ones are fine. Returns how many were asked for."""
         wanted = [DeleteObject(key) for key in keys]
-        if wanted:
-            self._retry(lambda: list(self._client.remove_objects(self.bucket, wanted)), f"delete {len(wanted)} objects")
+        for start in range(0, len(wanted), _DELETE_BATCH):
+            batch = wanted[start : start + _DELETE_BATCH]
+            left = self._retry(
+                lambda batch=batch: list(self._client.remove_objects(self.bucket, batch)),
+                f"delete {len(batch)} objects",
+            )
+            if left:
+                raise BlobError(
+                    f"{len(left)} of {len(batch)} objects were not deleted from bucket {self.bucket}; "
+                    f"the first: {left[0].name}: {left[0].code} {left[0].message}"
+                )
         return len(wanted)
 
     def _fetch(self, ref: BlobRef) -> bytes:
@@ -191,6 +202,10 @@ class Blobs:
                     raise BlobStoreRefused(
                         f"{what}: {self._settings.endpoint} refused access key "
                         f"{self._settings.access_key or '(none)'}: {err.code}; check s3.access_key and s3.secret_key"
+                    ) from None
+                if 400 <= err.response.status < 500 and err.code not in _PASSING:
+                    raise BlobError(
+                        f"{what}: {self._settings.endpoint} refused it: {err.code}: {err.message}"
                     ) from None
                 problem: Exception = err
             except (InvalidResponseError, ServerError, urllib3.exceptions.HTTPError, OSError) as err:
