@@ -126,6 +126,13 @@ class LocalStack:
         assert self._s3 is not None, "not started"
         return self._s3.settings.model_copy(update={"secret_key": "", "secret_key_file": self.data / "s3.secret_key"})
 
+    @property
+    def pids(self) -> tuple[int, int]:
+        """Process ids of nats-server and of the S3 server."""
+        assert self._nats is not None, "not started"
+        assert self._s3 is not None, "not started"
+        return self._nats.child.pid, self._s3.child.pid
+
     def environment(self) -> dict[str, str]:
         """Return the PENSTOCK_ variables that make every service use these servers; secrets stay in their files."""
         return connection_environment(self.nats, self.s3)

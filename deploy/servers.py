@@ -221,6 +221,7 @@ class S3Server(Server):
             *("--addr", f"{HOST}:{self.port}"),
             *("--vfs-cache-mode", "off"),
             *("--etag-hash", ""),  # an MD5 of every object read for the first time; we verify sha256 ourselves
+            "--no-checksum",  # the same, for every read and write: half the server's time for a small object
         ]
         environ = {
             **os.environ,
