@@ -9,6 +9,7 @@ until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,21 +39,38 @@ class DataOrder:
     def at(self, position: int) -> Place:
         """Return epoch and prompt number of a position >= 0."""
         epoch, offset = divmod(position, self.num_prompts)
-        return Place(epoch, self._permuted(epoch, offset) if self.shuffle else offset)
+        return Place(epoch, self._walk(_feistel, epoch, offset) if self.shuffle else offset)
 
-    def _permuted(self, epoch: int, offset: int) -> int:
+    def position_of(self, place: Place) -> int:
+        """Return the position of a prompt in an epoch; the inverse of `at`."""
+        offset = self._walk(_inverse_feistel, place.epoch, place.prompt) if self.shuffle else place.prompt
+        return place.epoch * self.num_prompts + offset
+
+    def _walk(self, network: Callable[[int, int, bytes], int], epoch: int, value: int) -> int:
         half_bits = max(_MIN_HALF_BITS, ((self.num_prompts - 1).bit_length() + 1) // 2)
         key = f"{self.seed}.{epoch}".encode()
         while True:
-            offset = _feistel(offset, half_bits, key)
-            if offset < self.num_prompts:
-                return offset
+            value = network(value, half_bits, key)
+            if value < self.num_prompts:
+                return value
 
 
 def _feistel(value: int, half_bits: int, key: bytes) -> int:
     mask = (1 << half_bits) - 1
     left, right = value >> half_bits, value & mask
     for number in range(_ROUNDS):
-        mixed = hashlib.blake2b(right.to_bytes(8, "big"), digest_size=8, key=key, salt=bytes([number])).digest()
-        left, right = right, left ^ (int.from_bytes(mixed, "big") & mask)
+        left, right = right, left ^ (_mixed(right, number, key) & mask)
     return left << half_bits | right
+
+
+def _inverse_feistel(value: int, half_bits: int, key: bytes) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = value >> half_bits, value & mask
+    for number in reversed(range(_ROUNDS)):
+        left, right = right ^ (_mixed(left, number, key) & mask), left
+    return left << half_bits | right
+
+
+def _mixed(half: int, number: int, key: bytes) -> int:
+    digest = hashlib.blake2b(half.to_bytes(8, "big"), digest_size=8, key=key, salt=bytes([number])).digest()
+    return int.from_bytes(digest, "big")

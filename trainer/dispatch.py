@@ -1,0 +1,275 @@
+"""Which groups are issued next, and what becomes of every issued group: decisions on values, no I/O.
+
+    position ──plan──▶ outstanding ──settle──▶ trained or dropped for good
+                 ▲          │
+                 └─ again ◀─┴─ send_back (too stale, attempts left)
+
+Group ids are ``e<epoch>.p<prompt>.a<attempt>`` and follow from the data order alone; a pack's id
+follows from its groups. So a trainer that restarts from a checkpoint issues the same ids again, and
+the broker and the trainer recognise them. What was issued after the checkpoint may arrive before it
+is issued again: `expect` counts it as issued, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from protocol.facts import Sampling, Task
+from protocol.versions import PolicyVersion, admissible_groups
+from trainer.data_order import DataOrder, Place
+from trainer.dataset import PromptSet
+from trainer.errors import CheckpointError
+from trainer.settings import RolloutSettings
+from trainer.task_packs import TaskPack, choose_groups_per_message, make_task, pack_tasks, task_bytes
+
+_GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
+_STATE_TAG = "dispatch_state.v1"
+
+_SAMPLED_PROMPTS = 32  # whose size stands for all when packs are cut
+
+
+class GroupKey(NamedTuple):
+    """What a training group's id says."""
+
+    epoch: int
+    prompt: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}.p{self.prompt}.a{self.attempt}"
+
+    @property
+    def place(self) -> Place:
+        """The prompt in its epoch, whatever the attempt."""
+        return Place(self.epoch, self.prompt)
+
+    @classmethod
+    def parse(cls, group_id: str) -> GroupKey:
+        """Read a training group's id; raises ValueError for anything else."""
+        match = _GROUP_ID.fullmatch(group_id)
+        if match is None:
+            raise ValueError(f"{group_id!r} is not the id of a training group (e<epoch>.p<prompt>.a<attempt>)")
+        return cls(int(match[1]), int(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchState:
+    """Everything dispatch must remember; part of the checkpoint."""
+
+    order_id: str  # of the data and its order; another one makes the positions meaningless
+    position: int = 0  # next prompt of the data order
+    outstanding: frozenset[GroupKey] = frozenset()  # issued, and neither trained nor dropped
+    again: tuple[GroupKey, ...] = ()  # to be issued before new prompts
+    ahead: frozenset[Place] = frozenset()  # arrived from an earlier life before their position was reached
+    num_issued: int = 0
+    num_issued_again: int = 0
+    num_given_up: int = 0
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the state as plain JSON values."""
+        return {
+            "schema_tag": _STATE_TAG,
+            "order_id": self.order_id,
+            "position": self.position,
+            "outstanding": [str(key) for key in sorted(self.outstanding)],
+            "again": [str(key) for key in self.again],
+            "ahead": [list(place) for place in sorted(self.ahead)],
+            "num_issued": self.num_issued,
+            "num_issued_again": self.num_issued_again,
+            "num_given_up": self.num_given_up,
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], *, order_id: str) -> DispatchState:
+        """Read what `to_document` wrote; raises CheckpointError when it belongs to other data."""
+        if document.get("schema_tag") != _STATE_TAG:
+            raise CheckpointError(f"dispatch state: expected {_STATE_TAG}, got {document.get('schema_tag')!r}")
+        if document["order_id"] != order_id:
+            raise CheckpointError(
+                f"the checkpoint's position counts prompts of other data (order {document['order_id']}, now {order_id}): "
+                "data.train, data.map, data.format, data.max_prompt_tokens, data.max_samples, data.shuffle or run.seed "
+                "changed; restore them, or start over with another run.id or trainer.resume = false"
+            )
+        return cls(
+            order_id=order_id,
+            position=document["position"],
+            outstanding=frozenset(GroupKey.parse(text) for text in document["outstanding"]),
+            again=tuple(GroupKey.parse(text) for text in document["again"]),
+            ahead=frozenset(Place(*place) for place in document["ahead"]),
+            num_issued=document["num_issued"],
+            num_issued_again=document["num_issued_again"],
+            num_given_up=document["num_given_up"],
+        )
+
+
+def order_id(order: DataOrder, fingerprint: str) -> str:
+    """Identify a data order and the files it orders."""
+    text = f"{fingerprint} {order.num_prompts} {order.seed} {order.shuffle}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan(
+    state: DispatchState, *, order: DataOrder, rollout: RolloutSettings, groups_per_message: int
+) -> tuple[list[tuple[GroupKey, ...]], DispatchState]:
+    """Decide the next packs: as many groups as the staleness bound admits, in whole packs.
+
+    A pack that is not full waits for more room, unless fewer groups are outstanding than a step needs:
+    then waiting would starve the trainer, and the pack is cut short. Packs of new prompts begin a new
+    one with every step's worth, so that steps and packs stay aligned.
+
+    Returns:
+        The packs, each a tuple of groups, and the state after issuing them.
+    """
+    packs: list[tuple[GroupKey, ...]] = []
+    while True:
+        outstanding = len(state.outstanding)
+        room = admissible_groups(
+            outstanding=outstanding, max_staleness=rollout.max_staleness, groups_per_step=rollout.groups_per_step
+        )
+        wanted = min(groups_per_message, rollout.groups_per_step - state.num_issued % rollout.groups_per_step)
+        needed = rollout.groups_per_step - outstanding  # or the next step could never be filled
+        if room <= 0 or (room < wanted and needed <= 0):
+            return packs, state
+        pack, state = _take(state, order, min(wanted, room))
+        packs.append(pack)
+
+
+def _take(state: DispatchState, order: DataOrder, count: int) -> tuple[tuple[GroupKey, ...], DispatchState]:
+    pack = list(state.again[:count])
+    position, ahead = state.position, state.ahead
+    while len(pack) < count:
+        place = order.at(position)
+        position += 1
+        if place in ahead:
+            ahead -= {place}
+        else:
+            pack.append(GroupKey(*place, attempt=0))
+    num_again = min(count, len(state.again))
+    return tuple(pack), replace(
+        state,
+        position=position,
+        outstanding=state.outstanding | set(pack),
+        again=state.again[num_again:],
+        ahead=ahead,
+        num_issued=state.num_issued + len(pack),
+        num_issued_again=state.num_issued_again + num_again,
+    )
+
+
+def expect(state: DispatchState, group_id: str, *, order: DataOrder) -> DispatchState | None:
+    """Take note of a group that arrived; None when it must not be used, as a duplicate or an abandoned attempt.
+
+    A group whose prompt this life of the trainer has not reached yet was issued by an earlier life,
+    after the checkpoint: it counts as issued from now on.
+    """
+    key = GroupKey.parse(group_id)
+    if key in state.outstanding:
+        return state
+    if key.prompt >= order.num_prompts or key.place in state.ahead or order.position_of(key.place) < state.position:
+        return None
+    return replace(
+        state,
+        outstanding=state.outstanding | {key},
+        ahead=state.ahead | {key.place},
+        num_issued=state.num_issued + 1,
+    )
+
+
+def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
+    """Close groups that were trained on or dropped for good; raises ValueError for one that is not outstanding."""
+    return replace(state, outstanding=state.outstanding - _outstanding(state, group_ids))
+
+
+def send_back(
+    state: DispatchState, group_ids: Iterable[str], *, max_attempts: int
+) -> tuple[DispatchState, tuple[str, ...]]:
+    """Close groups that came back too stale, and queue their prompts for another attempt.
+
+    Returns:
+        The state, and the ids of the groups that had their last attempt and are given up.
+    """
+    closed = sorted(_outstanding(state, group_ids))
+    again = [key._replace(attempt=key.attempt + 1) for key in closed if key.attempt + 1 < max_attempts]
+    given_up = tuple(str(key) for key in closed if key.attempt + 1 >= max_attempts)
+    return replace(
+        state,
+        outstanding=state.outstanding.difference(closed),
+        again=(*state.again, *again),
+        num_given_up=state.num_given_up + len(given_up),
+    ), given_up
+
+
+def _outstanding(state: DispatchState, group_ids: Iterable[str]) -> frozenset[GroupKey]:
+    keys = frozenset(GroupKey.parse(group_id) for group_id in group_ids)
+    strangers = keys - state.outstanding
+    if strangers:
+        raise ValueError(f"group {min(strangers)} is not outstanding; it was settled before, or never issued")
+    return keys
+
+
+class Dispatch:
+    """The state of dispatch with the prompts it is about; every method is one of the decisions above."""
+
+    def __init__(
+        self, prompts: PromptSet, *, order: DataOrder, rollout: RolloutSettings, stop_token_ids: Sequence[int]
+    ) -> None:
+        """Start at the first position; `resume` continues from a checkpoint."""
+        self.order = order
+        self._prompts = prompts
+        self._rollout = rollout
+        self._sampling = Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        self.state = DispatchState(order_id(order, prompts.fingerprint))
+        sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
+        sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
+        self.groups_per_message = choose_groups_per_message(
+            rollout,
+            prompt_tokens=prompts.num_tokens / len(prompts),
+            bytes_per_task=sum(sizes) / len(sizes),
+        )
+
+    def resume(self, document: dict[str, Any]) -> None:
+        """Continue from a checkpoint's document; raises CheckpointError when the data are others."""
+        self.state = DispatchState.from_document(document, order_id=self.state.order_id)
+
+    def next_packs(self, version: PolicyVersion) -> list[TaskPack]:
+        """Issue what the staleness bound admits at the trainer's version."""
+        packs, self.state = plan(
+            self.state, order=self.order, rollout=self._rollout, groups_per_message=self.groups_per_message
+        )
+        return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
+
+    def expects(self, group_id: str) -> bool:
+        """Take note of a group that arrived; False: a duplicate or an abandoned attempt, not to be used."""
+        state = expect(self.state, group_id, order=self.order)
+        if state is None:
+            return False
+        self.state = state
+        return True
+
+    def settle(self, group_ids: Iterable[str]) -> None:
+        """Close groups that were trained on or dropped for good."""
+        self.state = settle(self.state, group_ids)
+
+    def send_back(self, group_ids: Iterable[str]) -> tuple[str, ...]:
+        """Queue stale groups for another attempt; returns the ids of those that are given up."""
+        self.state, given_up = send_back(self.state, group_ids, max_attempts=self._rollout.max_attempts)
+        return given_up
+
+    def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
+        return make_task(
+            self._prompts[key.prompt],
+            str(key),
+            sampling=self._sampling,
+            group_size=self._rollout.group_size,
+            split="train",
+            issued_version=version,
+            attempt=key.attempt,
+        )
