@@ -37,7 +37,8 @@ _EXTRAS = {  # what each part of the project needs beyond the core, by the name 
 }
 _PROGRAMS = {"nats-server": "nats-server", "rclone": "the local S3 server"}
 _PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
-_PROBE_S = 10.0  # a program or a server that needs longer to answer is itself a finding
+_PROBE_S = 10.0  # a program that needs longer to say its version is itself a finding
+_REACH_S = 3.0  # the same for a server
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,14 @@ def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
     if not connections.is_configured(loaded):
         yield Finding("NATS", "ok", "not configured; the quickstart starts its own (or: penstock up)")
     else:
-        yield _reach("NATS", settings.nats.url, lambda: Bus.connect(settings.nats, name="doctor", deadline_s=5).close())
+        yield _reach(
+            "NATS", settings.nats.url, lambda: Bus.connect(settings.nats, name="doctor", deadline_s=_REACH_S).close()
+        )
     if loaded.origins["s3.endpoint"] == "default":
         yield Finding("S3", "ok", "not configured; the quickstart starts its own (or: penstock up)")
     else:
         where = f"{settings.s3.endpoint}/{settings.s3.bucket}"
-        yield _reach("S3", where, lambda: Blobs(settings.s3, deadline_s=5).check())
+        yield _reach("S3", where, lambda: Blobs(settings.s3).check(deadline_s=_REACH_S))
 
 
 def python() -> Finding:

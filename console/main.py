@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Group, Parameter
@@ -18,6 +19,7 @@ from protocol.errors import PenstockError
 
 Raw = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 Flag = Annotated[bool, Parameter(negative=())]
+_REWARD_URL = "http://127.0.0.1:8700"
 _START = Group("Start here", sort_key=0)
 _TRAIN = Group("Train", sort_key=1)
 _SERVE = Group("Services", sort_key=2)
@@ -125,30 +127,92 @@ def service(*arguments: Raw) -> None:
 def serve(*arguments: Raw) -> None:
     """Turn a Python file with compute_score(...) into a registered reward endpoint.
 
-    Example:  penstock reward serve my_reward.py
+    Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
     Then:     penstock reward test my_reward
     """
     launch.become(launch.module("reward_service", "serve", *arguments))
 
 
 @reward.command(name="list")
-def list_rewards(*arguments: Raw) -> None:
+def list_rewards(*, url: str = _REWARD_URL, token_file: Path | None = None, json: Flag = False) -> int:
     """List the rewards that a running reward service offers.
 
     Example:  penstock reward list
     Then:     penstock reward test NAME
+
+    Parameters
+    ----------
+    url
+        Where the reward service is.
+    token_file
+        File with its bearer token, if it wants one.
+    json
+        Print one JSON object instead of the table.
     """
-    launch.become(launch.module("reward_service", "list", *arguments))
+    from console.rewards import print_list
+
+    return print_list(url, token_file, as_json=json)
+
+
+@reward.command(name="test")
+def try_reward(
+    name: str,
+    *completions: str,
+    url: str = _REWARD_URL,
+    token_file: Path | None = None,
+    prompt: str = "What is 2 + 2?",
+    ground_truth: str = "4",
+    data_source: str = "example",
+) -> int:
+    """Score completions with a reward, as a run would.
+
+    Example:  penstock reward test gsm8k
+              penstock reward test gsm8k "#### 7" "it is 8" --ground-truth 7
+    Then:     name it in the run file: reward.name = "gsm8k"
+
+    Parameters
+    ----------
+    name
+        Name of the reward.
+    completions
+        Texts to score; an example when there are none.
+    url
+        Where the reward service is.
+    token_file
+        File with its bearer token, if it wants one.
+    prompt
+        The prompt that the texts answer.
+    ground_truth
+        The row's right answer.
+    data_source
+        The row's data set.
+    """
+    from console.rewards import try_out
+
+    return try_out(
+        name, completions, url, token_file, prompt=prompt, ground_truth=ground_truth, data_source=data_source
+    )
 
 
 @reward.command
-def test(*arguments: Raw) -> None:
-    """Score one example with a reward and show the answer.
+def remove(name: str, *, url: str = _REWARD_URL, token_file: Path | None = None) -> int:
+    """Unregister an endpoint; groups that ask for it wait until it is back.
 
-    Example:  penstock reward test gsm8k
-    Then:     name it in the run file: reward.name = "gsm8k"
+    Example:  penstock reward remove my_reward
+    Then:     penstock reward list
+
+    Parameters
+    ----------
+    name
+        Name of the endpoint.
+    url
+        Where the reward service is.
+    token_file
+        File with its bearer token, if it wants one.
     """
-    launch.become(launch.module("reward_service", "test", *arguments))
+    from console.rewards import remove as unregister
+
+    return unregister(name, url, token_file)
 
 
 @app.command(group=_SERVE)

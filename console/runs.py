@@ -44,7 +44,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
         logs.configure("runs", level="error")
         known = {line.run for line in lines}
         try:
-            with Bus.connect(loaded.settings.nats, name="runs", deadline_s=5.0) as bus:
+            with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
                 lines += [line for line in list_broker(bus) if line.run not in known]
         except BusError as err:
             print(f"penstock: the runs of the broker are missing here: {err}", file=sys.stderr)

@@ -21,7 +21,7 @@ def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
     settings = connections.find(arguments, environ, run_id=run).settings
     logs.configure("watch", level="warning")
     mode: Mode = "plain" if plain or as_json else "auto"
-    with Bus.connect(settings.nats, name="watch", deadline_s=10.0) as bus:
+    with Bus.connect(settings.nats, name="watch", deadline_s=5.0) as bus:
         panel = LivePanel(run, bus, mode=mode, stream=sys.stderr if as_json else sys.stdout)
         try:
             with panel:

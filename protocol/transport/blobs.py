@@ -84,9 +84,9 @@ class Blobs:
         """Name of the bucket, for messages."""
         return self._settings.bucket
 
-    def check(self) -> None:
+    def check(self, *, deadline_s: float = 15.0) -> None:
         """Raise unless the server answers, the credentials are right and the bucket exists."""
-        if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=15.0):
+        if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=deadline_s):
             raise BlobStoreRefused(
                 f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: python -m deploy.bootstrap"
             )
