@@ -1,0 +1,306 @@
+"""Collects scored groups: fetches, verifies and decodes them while the step runs, and acknowledges them late.
+
+A thread of its own pulls `GroupScored`, asks the batcher whether a group is wanted, and reads its pack;
+the training thread takes whole batches. A message is acknowledged only after a checkpoint that holds
+the effect of all its groups: until then the broker would deliver it again.
+
+| waits for              | until                     | then                                              |
+|------------------------|---------------------------|---------------------------------------------------|
+| a full fresh batch     | `collect_deadline_s`      | CollectTimeout: queue depths, who is alive        |
+| groups that never come | all queues empty for 5 s  | dropped as `lost`, issued again                   |
+| groups that only die   | a whole window's worth    | TooManyDead with the last reason                  |
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from protocol import group_pack, streams, subjects
+from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError
+from protocol.facts import DeadLetter, GroupScored, ScoredGroup
+from protocol.trajectory import Group
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus, Delivery, Inbox
+from protocol.versions import PolicyVersion
+from trainer import waiting
+from trainer.batcher import Batcher, Drop
+from trainer.drops import DropReason
+from trainer.errors import CollectTimeout, TooManyDead
+from trainer.step_plan import ReadyGroup
+
+log = structlog.get_logger("trainer.collect")
+
+_FETCH_MESSAGES = 16
+_FETCH_WAIT_S = 0.5
+_SILENT_S = 5.0  # all queues empty for so long: what is still outstanding is lost
+
+
+class Issued(Protocol):
+    """Whoever issued the groups: knows which are outstanding and issues dropped ones again."""
+
+    def outstanding(self) -> Collection[str]:
+        """Ids issued and neither trained nor dropped."""
+        ...
+
+    def expects(self, group_id: str) -> bool:
+        """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id."""
+        ...
+
+    def dropped(self, drop: Drop) -> None:
+        """Take a group out of what is outstanding; whether its prompt comes again is decided there."""
+        ...
+
+    def refused(self, drop: Drop) -> None:
+        """Count a group that came although nobody waits for it: twice, or from an earlier life."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    delivery: Delivery[GroupScored]
+    unsettled: set[str] = field(default_factory=set)  # groups neither trained nor dropped
+
+
+class Collector:
+    """Reads the scored stream in a thread of its own; use as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        blobs: Blobs,
+        run_id: str,
+        batcher: Batcher,
+        issued: Issued,
+        deadline_s: float,
+        max_dead: int,
+        silent_s: float = _SILENT_S,
+    ) -> None:
+        """Bind to the trainer's consumer and have everything unacknowledged delivered again.
+
+        Args:
+            bus: Connection to NATS.
+            blobs: Where the packs are.
+            run_id: The run.
+            batcher: Decides; owned by this collector from now on.
+            issued: Knows what is outstanding.
+            deadline_s: Longest wait for a batch.
+            max_dead: So many dead groups in a row, without one that arrives, end the run.
+            silent_s: So long must all queues be empty before outstanding groups count as lost.
+
+        Raises:
+            MissingStream: The run was not bootstrapped.
+        """
+        self._bus = bus
+        self._blobs = blobs
+        self._run_id = run_id
+        self._batcher = batcher
+        self._issued = issued
+        self._deadline_s = deadline_s
+        self._max_dead = max_dead
+        self._silent_s = silent_s
+        self._held: dict[int, _Held] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._dead_in_a_row = 0
+        self._last_dead = ""
+        self._last_arrival = time.monotonic()
+        self.num_scored = 0
+        spec = streams.scored_consumer(run_id, "train")
+        bus.reset_consumer(spec).wait()
+        self._inbox: Inbox[GroupScored] = bus.inbox(spec, GroupScored).wait()
+        self._thread = threading.Thread(target=self._guard, name="collector", daemon=True)
+
+    def __enter__(self) -> Collector:
+        """Start reading."""
+        self._bus.tail(
+            f"{self._run_id}-dead", subjects.dead(self._run_id), DeadLetter, self._on_dead_letter, from_start=True
+        ).wait()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop reading; what is held goes back to the broker by itself."""
+        self._closing = True
+        self._thread.join(_FETCH_WAIT_S + 30.0)
+
+    def collect(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> list[ReadyGroup]:
+        """Wait for the batch to train at ``version``; empty when ``should_stop`` says so meanwhile.
+
+        Raises CollectTimeout after the deadline, TooManyDead when everything dies, and whatever
+        ended the collecting thread.
+        """
+        started = time.monotonic()
+        while not should_stop():
+            with self._changed:
+                self._raise_failure()
+                batch, drops = self._batcher.take(version)
+                self._drop(drops)
+                if batch:
+                    return batch
+                num_ready = self._batcher.num_ready
+                self._changed.wait(_FETCH_WAIT_S)
+            if self._dead_in_a_row >= self._max_dead:
+                raise TooManyDead(
+                    f"{self._dead_in_a_row} groups in a row went to the dead letters, none came back scored; "
+                    f"the last one: {self._last_dead}"
+                )
+            if time.monotonic() - started > self._deadline_s:
+                raise CollectTimeout(
+                    f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
+                    f"ready, {len(self._issued.outstanding())} outstanding. {waiting.describe(self._bus, self._run_id)}"
+                )
+        return []
+
+    def trained(self, group_ids: Sequence[str]) -> None:
+        """Say that a batch was trained and is in the ledger; its messages wait for the checkpoint."""
+        with self._changed:
+            self._batcher.settle()
+            self._settle(group_ids)
+
+    def settled(self) -> list[Delivery[GroupScored]]:
+        """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""
+        with self._changed:
+            return [held.delivery for held in self._held.values() if not held.unsettled]
+
+    def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
+        """Acknowledge what a committed checkpoint covers."""
+        for pending in [delivery.ack() for delivery in deliveries]:
+            pending.wait()
+        with self._changed:
+            for delivery in deliveries:
+                self._held.pop(delivery.sequence, None)
+
+    # ── on the collector's own thread ─────────────────────────────────────────────────────────
+
+    def _guard(self) -> None:
+        try:
+            self._work()
+        except Exception as err:  # noqa: BLE001  the training thread raises it
+            with self._changed:
+                self._failure = err
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        silent_since: float | None = None
+        while not self._closing:
+            deliveries = self._inbox.fetch(_FETCH_MESSAGES, _FETCH_WAIT_S).wait()
+            for delivery in deliveries:
+                self._receive(delivery)
+            if deliveries or not self._pipe_is_empty():
+                silent_since = None
+            elif silent_since is None:
+                silent_since = time.monotonic()
+            elif time.monotonic() - silent_since > self._silent_s:
+                self._give_up_lost()
+                silent_since = None
+
+    def _receive(self, delivery: Delivery[GroupScored]) -> None:
+        message = delivery.fact
+        held = _Held(delivery)
+        wanted: list[ScoredGroup] = []
+        with self._changed:
+            self._held[delivery.sequence] = held
+            self._last_arrival = time.monotonic()
+            for scored in message.groups:
+                reason = self._refusal(scored.generated.group_id)
+                if reason is None:
+                    wanted.append(scored)
+                    held.unsettled.add(scored.generated.group_id)
+                else:
+                    self._issued.refused(_drop(scored, reason))
+        if not wanted:
+            return
+        try:
+            groups = _read(self._blobs, message, wanted)
+        except (BlobMissing, BlobCorrupt, PackError) as err:
+            log.warning("unreadable pack", pack_id=message.pack_id, error=str(err))
+            with self._changed:
+                del self._held[delivery.sequence]
+                self._drop([_drop(scored, DropReason.UNREADABLE) for scored in wanted])
+            delivery.dead_letter(type(err).__name__, str(err)).wait()
+            return
+        with self._changed:
+            for scored, group in zip(wanted, groups, strict=True):
+                self._batcher.offer(ReadyGroup(scored, message.pack, group))
+            self.num_scored += len(wanted)
+            self._dead_in_a_row = 0
+            self._changed.notify_all()
+
+    def _pipe_is_empty(self) -> bool:
+        if time.monotonic() - self._last_arrival < self._silent_s or not self._missing():
+            return False
+        try:
+            return waiting.read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
+        except BusUnreachable:
+            return False
+
+    def _missing(self) -> list[str]:
+        """Return what is outstanding and neither here nor in use."""
+        with self._changed:
+            return [group_id for group_id in self._issued.outstanding() if not self._batcher.holds(group_id)]
+
+    def _give_up_lost(self) -> None:
+        missing = self._missing()
+        log.warning("every queue is empty: issuing again", num_groups=len(missing), first=missing[:3])
+        with self._changed:
+            self._drop([Drop(group_id, DropReason.LOST, 0) for group_id in missing])
+
+    # ── on the bus's thread ───────────────────────────────────────────────────────────────────
+
+    def _on_dead_letter(self, letter: DeadLetter) -> None:
+        with self._changed:
+            dead = set(self._issued.outstanding()) & set(letter.group_ids)
+            dead = {group_id for group_id in dead if not self._batcher.holds(group_id)}
+            self._drop([Drop(group_id, DropReason.DEAD, 0) for group_id in sorted(dead)])
+            if dead:
+                self._dead_in_a_row += len(dead)
+                self._last_dead = f"{letter.stage}: {letter.reason}: {letter.detail}"
+                self._changed.notify_all()
+
+    # ── with the lock held ────────────────────────────────────────────────────────────────────
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, PenstockError):
+            raise self._failure
+        if self._failure is not None:
+            raise RuntimeError("the collecting thread ended") from self._failure
+
+    def _refusal(self, group_id: str) -> DropReason | None:
+        try:
+            wanted = not self._batcher.is_spent(group_id) and self._issued.expects(group_id)
+        except ValueError:
+            return DropReason.FOREIGN
+        return None if wanted else DropReason.DUPLICATE
+
+    def _drop(self, drops: Sequence[Drop]) -> None:
+        for drop in drops:
+            self._issued.dropped(drop)
+        self._settle([drop.group_id for drop in drops])
+
+    def _settle(self, group_ids: Sequence[str]) -> None:
+        for held in self._held.values():
+            held.unsettled.difference_update(group_ids)
+
+
+def _drop(scored: ScoredGroup, reason: DropReason) -> Drop:
+    return Drop(scored.generated.group_id, reason, sum(scored.generated.completion_tokens))
+
+
+def _read(blobs: Blobs, message: GroupScored, wanted: Sequence[ScoredGroup]) -> list[Group]:
+    """Fetch and decode groups, and check that the object holds what the message says it holds."""
+    groups = group_pack.decode(blobs.get(message.pack), [scored.generated.row_group for scored in wanted])
+    for scored, group in zip(wanted, groups, strict=True):
+        if group.summary(scored.generated.row_group) != scored.generated:
+            raise PackError(
+                f"row group {scored.generated.row_group} of {message.pack.key} holds group {group.group_id} "
+                f"({len(group.trajectories)} trajectories), not {scored.generated.group_id} as the message describes it"
+            )
+    return groups

@@ -1,0 +1,17 @@
+"""Why a group is not trained on: every discarded group has one of these reasons, counted in groups and tokens."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class DropReason(StrEnum):
+    """A deliberate discard; the values are what metrics and reports show."""
+
+    STALE = "stale"  # older than rollout.max_staleness at the moment of use
+    DUPLICATE = "duplicate"  # it is here already, was trained, or this attempt at it was given up
+    FOREIGN = "foreign"  # not a group of this run's data
+    FUTURE = "future"  # sampled by a version this trainer has not reached: from a rolled-back life
+    UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
+    DEAD = "dead"  # it went to the dead letters of another service
+    LOST = "lost"  # every queue is empty and it never arrived

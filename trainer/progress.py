@@ -1,0 +1,35 @@
+"""One line that says how far a job is: rewritten in place on a terminal, a log line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+log = structlog.get_logger("trainer.progress")
+
+_LINES_PER_JOB = 10
+
+
+class ProgressLine:
+    """Shows steps of a known number; ``figures`` are shown as they are."""
+
+    def __init__(self, job: str, num_steps: int) -> None:
+        """Show nothing yet."""
+        self._job = job
+        self._num_steps = num_steps
+        self._rewrites = sys.stderr.isatty()
+
+    def show(self, step: int, **figures: float | str) -> None:
+        """Show that ``step`` steps are done."""
+        last = step == self._num_steps
+        if self._rewrites:
+            text = " ".join(f"{name} {_short(value)}" for name, value in figures.items())
+            sys.stderr.write(f"\r\x1b[K{self._job} {step}/{self._num_steps} {text}" + ("\n" if last else ""))
+            sys.stderr.flush()
+        elif last or step % max(1, self._num_steps // _LINES_PER_JOB) == 0:
+            log.info(self._job, step=step, of=self._num_steps, **{k: _short(v) for k, v in figures.items()})
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"

@@ -1,0 +1,59 @@
+"""Counts of the whole run, resumed lives included: what became of groups and tokens; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.batcher import Drop
+
+
+class Tally:
+    """Counters that the step events, the checkpoint and the summary show. Not thread-safe: its owner locks."""
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.groups_trained = 0
+        self.tokens_trained = 0
+        self.groups_scored = 0
+        self.versions_published = 0
+        self.versions_skipped = 0
+        self.dropped_groups: Counter[str] = Counter()
+        self.dropped_tokens: Counter[str] = Counter()
+        self.staleness_tokens: Counter[int] = Counter()
+
+    def count_drop(self, drop: Drop) -> None:
+        """Count a group that is not trained on."""
+        self.dropped_groups[drop.reason] += 1
+        self.dropped_tokens[drop.reason] += drop.num_tokens
+
+    def count_batch(self, num_groups: int, staleness_tokens: Mapping[int, int]) -> None:
+        """Count a batch that was trained; ``staleness_tokens`` are sampled tokens by age in versions."""
+        self.groups_trained += num_groups
+        self.staleness_tokens.update(staleness_tokens)
+        self.tokens_trained += sum(staleness_tokens.values())
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the counters as plain JSON values."""
+        return {
+            "groups_trained": self.groups_trained,
+            "tokens_trained": self.tokens_trained,
+            "groups_scored": self.groups_scored,
+            "versions_published": self.versions_published,
+            "versions_skipped": self.versions_skipped,
+            "dropped_groups": dict(self.dropped_groups),
+            "dropped_tokens": dict(self.dropped_tokens),
+            "staleness_tokens": {str(age): count for age, count in sorted(self.staleness_tokens.items())},
+        }
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Tally:
+        """Rebuild what `to_document` wrote."""
+        tally = cls()
+        for name in ("groups_trained", "tokens_trained", "groups_scored", "versions_published", "versions_skipped"):
+            setattr(tally, name, int(document[name]))
+        tally.dropped_groups.update(document["dropped_groups"])
+        tally.dropped_tokens.update(document["dropped_tokens"])
+        tally.staleness_tokens.update({int(age): count for age, count in document["staleness_tokens"].items()})
+        return tally
