@@ -128,6 +128,7 @@ async def _wire(
         heartbeat=heartbeat,
         activity=activity,
         packs_in_flight=settings.worker.packs_in_flight,
+        finish_s=settings.worker.finish_s,
     )
 
 

@@ -28,8 +28,6 @@ from rollout_service.weight_follower import WeightFollower
 
 log = structlog.get_logger("rollout")
 
-FINISH_S = 30.0  # what a stopping worker gives the packs in flight
-
 
 @dataclass(frozen=True, slots=True)
 class Worker:
@@ -44,6 +42,7 @@ class Worker:
     heartbeat: HeartbeatWriter
     activity: Activity
     packs_in_flight: int
+    finish_s: float  # what a stopping worker gives the packs in flight
 
 
 async def run(worker: Worker, stop: asyncio.Event) -> None:
@@ -53,7 +52,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
         working = tasks.create_task(_start_and_work(worker))
         await stop.wait()
         log.info("stopping", packs_held=worker.tasks.num_held)
-        await asyncio.wait([working], timeout=0.0 if worker.engine.version is None else FINISH_S)
+        await asyncio.wait([working], timeout=0.0 if worker.engine.version is None else worker.finish_s)
         working.cancel()
         beating.cancel()
     await worker.tasks.close()

@@ -48,12 +48,13 @@ class TaskSource:
         """Return the next pack, or None when the worker stops. Raises MissingStream when the queue is gone."""
         async with self._turn:
             while not self._stop.is_set():
+                if not self._engine.ready.is_set():
+                    await self._give_back_arrived()  # somebody whose engine is well can have it
+                    await _first(self._engine.ready.wait(), self._stop.wait())
+                    continue
                 order = self._arrived()
                 if order is not None:
                     return order
-                if not self._engine.ready.is_set():
-                    await _first(self._engine.ready.wait(), self._stop.wait())
-                    continue
                 for split, inbox in self._inboxes.items():
                     if split not in self._fetches:
                         self._fetches[split] = asyncio.ensure_future(inbox.fetch(1, _FETCH_S))
@@ -64,6 +65,9 @@ class TaskSource:
         """Give back what arrives too late to be worked on."""
         if self._fetches:
             await asyncio.wait(self._fetches.values())
+        await self._give_back_arrived()
+
+    async def _give_back_arrived(self) -> None:
         while (order := self._arrived()) is not None:
             await order.delivery.give_back(0.0)
 

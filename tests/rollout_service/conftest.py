@@ -41,5 +41,5 @@ def start_worker(
 
     yield start
     for child in started:
-        child.stop()
+        child.kill()
         print(f"── log of {child.name} ──\n{child.log_tail(40)}")

@@ -41,6 +41,7 @@ class FaultyEngine:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            wbufsize = -1  # one packet for headers and body: two would wait for each other's acknowledgement
 
             def do_GET(self) -> None:
                 self._answer(*engine._get(self.path))
@@ -59,6 +60,7 @@ class FaultyEngine:
                     self.send_header("content-length", str(len(data)))
                     self.end_headers()
                     self.wfile.write(data)
+                    self.wfile.flush()
                 except OSError:
                     self.close_connection = True
 
@@ -128,14 +130,15 @@ class FaultyEngine:
             self.flow.wait()
             if self.status != 200:
                 return self.status, {"error": {"message": "out of luck"}}
-            rows = self.rewrite([*self._rows(body, version)])
+            rows = self.rewrite([*self.rows(body, version)])
             return 200, rows
         finally:
             with self._drained:
                 self.num_running -= 1
                 self._drained.notify_all()
 
-    def _rows(self, body: dict[str, Any], version: str) -> list[dict[str, Any]]:
+    def rows(self, body: dict[str, Any], version: str) -> list[dict[str, Any]]:
+        """The good reply to a request: what is said about it depends on prompt and sample alone."""
         sampling = body["sampling_params"]
         stops = sampling["stop_token_ids"]
         rows = []

@@ -30,6 +30,7 @@ from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus, Delivery, Inbox
 from protocol.versions import PolicyVersion
 from protocol.weights import ModelFile, WeightsManifest
+from tests.rollout_service.faulty_engine import FaultyEngine
 from tests.servers import wait_for
 
 
@@ -92,9 +93,16 @@ class RingEnd:
 
     def issue(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> None:
         """Issue one pack of tasks."""
-        split = tasks[0].split if tasks else "train"
-        fact = TaskIssued(run_id=self.run_id, pack_id=pack_id, tasks=tuple(tasks), tasks_blob=tasks_blob)
-        self.bus.publish(subjects.tasks(self.run_id, split), fact, msg_id=pack_id).wait()
+        self.publish_task(self.task_issued(pack_id, tasks, tasks_blob=tasks_blob), msg_id=pack_id)
+
+    def task_issued(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> TaskIssued:
+        """The message that issues a pack."""
+        return TaskIssued(run_id=self.run_id, pack_id=pack_id, tasks=tuple(tasks), tasks_blob=tasks_blob)
+
+    def publish_task(self, fact: TaskIssued, *, msg_id: str) -> None:
+        """Publish a pack to the queue of its split."""
+        split = fact.tasks[0].split if fact.tasks else "train"
+        self.bus.publish(subjects.tasks(self.run_id, split), fact, msg_id=msg_id).wait()
 
     def collect(self, count: int, deadline_s: float = 30.0) -> list[Delivery[GroupGenerated]]:
         """Take ``count`` announcements, acknowledged."""
@@ -130,6 +138,11 @@ class RingEnd:
             f"{worker_id} to apply version {version}",
             deadline_s,
         )
+
+
+def attached(engine: FaultyEngine) -> tuple[str, str]:
+    """Overrides of a worker whose engine is a server at a URL."""
+    return "worker.engine=sglang-url", f"worker.engine_url={engine.url}"
 
 
 def worker_process(

@@ -6,24 +6,23 @@ from collections.abc import Callable
 
 import numpy as np
 
+from deploy.bootstrap import bootstrap
 from deploy.child import Child
+from protocol import streams
+from protocol.facts import TaskList, encode_unbounded
+from protocol.streams import StreamLimits
 from tests.groups import make_task
 from tests.rollout_service.faulty_engine import FaultyEngine
-from tests.rollout_service.ring_end import RingEnd
+from tests.rollout_service.ring_end import RingEnd, attached
 from tests.servers import wait_for
 
 StartWorker = Callable[..., Child]
 
 
-def attached(engine: FaultyEngine) -> tuple[str, str]:
-    """Overrides of a worker whose engine is a server at a URL."""
-    return "worker.engine=sglang-url", f"worker.engine_url={engine.url}"
-
-
 def test_a_pack_is_generated_stored_announced_and_acknowledged(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A pack of tasks becomes one object and one announcement, and leaves the queue."""
+    """A pack of tasks becomes one engine request, one object and one announcement, and leaves the queue."""
     ring_end.publish(0)
     tasks = [make_task(f"e0.p{i}.a0", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)]
     ring_end.issue("pack-0", tasks)
@@ -33,8 +32,7 @@ def test_a_pack_is_generated_stored_announced_and_acknowledged(
     assert (fact.pack_id, fact.worker_id) == ("pack-0", "w0")
     assert [group.group_id for group in fact.groups] == [task.group_id for task in tasks]
     wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
-    assert len(faulty_engine.requests) == 1
-    body = faulty_engine.requests[0]
+    [body] = faulty_engine.requests
     assert body["input_ids"] == [list(task.prompt_ids) for task in tasks]
     assert body["sampling_params"]["n"] == 4
 
@@ -47,7 +45,7 @@ def test_stored_groups_hold_what_the_engine_said(
     ring_end.issue("pack-0", [make_task(group_size=5, prompt_ids=[5, 6, 8])])
     start_worker("w0", *attached(faulty_engine))
     [group] = ring_end.collect_groups(1)
-    rows = faulty_engine._rows(faulty_engine.requests[0], "3")
+    rows = faulty_engine.rows(faulty_engine.requests[0], "3")
     assert len(group.trajectories) == 5
     for trajectory, row in zip(group.trajectories, rows, strict=True):
         assert trajectory.token_ids.tolist() == [5, 6, 8, *row["output_ids"]]
@@ -56,3 +54,182 @@ def test_stored_groups_hold_what_the_engine_said(
         expected = np.array([0, 0, 0, *(lp for lp, _, _ in row["meta_info"]["output_token_logprobs"])], np.float32)
         np.testing.assert_array_equal(trajectory.behaviour_logprobs, expected)
         assert trajectory.version_runs == ((3, 3, 3 + len(row["output_ids"])),)
+
+
+def test_tasks_that_sample_differently_share_a_pack_but_not_a_request(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """One request for each sampling and group size; the groups keep the order of the tasks."""
+    ring_end.publish(0)
+    tasks = [
+        make_task("a", group_size=2),
+        make_task("b", group_size=3),
+        make_task("c", group_size=2, max_new_tokens=9),
+        make_task("d", group_size=2, prompt_ids=[9]),
+    ]
+    ring_end.issue("pack-0", tasks)
+    start_worker("w0", *attached(faulty_engine))
+    groups = ring_end.collect_groups(1)
+    assert [(group.group_id, len(group.trajectories)) for group in groups] == [("a", 2), ("b", 3), ("c", 2), ("d", 2)]
+    asked = sorted((len(b["input_ids"]), b["sampling_params"]["n"]) for b in faulty_engine.requests)
+    assert asked == [(1, 2), (1, 3), (2, 2)]
+
+
+def test_tasks_too_large_for_a_message_are_read_from_s3(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A pack whose prompts are an object in S3 is generated like any other."""
+    ring_end.publish(0)
+    tasks = TaskList(tasks=(make_task("a", group_size=2), make_task("b", group_size=2)))
+    blob = ring_end.blobs.put(f"runs/{ring_end.run_id}/tasks/pack-0.msgpack", encode_unbounded(tasks))
+    ring_end.issue("pack-0", tasks_blob=blob)
+    start_worker("w0", *attached(faulty_engine))
+    assert [group.group_id for group in ring_end.collect_groups(1)] == ["a", "b"]
+
+
+def test_the_next_pack_generates_while_one_is_under_way(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """``packs_in_flight`` packs are in the engine at once, and not one more."""
+    ring_end.publish(0)
+    faulty_engine.flow.clear()
+    for i in range(4):
+        ring_end.issue(f"pack-{i}", [make_task(f"e0.p{i}.a0")])
+    start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=2")
+    faulty_engine.wait_for_requests(2)
+    consumer = streams.tasks_consumer(ring_end.run_id, "train")
+    assert ring_end.bus.consumer_state(consumer).wait().num_pending == 2
+    assert len(faulty_engine.requests) == 2
+    faulty_engine.flow.set()
+    ring_end.collect(4)
+
+
+def test_evaluation_goes_before_training(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
+    """An evaluation pack that was issued last is generated before the training packs that wait."""
+    ring_end.publish(0)
+    faulty_engine.flow.clear()
+    for i in range(6):
+        ring_end.issue(f"train-{i}", [make_task(f"e0.p{i}.a0")])
+    start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=1")
+    faulty_engine.wait_for_requests(1)
+    ring_end.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval", temperature=0.0, group_size=1)])
+    faulty_engine.flow.set()
+    order = [delivery.fact.pack_id for delivery in ring_end.collect(7)]
+    assert order.index("eval-0") <= 2
+
+
+def test_a_worker_takes_only_the_tasks_of_its_roles(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A worker for evaluation leaves training tasks in their queue."""
+    ring_end.publish(0)
+    ring_end.issue("train-0", [make_task("e0.p0.a0")])
+    ring_end.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval")])
+    start_worker("w0", *attached(faulty_engine), 'worker.roles=["eval"]')
+    [delivery] = ring_end.collect(1)
+    assert delivery.fact.pack_id == "eval-0"
+    wait_for(lambda: ring_end.num_tasks() == 1, "the evaluation task to be acknowledged")
+
+
+def test_a_killed_workers_pack_is_delivered_by_another(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """SIGKILL in the middle of a generation loses no pack, and none is announced twice."""
+    bootstrap(ring_end.bus, ring_end.blobs, ring_end.run_id, StreamLimits(ack_wait_s=1.0))
+    ring_end.publish(0)
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    faulty_engine.flow.clear()
+    first = start_worker("w0", *attached(faulty_engine))
+    faulty_engine.wait_for_requests(1)
+    first.kill()
+    faulty_engine.flow.set()
+    start_worker("w1", *attached(faulty_engine))
+    [delivery] = ring_end.collect(1)
+    assert (delivery.fact.worker_id, delivery.fact.pack_id) == ("w1", "pack-0")
+    wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
+    assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
+
+
+def test_a_pack_generated_twice_is_announced_once(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A pack that comes again after it was announced, because its worker died before acknowledging, adds nothing."""
+    ring_end.publish(0)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    ring_end.collect(1)
+    wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
+    fact = ring_end.task_issued("pack-0", [make_task("e0.p0.a0")])
+    ring_end.publish_task(fact, msg_id="pack-0-again")
+    wait_for(lambda: len(faulty_engine.requests) == 2 and ring_end.num_tasks() == 0, "the repetition to be settled")
+    assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
+
+
+def test_a_stopping_worker_finishes_what_is_in_flight(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """SIGTERM takes no new pack, announces the one under way, and ends with status 0."""
+    ring_end.publish(0)
+    faulty_engine.flow.clear()
+    for i in range(3):
+        ring_end.issue(f"pack-{i}", [make_task(f"e0.p{i}.a0")])
+    worker = start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=1")
+    faulty_engine.wait_for_requests(1)
+    worker.ask_to_stop()
+    wait_for(lambda: "stopping" in worker.log_tail(), "the worker to notice")
+    faulty_engine.flow.set()
+    assert worker.wait(20) == 0
+    [delivery] = ring_end.collect(1)
+    assert delivery.fact.pack_id == "pack-0"
+    assert len(faulty_engine.requests) == 1
+    assert ring_end.num_tasks() == 2
+
+
+def test_a_stopping_worker_gives_back_what_takes_too_long(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """After ``finish_s`` the packs in flight go back to the queue at once, not after their ack wait."""
+    ring_end.publish(0)
+    faulty_engine.flow.clear()
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    worker = start_worker("w0", *attached(faulty_engine), "worker.finish_s=0.1")
+    faulty_engine.wait_for_requests(1)
+    worker.ask_to_stop()
+    assert worker.wait(20) == 0
+    faulty_engine.flow.set()
+    start_worker("w1", *attached(faulty_engine))
+    ack_wait_s = StreamLimits().ack_wait_s
+    assert ring_end.collect(1, deadline_s=ack_wait_s / 2)[0].fact.worker_id == "w1"
+
+
+def test_an_idle_worker_ends_when_told(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
+    """SIGTERM ends a worker that waits for tasks, and one that waits for the first weights, with status 0."""
+    waiting = start_worker("w0", *attached(faulty_engine))
+    wait_for(lambda: "waiting for the trainer" in waiting.log_tail(), "the worker to wait for weights")
+    waiting.ask_to_stop()
+    assert waiting.wait(20) == 0
+    ring_end.publish(0)
+    idle = start_worker("w1", *attached(faulty_engine))
+    ring_end.wait_applied("w1", 0)
+    idle.ask_to_stop()
+    assert idle.wait(20) == 0
+
+
+def test_a_heartbeat_says_what_the_worker_did(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """The live bucket tells version, busy time, CPU time and what was generated."""
+    ring_end.publish(7)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.issue("pack-0", [make_task("e0.p0.a0", group_size=3)])
+    [delivery] = ring_end.collect(1)
+    wait_for(
+        lambda: (beat := ring_end.heartbeat("w0")) is not None and beat.figures["groups_generated"] == 1,
+        "a heartbeat after the pack",
+    )
+    beat = ring_end.heartbeat("w0")
+    assert beat is not None
+    assert (beat.role, beat.version, beat.figures["packs_held"]) == ("rollout", 7, 0)
+    assert beat.figures["tokens_generated"] == sum(delivery.fact.groups[0].completion_tokens)
+    assert beat.busy_s > 0
+    assert beat.cpu_s > 0
