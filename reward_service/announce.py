@@ -26,16 +26,22 @@ class Announcer:
         self._run_id = run_id
         self._source = source
 
-    async def scored(self, delivery: Delivery[GroupGenerated], groups: Sequence[ScoredGroup]) -> None:
+    async def scored(
+        self, delivery: Delivery[GroupGenerated], groups: Sequence[ScoredGroup]
+    ) -> dict[str, MessageTooLarge]:
         """Announce scored groups, a message for each split, in pieces where the parts make one too large.
 
-        Raises MessageTooLarge when a single group does not fit: its reward returns too many parts.
+        Returns the groups that fit into no message (their reward returns too many parts), with the error.
         """
+        too_large: dict[str, MessageTooLarge] = {}
         for split in sorted({group.generated.split for group in groups}):
             of_split = [group for group in groups if group.generated.split == split]
-            await self._scored(delivery, subjects.scored(self._run_id, split), of_split)
+            too_large |= await self._scored(delivery, subjects.scored(self._run_id, split), of_split)
+        return too_large
 
-    async def _scored(self, delivery: Delivery[GroupGenerated], subject: str, groups: Sequence[ScoredGroup]) -> None:
+    async def _scored(
+        self, delivery: Delivery[GroupGenerated], subject: str, groups: Sequence[ScoredGroup]
+    ) -> dict[str, MessageTooLarge]:
         generated = delivery.fact
         fact = GroupScored(
             run_id=generated.run_id,
@@ -49,12 +55,13 @@ class Announcer:
         msg_id = f"s:{generated.pack_id}" if whole else f"s:{generated.pack_id}:{hash_of(ids)}"
         try:
             await self._bus.publish(subject, fact, msg_id=msg_id, traceparent=trace.child(delivery.traceparent))
-        except MessageTooLarge:
+        except MessageTooLarge as err:
             if len(groups) == 1:
-                raise
+                return {ids[0]: err}
             half = len(groups) // 2
-            await self._scored(delivery, subject, groups[:half])
-            await self._scored(delivery, subject, groups[half:])
+            first = await self._scored(delivery, subject, groups[:half])
+            return first | await self._scored(delivery, subject, groups[half:])
+        return {}
 
     async def dead(
         self, delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], *, reason: str, detail: str

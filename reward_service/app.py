@@ -28,6 +28,8 @@ from reward_service.rewards.data_sources import AUTO, BY_SOURCE
 from reward_service.scores import GroupScores, Outcome
 from reward_service.scoring import score_groups
 
+_SCHEME = HTTPBearer(auto_error=False)
+
 
 class Registration(Endpoint):
     """An endpoint to register."""
@@ -124,9 +126,7 @@ def build(parts: Parts, *, token: str) -> FastAPI:
 
 
 def _bearer(token: str) -> Callable[..., None]:
-    scheme = HTTPBearer(auto_error=False)
-
-    def check(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(scheme)]) -> None:
+    def check(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> None:
         if not token or request.url.path == "/healthz":
             return
         if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -21,10 +21,9 @@ from protocol.errors import (
     BlobMissing,
     BlobStoreUnreachable,
     BusUnreachable,
-    MessageTooLarge,
     PackError,
 )
-from protocol.facts import GeneratedGroup, GroupGenerated, ScoredGroup
+from protocol.facts import GeneratedGroup, GroupGenerated
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Delivery, Inbox
 from reward_service import pack_texts
@@ -34,7 +33,7 @@ from reward_service.errors import RewardError
 from reward_service.figures import Figures
 from reward_service.progress import Progress
 from reward_service.scores import Outcome
-from reward_service.scoring import score_groups
+from reward_service.scoring import as_scored
 
 log = structlog.get_logger("reward_service")
 
@@ -122,29 +121,34 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
     started = time.monotonic()
     settled = bench.progress.settled(delivery.sequence)
     groups = [group for group in delivery.fact.groups if group.group_id not in settled]
-    outcomes = await _outcomes(delivery, groups, bench)
+    failed: dict[str, Exception] = {}
+    async for some in _outcomes(delivery, groups, bench):
+        scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
+        wrong: dict[str, Exception] = {
+            group.group_id: outcome for group, outcome in some if isinstance(outcome, Exception)
+        }
+        wrong |= await bench.announcer.scored(delivery, scored)
+        bench.figures.groups_scored(group for group in scored if group.generated.group_id not in wrong)
+        bench.progress.add(delivery.sequence, frozenset(group.group_id for group, _ in some) - frozenset(wrong))
+        failed |= wrong
 
-    scored = [outcome.announce(group) for group, outcome in outcomes if not isinstance(outcome, Exception)]
-    failed = {group.group_id: outcome for group, outcome in outcomes if isinstance(outcome, Exception)}
-    failed |= await _announce(delivery, scored, bench)
     spent = delivery.num_delivered >= bench.patience.attempts
     dead = {group_id: err for group_id, err in failed.items() if spent or _is_permanent(err)}
     await _bury(delivery, dead, bench)
-
+    bench.progress.add(delivery.sequence, frozenset(dead))
     waiting = {group_id: err for group_id, err in failed.items() if group_id not in dead}
     bench.figures.packs.record(time.monotonic() - started, failed=bool(failed))
     log.info(
         "pack",
         run_id=delivery.fact.run_id,
         pack_id=delivery.fact.pack_id,
-        scored=len(scored),
+        scored=len(groups) - len(failed),
         waiting=len(waiting),
         dead=len(dead),
         num_delivered=delivery.num_delivered,
         ms=round(1000 * (time.monotonic() - started), 1),
     )
     if waiting:
-        bench.progress.add(delivery.sequence, frozenset(g.group_id for g in groups) - frozenset(waiting))
         delay_s = bench.patience.next_delay_s(delivery.num_delivered)
         await bench.announcer.waiting(delivery, waiting, delay_s=delay_s)
         await delivery.give_back(delay_s)
@@ -155,31 +159,16 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
 
 async def _outcomes(
     delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], bench: Bench
-) -> list[tuple[GeneratedGroup, Outcome | PackError | BlobMissing | BlobCorrupt]]:
-    """Return what became of every group; a pack that cannot be read is the same error for all of them."""
+) -> AsyncIterator[list[tuple[GeneratedGroup, Outcome | PackError | BlobMissing | BlobCorrupt]]]:
+    """Yield what became of the groups; a pack that cannot be read is the same error for all of them."""
     try:
         texts = await asyncio.to_thread(pack_texts.fetch, bench.blobs, delivery.fact.pack, groups)
     except (PackError, BlobMissing, BlobCorrupt) as err:
-        return [(group, err) for group in groups]
-    outcomes = await score_groups(bench.catalogue, texts, attempt=delivery.num_delivered)
-    return list(zip(groups, outcomes, strict=True))
-
-
-async def _announce(
-    delivery: Delivery[GroupGenerated], scored: Sequence[ScoredGroup], bench: Bench
-) -> dict[str, Exception]:
-    """Announce what was scored; returns the groups whose parts do not fit into any message, with the error."""
-    too_large: dict[str, Exception] = {}
-    try:
-        await bench.announcer.scored(delivery, scored)
-    except MessageTooLarge:
-        for group in scored:
-            try:
-                await bench.announcer.scored(delivery, [group])
-            except MessageTooLarge as err:
-                too_large[group.generated.group_id] = err
-    bench.figures.groups_scored(group for group in scored if group.generated.group_id not in too_large)
-    return too_large
+        yield [(group, err) for group in groups]
+        return
+    async with contextlib.aclosing(as_scored(bench.catalogue, texts, attempt=delivery.num_delivered)) as batches:
+        async for batch in batches:
+            yield [(groups[place], outcome) for place, outcome in sorted(batch.items(), key=lambda item: item[0])]
 
 
 async def _bury(delivery: Delivery[GroupGenerated], dead: Mapping[str, Exception], bench: Bench) -> None:

@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from protocol.group_pack import GroupTexts
 from reward_service.catalogue import Catalogue
 from reward_service.errors import RewardError
 from reward_service.scores import Outcome, Scorer
 
+_TOGETHER_S = 0.5  # outcomes that are there within this time are handed on together
+
 
 async def score_groups(catalogue: Catalogue, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-    """Return an outcome for every group, in order; groups of one reward are scored together.
+    """Return an outcome for every group, in order; ``attempt`` counts from 1 how often they were delivered."""
+    outcomes: dict[int, Outcome] = {}
+    async for some in as_scored(catalogue, groups, attempt=attempt):
+        outcomes |= some
+    return [outcomes[place] for place in range(len(groups))]
 
-    ``attempt`` counts from 1 how often the groups were delivered.
+
+async def as_scored(
+    catalogue: Catalogue, groups: Sequence[GroupTexts], *, attempt: int
+) -> AsyncGenerator[dict[int, Outcome], None]:
+    """Yield outcomes by the groups' places, so that no group waits for another group's slow endpoint.
+
+    Groups of one reward are scored together. What comes soon comes in one piece; whatever takes
+    longer follows as it gets ready.
     """
-    outcomes: list[Outcome | None] = [None] * len(groups)
+    failed: dict[int, Outcome] = {}
     by_scorer: dict[Scorer, list[int]] = {}
     for place, group in enumerate(groups):
         try:
-            scorer = await catalogue.find(group.reward)
+            by_scorer.setdefault(await catalogue.find(group.reward), []).append(place)
         except RewardError as err:
-            outcomes[place] = err
-        else:
-            by_scorer.setdefault(scorer, []).append(place)
+            failed[place] = err
 
-    async def score(scorer: Scorer, places: list[int]) -> None:
+    async def score(scorer: Scorer, places: list[int]) -> dict[int, Outcome]:
         found = await scorer.score([groups[place] for place in places], attempt=attempt)
-        for place, outcome in zip(places, found, strict=True):
-            outcomes[place] = outcome
+        return dict(zip(places, found, strict=True))
 
-    await asyncio.gather(*(score(scorer, places) for scorer, places in by_scorer.items()))
-    return [outcome for outcome in outcomes if outcome is not None]
+    under_way = {asyncio.create_task(score(scorer, places)) for scorer, places in by_scorer.items()}
+    try:
+        ready, under_way = await asyncio.wait(under_way, timeout=_TOGETHER_S) if under_way else (set(), set())
+        yield failed | {place: outcome for task in ready for place, outcome in task.result().items()}
+        while under_way:
+            ready, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+            yield {place: outcome for task in ready for place, outcome in task.result().items()}
+    finally:
+        for task in under_way:
+            task.cancel()

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.groups import make_group
+import httpx
+
+from protocol import rewards_offered, streams
+from protocol.connection import NatsSettings, S3Settings
+from protocol.facts import Heartbeat, decode
+from protocol.streams import StreamLimits
+from tests.groups import make_generated, make_group, make_groups
 from tests.reward_service.conftest import Wire
-from tests.reward_service.processes import Service
+from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
+from tests.servers import wait_for
 
 TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 
@@ -14,12 +25,15 @@ TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: Callable[..., Service]) -> None:
     """Every group of a pack gets one reward for each completion, by the reward its task named."""
     start_service()
-    groups = [
-        make_group("e0.p0.a0", size=4, texts=TEXTS),
-        make_group("e0.p1.a0", size=2, texts=["#### 42", "41"], ground_truth="42", reward_name="gsm8k"),
-        make_group("e0.p2.a0", size=1, texts=["\\boxed{4}"], ground_truth=4, reward_name="auto", data_source="math"),
-    ]
-    wire.announce(groups)
+    wire.announce(
+        [
+            make_group("e0.p0.a0", size=4, texts=TEXTS),
+            make_group("e0.p1.a0", size=2, texts=["#### 42", "41"], ground_truth="42", reward_name="gsm8k"),
+            make_group(
+                "e0.p2.a0", size=1, texts=["\\boxed{4}"], ground_truth=4, reward_name="auto", data_source="math"
+            ),
+        ]
+    )
     found = wire.wait_scored("e0.p0.a0", "e0.p1.a0", "e0.p2.a0")
     assert found["e0.p0.a0"][0].rewards == (1.0, 1.0, 0.0, 0.0)
     assert found["e0.p0.a0"][0].scorer == "exact_match"
@@ -29,3 +43,229 @@ def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: Callable[.
     assert len(wire.scored) == 1, "a pack that is scored as a whole is one message"
     wire.wait_idle()
     assert not wire.dead
+
+
+def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """A scored group reaches the reader of its split even when a pack mixes them."""
+    start_service()
+    wire.announce([make_group("e0.p0.a0", texts=TEXTS, size=4), make_group("eval.v0.p0.s0", split="eval", size=3)])
+    wire.wait_scored("e0.p0.a0", "eval.v0.p0.s0")
+    assert sorted(len(fact.groups) for fact in wire.scored) == [1, 1]
+
+
+def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
+    wire: Wire, start_service: Callable[..., Service]
+) -> None:
+    """An unknown reward and a missing ground truth are dead letters that name only their groups, with the reason."""
+    start_service()
+    wire.announce(
+        [
+            make_group("e0.p0.a0", size=4, texts=TEXTS),
+            make_group("e0.p1.a0", size=2, reward_name="exact_mach"),
+            make_group("e0.p2.a0", size=2, reward_name="gsm8k", ground_truth=None),
+            make_group("e0.p3.a0", size=2, reward_name="auto", data_source="unheard/of"),
+        ]
+    )
+    wire.wait_scored("e0.p0.a0")
+    letters = {letter.group_ids: letter for letter in wire.wait_dead("e0.p1.a0", "e0.p2.a0", "e0.p3.a0")}
+    unknown = letters["e0.p1.a0",]
+    assert unknown.reason == "UnknownReward"
+    assert "did you mean exact_match" in unknown.detail
+    assert unknown.num_delivered == 1
+    assert letters["e0.p2.a0",].reason == "BadGroundTruth"
+    assert "unheard/of" in letters["e0.p3.a0",].detail
+    wire.wait_idle()
+    assert set(wire.take()) == {"e0.p0.a0"}
+    wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
+
+
+def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
+    wire: Wire, start_service: Callable[..., Service]
+) -> None:
+    """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
+    start_service()
+    groups = [make_group("e0.p0.a0", texts=TEXTS, size=4)]
+    wire.publish(make_generated(wire.run_id, groups, pack_id="missing"))
+
+    ref = wire.blobs.put(f"runs/{wire.run_id}/altered", b"PAR1 something else")
+    altered = ref.model_copy(update={"sha256": "0" * 64})
+    wire.publish(make_generated(wire.run_id, [make_group("e0.p1.a0")], altered, pack_id="altered"))
+    wire.publish(make_generated(wire.run_id, [make_group("e0.p2.a0")], ref, pack_id="garbage"))
+    wire.announce([make_group("e0.p3.a0")], pack_id="foreign")
+    stored = wire.blobs.put(f"runs/{wire.run_id}/other", _pack(make_group("e9.p9.a0")))
+    wire.publish(make_generated(wire.run_id, [make_group("e0.p4.a0")], stored, pack_id="other"))
+
+    letters = wire.wait_dead("e0.p0.a0", "e0.p1.a0", "e0.p2.a0", "e0.p4.a0")
+    reasons = {letter.group_ids[0]: letter.reason for letter in letters}
+    assert reasons == {
+        "e0.p0.a0": "BlobMissing",
+        "e0.p1.a0": "BlobCorrupt",
+        "e0.p2.a0": "PackError",
+        "e0.p4.a0": "PackError",
+    }
+    assert set(wire.wait_scored("e0.p3.a0")) == {"e0.p3.a0"}
+    wire.wait_idle()
+
+
+def test_a_killed_service_loses_no_group(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """SIGKILL in the middle of scoring: the pack is delivered again and scored by the next life, which knows the endpoint."""
+    wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
+        asked.set()
+        answer.wait(30)
+        return good(0.75)(request)
+
+    endpoint = start_endpoint(slow)
+    first = start_service("reward_service.endpoint_attempts=1000")
+    name = f"slow-{wire.run_id}"
+    assert first.register(name, endpoint.url).status_code == 201
+    wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
+    assert asked.wait(20)
+    first.kill()
+    answer.set()
+    endpoint.behaviour = good(0.75)
+    second = start_service(replica="r1")
+    assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.75, 0.75)
+    assert [row["endpoint"]["name"] for row in second.get("/v1/endpoints")].count(name) == 1
+    wire.wait_idle()
+    assert not wire.dead
+
+
+def test_sigterm_finishes_what_is_under_way(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """After SIGTERM the packs under way are scored and acknowledged, and the replica takes its records away."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
+        asked.set()
+        answer.wait(30)
+        return good(0.25)(request)
+
+    service = start_service("reward_service.drain_s=30")
+    name = f"slow-{wire.run_id}"
+    service.register(name, start_endpoint(slow).url)
+    wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
+    assert asked.wait(20)
+    service.signal(signal.SIGTERM)
+    wait_for(lambda: "draining" in service.output, "the service to notice SIGTERM")
+    answer.set()
+    assert service.wait() == 0, service.output
+    assert wire.take()["e0.p0.a0"][0].rewards == (0.25, 0.25)
+    wire.wait_idle()
+    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait().entries().wait()
+    assert rewards_offered.current_offers(registry, run_id=wire.run_id, now=time.time()) == []
+
+
+def test_sigterm_gives_back_what_does_not_finish(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """A pack that hangs beyond the drain time goes back to the broker at once, for another replica."""
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
+        asked.set()
+        answer.wait(30)
+        return good(0.25)(request)
+
+    service = start_service("reward_service.drain_s=0")
+    name = f"slow-{wire.run_id}"
+    endpoint = start_endpoint(slow)
+    service.register(name, endpoint.url)
+    wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
+    assert asked.wait(20)
+    service.signal(signal.SIGTERM)
+    assert service.wait() == 0, service.output
+    answer.set()
+    endpoint.behaviour = good(0.5)
+    start_service(replica="r1")
+    assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (0.5, 0.5)
+
+
+def test_replicas_share_the_work(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """Two replicas bound to one consumer score every pack once between them."""
+    services = [start_service(replica="r0"), start_service(replica="r1")]
+    ids = []
+    for number in range(12):
+        groups = make_groups(3, size=2, epoch=number)
+        ids += [group.group_id for group in groups]
+        wire.announce(groups, pack_id=f"p{number}")
+    found = wire.wait_scored(*ids)
+    wire.wait_idle()
+    assert all(len(times) == 1 for times in found.values())
+    live = wire.bus.key_value(streams.live_bucket(wire.run_id).bucket).wait()
+
+    def counted() -> bool:
+        beats = [decode(entry.value, Heartbeat) for entry in live.entries().wait()]
+        return len(beats) == 2 and sum(beat.figures["groups_scored"] for beat in beats) == len(ids)
+
+    wait_for(counted, "heartbeats that add up to every group")
+    assert all(service.alive() for service in services)
+
+
+def test_every_replica_offers_its_rewards_in_the_registry(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """The registry bucket tells which names a run may ask for, including endpoints registered at another replica."""
+    first, _ = start_service(replica="r0"), start_service(replica="r1")
+    name = f"mine-{wire.run_id}"
+    first.register(name, start_endpoint(good()).url)
+    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
+
+    def offers() -> list[rewards_offered.RewardsOffered]:
+        return rewards_offered.current_offers(registry.entries().wait(), run_id=wire.run_id, now=time.time())
+
+    wait_for(lambda: sum(name in offer.names for offer in offers()) == 2, "both replicas to offer the endpoint")
+    assert rewards_offered.names_nobody_offers({name, "gsm8k", "auto", "exact_match", "typo"}, offers()) == {"typo"}
+    assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
+
+
+def test_a_port_that_is_taken_is_named(
+    wire: Wire,
+    start_service: Callable[..., Service],
+    tmp_path: Path,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+) -> None:
+    """The service refuses to start on a taken port with one line that says which setting to change."""
+    running = start_service()
+    folder = tmp_path / "second"
+    folder.mkdir()
+    port = running.url.rsplit(":", 1)[1]
+    second = Service(wire.run_id, nats_settings, s3_settings, folder, [f"reward_service.port={port}"])
+    assert second.wait(30) == 1
+    assert "reward_service.port" in second.output
+    assert "Traceback" not in second.output
+
+
+def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
+    nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str, wire: Wire
+) -> None:
+    """Without the run's streams the service ends at once and says how to create them."""
+    service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
+    assert service.wait(30) == 1
+    assert "python -m deploy.bootstrap" in service.output
+    assert "Traceback" not in service.output
+
+
+def test_health_and_metrics_tell_what_was_scored(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
+    service = start_service("reward_service.token=secret")
+    wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])
+    wire.wait_scored("e0.p0.a0")
+    assert httpx.get(f"{service.url}/healthz").json()["ok"] is True
+    assert httpx.get(f"{service.url}/metrics").status_code == 401
+    assert httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
+    text = httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer secret"}).text
+    assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in text
+    assert "penstock_reward_completions_scored_total 4" in text
+
+
+def _pack(*groups: object) -> bytes:
+    from tests.groups import pack_bytes
+
+    return pack_bytes(groups)  # type: ignore[arg-type]
