@@ -32,7 +32,8 @@ from protocol.transport.bus import Bus
 
 Mode = Literal["auto", "rich", "plain", "quiet"]
 _TICK_S = 0.25
-_FRAME_S = 1.0  # a frame costs some milliseconds; one a second keeps the panel below 1 % of a core
+_FRAME_S = 1.0
+_FRAME_SHARE = 0.01  # of a core: where a frame is dear, frames are rarer
 
 
 class LivePanel:
@@ -69,7 +70,7 @@ class LivePanel:
         """Begin to watch; raises MissingStream when the run was never bootstrapped."""
         self._watcher = Watcher(self._bus, self._view)
         if self._mode == "rich":
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False, redirect_stderr=False)
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
             self._live.start()
         self._thread = threading.Thread(target=self._run, name="panel", daemon=True)
         self._thread.start()
@@ -112,16 +113,17 @@ class LivePanel:
         return True
 
     def _run(self) -> None:
-        drawn_at = 0.0
+        next_frame = 0.0
         while not self._ending.wait(_TICK_S):
             try:
                 with self._lock:
                     self._fold()
             except PenstockError as err:
                 self.note(f"the panel could not look: {err}")
-            if time.monotonic() - drawn_at >= _FRAME_S:
-                drawn_at = time.monotonic()
+            if time.monotonic() >= next_frame:
+                before_s = time.thread_time()
                 self._show()
+                next_frame = time.monotonic() + max(_FRAME_S, (time.thread_time() - before_s) / _FRAME_SHARE)
 
     def _fold(self) -> None:
         assert self._watcher is not None
