@@ -40,6 +40,7 @@ _READ = (
     "extra_info",
     "system",
 )
+_CHATS = {"prompt", "messages", "completion", "response"}
 _REQUIRED: dict[KnownFormat, tuple[str, ...]] = {
     "verl": ("prompt", "reward_model"),
     "trl": ("prompt",),
@@ -99,10 +100,11 @@ def rename(row: Row, mapping: Mapping[str, str], *, nested_texts: bool) -> Row:
         renamed.pop(theirs, None)
         renamed[ours] = value
     if nested_texts:
-        for name in ("prompt", "messages", "reward_model", "extra_info"):
-            text = renamed.get(name)
-            if isinstance(text, str) and text.lstrip().startswith(("[{", "{")):
-                renamed[name] = _parsed(name, text)
+        for name in _CHATS & renamed.keys():
+            renamed[name] = _chat_in_text(renamed[name])
+        for name in ("reward_model", "extra_info"):
+            if isinstance(renamed.get(name), str) and renamed[name].lstrip().startswith("{"):
+                renamed[name] = _parsed(name, renamed[name])
     return renamed
 
 
@@ -171,12 +173,13 @@ def _checked(row: Row, form: Format) -> KnownFormat:
 
 def _chat(row: Row, column: str, role: str = "user") -> Chat:
     value = row[column]
-    if isinstance(value, str):
+    if isinstance(value, str) and column != "messages":
         if not value.strip():
             _refuse(column, "expected a text", "an empty one")
         return ({"role": role, "content": value},)
     if not isinstance(value, list) or not value:
-        _refuse(column, "expected a text or a list of messages", _shown(value))
+        kinds = "a list of messages" if column == "messages" else "a text or a list of messages"
+        _refuse(column, f"expected {kinds}", _shown(value))
     return tuple(_message(message, f"{column}[{number}]") for number, message in enumerate(value))
 
 
@@ -250,6 +253,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (date, time, Decimal)):  # a datetime is a date
         return str(value)
     raise TypeError(f"{type(value).__name__}")
+
+
+def _chat_in_text(value: Any) -> Any:
+    """Read a chat written as JSON text; any other text, also one that looks like JSON, is a text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        if isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "role" in item for item in parsed):
+            return parsed
+    return value
 
 
 def _parsed(column: str, text: str) -> Any:
