@@ -45,6 +45,7 @@ class AttachedEngine:
         self._patience_s = patience_s
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
+        self._seen = time.monotonic()
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         """Have the server serve ``version`` from a folder, waiting for the server when it is not there yet.
@@ -56,30 +57,16 @@ class AttachedEngine:
             await self._load()
 
     async def suspect(self) -> None:
-        """Do nothing: `run` asks the server all the time."""
+        """Look at once whether the server still serves what it was given."""
+        await self._look()
 
     async def run(self) -> None:
         """Watch the server; raises EngineUnreachable when it is away for too long."""
-        seen = time.monotonic()
         while True:
             await asyncio.sleep(_POLL_S)
-            async with self._loading:
-                try:
-                    if await self.client.served_version() != self.version:
-                        log.warning("the engine forgot its weights, loading them again", url=self.client.url)
-                        self.ready.clear()
-                        await self._load()
-                except WeightsNotApplied:
-                    raise
-                except EngineError as err:
-                    if self.ready.is_set():
-                        log.warning("waiting for the engine", url=self.client.url, error=str(err))
-                    self.ready.clear()
-                    if time.monotonic() - seen > self._patience_s:
-                        raise EngineUnreachable(f"{err}; gave up after {self._patience_s:.0f} s") from None
-                else:
-                    seen = time.monotonic()
-                    self.ready.set()
+            problem = await self._look()
+            if problem is not None and time.monotonic() - self._seen > self._patience_s:
+                raise EngineUnreachable(f"{problem}; gave up after {self._patience_s:.0f} s")
 
     async def stop(self) -> None:
         """Drop the connections; the server is not ours to end."""
@@ -89,14 +76,33 @@ class AttachedEngine:
         """Return the CPU seconds of this process; the server's are not ours to know."""
         return cpu_seconds()
 
+    async def _look(self) -> EngineError | None:
+        """Give the server its weights again when it lost them; returns why it cannot be used, if it cannot."""
+        async with self._loading:
+            try:
+                if await self.client.served_version() != self.version:
+                    log.warning("the engine forgot its weights, loading them again", url=self.client.url)
+                    self.ready.clear()
+                    await self._load()
+            except WeightsNotApplied:
+                raise
+            except EngineError as err:
+                if self.ready.is_set():
+                    log.warning("waiting for the engine", url=self.client.url, error=str(err))
+                self.ready.clear()
+                return err
+            self._seen = time.monotonic()
+            self.ready.set()
+            return None
+
     async def _load(self) -> None:
         assert self._wanted is not None
         folder, version = self._wanted
-        await wait_until_it_answers(self.client, self._start_deadline_s)
         for attempt in range(1, _LOAD_ATTEMPTS + 1):
+            await wait_until_it_answers(self.client, self._start_deadline_s)
             try:
                 await self.client.load_weights(folder, version)
-            except WeightsNotApplied as err:
+            except EngineError as err:
                 if attempt == _LOAD_ATTEMPTS:
                     raise
                 log.warning("weights were not applied", policy_version=version, error=str(err))

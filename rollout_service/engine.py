@@ -32,7 +32,7 @@ class Engine(Protocol):
         ...
 
     async def suspect(self) -> None:
-        """Look after an engine that let a request time out."""
+        """Look after an engine that has just failed a request."""
         ...
 
     async def run(self) -> None:

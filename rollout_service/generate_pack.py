@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from protocol.activity import Activity
@@ -15,7 +16,7 @@ from rollout_service.build_trajectory import build_group
 from rollout_service.check_task import ModelLimits, check_task
 from rollout_service.engine import Engine
 from rollout_service.environments.environment import Environment
-from rollout_service.errors import EngineTimeout, ReplyRefused, TaskRefused
+from rollout_service.errors import EngineError, ReplyRefused, TaskRefused
 from rollout_service.patience import outlast
 from rollout_service.settlement import Settlement
 from rollout_service.task_source import Order
@@ -100,17 +101,16 @@ class PackGenerator:
         for name, same in by_environment.items():
             try:
                 rolled = await self._environments[name].rollout(same)
-            except EngineTimeout:
+                for task, trajectories in zip(same, rolled, strict=True):
+                    self._check_versions(task, trajectories)
+            except EngineError:
                 await self._engine.suspect()
                 raise
-            for task, trajectories in zip(same, rolled, strict=True):
-                for trajectory in trajectories:
-                    self._check_versions(task, trajectory)
-                groups.append(build_group(task, trajectories))
+            groups += map(build_group, same, rolled)
         return groups
 
-    def _check_versions(self, task: Task, trajectory: Trajectory) -> None:
-        for run in trajectory.version_runs:
+    def _check_versions(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
+        for run in itertools.chain.from_iterable(row.version_runs for row in trajectories):
             if run.version not in self._engine.applied:
                 raise ReplyRefused(
                     f"{task.group_id}: tokens of version {run.version}, which this worker never loaded; "

@@ -55,7 +55,9 @@ class WorkerSettings(Section):
     )
     start_deadline_s: float = Field(300.0, gt=0, description="Seconds an engine may take to load and answer.")
     finish_s: float = Field(
-        30.0, ge=0, description="Seconds a worker that was told to stop gives the packs in flight; then it gives them back."
+        30.0,
+        ge=0,
+        description="Seconds a worker that was told to stop gives the packs in flight; then it gives them back.",
     )
     task_attempts: int = Field(5, ge=1, description="Deliveries after which a failing pack goes to the dead letters.")
     retry_delay_s: float = Field(

@@ -140,7 +140,7 @@ class SglangClient:
             async with asyncio.timeout(deadline_s):
                 response = await self._http.request(method, path, json=body)
         except TimeoutError:
-            raise EngineTimeout(f"{self.url}{path} gave no answer within {deadline_s:.0f} s") from None
+            raise EngineTimeout(f"{self.url}{path} gave no answer within {deadline_s:g} s") from None
         except (httpx.HTTPError, RuntimeError) as err:
             if isinstance(err, RuntimeError) and not self._http.is_closed:
                 raise

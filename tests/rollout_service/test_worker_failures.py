@@ -1,0 +1,257 @@
+"""What the worker does when its engine, its tasks, NATS or S3 fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.bootstrap import bootstrap
+from deploy.child import Child
+from deploy.servers import NatsServer, S3Server
+from protocol.connection import NatsSettings, S3Settings
+from protocol.facts import BlobRef
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.groups import make_task
+from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.ring_end import RingEnd, attached, worker_process
+from tests.servers import wait_for
+
+StartWorker = Callable[..., Child]
+Row = dict[str, Any]
+
+
+def test_a_pack_comes_again_until_the_engine_recovers(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """Answers of 500 give the pack back; nothing is announced until the engine is well, then everything is."""
+    ring_end.publish(0)
+    faulty_engine.status = 500
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    faulty_engine.wait_for_requests(3)
+    assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
+    faulty_engine.status = 200
+    assert ring_end.collect(1)[0].fact.pack_id == "pack-0"
+    assert ring_end.dead == []
+
+
+def test_a_pack_that_fails_in_every_delivery_becomes_a_dead_letter(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """After ``task_attempts`` deliveries the pack is among the dead letters with its groups and the engine's words."""
+    ring_end.publish(0)
+    faulty_engine.status = 500
+    start_worker("w0", *attached(faulty_engine), "worker.task_attempts=3")
+    ring_end.issue("pack-0", [make_task("e0.p0.a0"), make_task("e0.p1.a0")])
+    wait_for(lambda: ring_end.dead, "the dead letter")
+    [letter] = ring_end.dead
+    assert (letter.reason, letter.stage, letter.num_delivered) == ("EngineRefused", "tasks", 3)
+    assert letter.group_ids == ("e0.p0.a0", "e0.p1.a0")
+    assert "out of luck" in letter.detail
+    assert len(faulty_engine.requests) == 3
+    wait_for(lambda: ring_end.num_tasks() == 0, "the queue to be empty")
+
+
+def test_a_request_that_hangs_is_given_up_after_its_deadline(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """An engine that never answers costs ``request_deadline_s``, then the pack comes again."""
+    ring_end.publish(0)
+    faulty_engine.flow.clear()
+    worker = start_worker("w0", *attached(faulty_engine), "worker.request_deadline_s=0.3")
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    faulty_engine.wait_for_requests(2)
+    assert "/generate gave no answer within 0.3 s" in worker.log_tail()
+    faulty_engine.flow.set()
+    assert ring_end.collect(1)[0].fact.pack_id == "pack-0"
+
+
+def nonsense(change: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]]:
+    """A reply in which one row of several is wrong."""
+
+    def rewrite(rows: list[Row]) -> list[Row]:
+        change(rows[1])
+        return rows
+
+    return rewrite
+
+
+def test_replies_that_contradict_themselves_are_never_announced(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """NaN, tokens of an unknown version and aborted samples are refused; the pack ends as a dead letter."""
+    ring_end.publish(4)
+    start_worker("w0", *attached(faulty_engine), "worker.task_attempts=1")
+    changes: dict[str, Callable[[Row], object]] = {
+        "not finite": lambda row: row["meta_info"]["output_token_logprobs"][0].__setitem__(0, math.nan),
+        "which this worker never loaded": lambda row: row["meta_info"]["weight_versions"][0].update(version="9"),
+        "aborted": lambda row: row["meta_info"].update(finish_reason={"type": "abort", "message": "why not"}),
+    }
+    for number, (words, change) in enumerate(changes.items(), 1):
+        faulty_engine.rewrite = nonsense(change)
+        ring_end.issue(f"pack-{number}", [make_task("e0.p0.a0", group_size=3)])
+        wait_for(lambda: len(ring_end.dead) == number, f"the dead letter about {words!r}")  # noqa: B023
+        assert words in ring_end.dead[-1].detail
+    assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
+
+
+def test_hopeless_tasks_are_refused_at_once_and_the_rest_of_the_pack_goes_on(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A token id beyond the vocabulary and a prompt beyond the context are dead letters; their pack mates are not."""
+    ring_end.publish(0)
+    start_worker("w0", *attached(faulty_engine))
+    tasks = [
+        make_task("good"),
+        make_task("alien", prompt_ids=[5, 100_000]),
+        make_task("long", prompt_ids=[5] * 120),
+        make_task("greedy", temperature=0.0),
+    ]
+    ring_end.issue("pack-0", tasks)
+    assert [group.group_id for group in ring_end.collect(1)[0].fact.groups] == ["good"]
+    wait_for(lambda: len(ring_end.dead) == 3, "the dead letters")
+    assert {letter.reason: letter.group_ids for letter in ring_end.dead} == {
+        "token_out_of_range": ("alien",),
+        "too_long": ("long",),
+        "inexact_sampling": ("greedy",),
+    }
+
+
+def test_a_pack_of_hopeless_tasks_only_is_settled(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """Nothing is announced, the queue is empty, the engine was never asked."""
+    ring_end.publish(0)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.issue("pack-0", [make_task("alien", prompt_ids=[100_000])])
+    wait_for(lambda: ring_end.dead and ring_end.num_tasks() == 0, "the pack to be settled")
+    assert faulty_engine.requests == []
+
+
+def test_a_pack_whose_task_list_is_gone_becomes_a_dead_letter(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A missing object is not waited for: no attempt can bring it back."""
+    ring_end.publish(0)
+    start_worker("w0", *attached(faulty_engine))
+    gone = BlobRef(key=f"runs/{ring_end.run_id}/tasks/gone.msgpack", size_bytes=3, sha256="0" * 64)
+    ring_end.issue("pack-0", tasks_blob=gone)
+    wait_for(lambda: ring_end.dead, "the dead letter")
+    assert ring_end.dead[0].reason == "BlobMissing"
+    assert gone.key in ring_end.dead[0].detail
+
+
+def test_an_attached_server_that_forgot_its_weights_gets_them_again(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A server that was restarted with other weights is told to load ours; nothing it sampled meanwhile counts."""
+    ring_end.publish(2)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.wait_applied("w0", 2)
+    faulty_engine.version = "default"
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    [group] = ring_end.collect_groups(1)
+    assert {run.version for row in group.trajectories for run in row.version_runs} == {2}
+    assert [version for version, _ in faulty_engine.loads] == ["2", "2"]
+
+
+def test_a_server_with_a_key_is_given_it(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
+):
+    """The key in ``engine_api_key_file`` is sent as a bearer token."""
+    ring_end.publish(0)
+    faulty_engine.api_key = "secret"
+    (tmp_path / "key").write_text("secret\n")
+    start_worker("w0", *attached(faulty_engine), f"worker.engine_api_key_file={tmp_path / 'key'}")
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    ring_end.collect(1)
+
+
+def test_the_worker_outlives_nats(
+    own_nats: Callable[[], NatsServer], s3_settings: S3Settings, run_id: str, tmp_path: Path
+):
+    """A killed NATS server is waited for; the pack that was in the engine is announced when it is back."""
+    nats = own_nats()
+    with Bus.connect(nats.settings, name="test") as bus, FaultyEngine() as engine:
+        bootstrap(bus, Blobs(s3_settings), run_id)
+        ring_end = RingEnd(bus, Blobs(s3_settings), run_id, tmp_path)
+        ring_end.publish(0)
+        engine.flow.clear()
+        worker = worker_process(tmp_path, run_id, "w0", nats.settings, s3_settings, *attached(engine))
+        try:
+            ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+            engine.wait_for_requests(1)
+            nats.kill()
+            engine.flow.set()
+            wait_for(lambda: "NATS is away" in worker.log_tail(), "the worker to notice")
+            nats.restart()
+            assert ring_end.collect(1)[0].fact.pack_id == "pack-0"
+            ring_end.issue("pack-1", [make_task("e0.p1.a0")])
+            assert ring_end.collect(1)[0].fact.pack_id == "pack-1"
+            assert worker.alive
+        finally:
+            worker.kill()
+
+
+def test_the_worker_outlives_s3(
+    own_s3: Callable[[], S3Server], nats_settings: NatsSettings, bus: Bus, run_id: str, tmp_path: Path
+):
+    """While S3 is away a generated pack is kept, and stored when it is back."""
+    s3 = own_s3()
+    blobs = Blobs(s3.settings)
+    bootstrap(bus, blobs, run_id)
+    ring_end = RingEnd(bus, blobs, run_id, tmp_path)
+    ring_end.publish(0)
+    with FaultyEngine() as engine:
+        engine.flow.clear()
+        worker = worker_process(tmp_path, run_id, "w0", nats_settings, s3.settings, *attached(engine))
+        try:
+            ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+            engine.wait_for_requests(1)
+            s3.kill()
+            engine.flow.set()
+            wait_for(lambda: engine.num_running == 0, "the generation to end")
+            assert bus.stream_state(f"{run_id}-generated").wait().num_messages == 0
+            s3.restart()
+            assert len(ring_end.collect_groups(1)) == 1
+            assert len(engine.requests) == 1
+        finally:
+            worker.kill()
+
+
+def run_to_the_end(worker: Child) -> str:
+    """The log of a worker that must end by itself with status 1."""
+    assert worker.wait(40) == 1
+    return worker.log_tail()
+
+
+def test_a_run_that_was_not_bootstrapped_is_named(
+    start_worker: StartWorker, faulty_engine: FaultyEngine, ring_streams: str
+):
+    """The worker ends at once and says what creates the streams."""
+    log = run_to_the_end(start_worker("w0", *attached(faulty_engine), "run.id=nobody"))
+    assert "stream nobody-tasks has no consumer rollout-train" in log
+    assert "python -m deploy.bootstrap --run nobody" in log
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("nats.password=wrong", "refused user penstock"),
+        ("s3.secret_key=wrong", "check s3.access_key and s3.secret_key"),
+        ("s3.bucket=elsewhere", "no bucket 'elsewhere'"),
+        ("worker.engin=embedded", "did you mean worker.engine?"),
+        ("worker.engine_url=", "needs worker.engine_url"),
+        ("worker.id=a b", "must be 1 to 64 characters"),
+        ("worker.engine_api_key_file=/nowhere/key", "/nowhere/key: not readable"),
+        ("worker.cache_dir=/proc/nowhere", "worker.cache_dir: cannot make"),
+    ],
+)
+def test_wrong_settings_are_named(start_worker: StartWorker, faulty_engine: FaultyEngine, override: str, words: str):
+    """The worker ends with status 1 and a sentence that names the setting."""
+    assert words in run_to_the_end(start_worker("w0", *attached(faulty_engine), override))
