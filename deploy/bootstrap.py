@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pydantic import BaseModel, ConfigDict
 
 from protocol import logs, streams
-from protocol.config_sources import split_arguments
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import PenstockError
-from protocol.runfile import load
+from protocol.runfile import load, split_arguments
 from protocol.streams import StreamLimits
 from protocol.subjects import check_run_id
 from protocol.transport.blobs import Blobs
@@ -64,7 +63,7 @@ class ConnectionSettings(BaseModel):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Create or delete what a run needs; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m deploy.bootstrap", description="Streams, consumers and buckets of a run."
+        prog="python -m deploy.bootstrap", description="Streams, consumers and buckets of a run.", allow_abbrev=False
     )
     parser.add_argument("--run", required=True, help="id of the run")
     parser.add_argument("--delete", action="store_true", help="delete the run's streams and all they hold")

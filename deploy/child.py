@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,6 +20,9 @@ _BOUND = Path(__file__).with_name("bound.py")
 # The kernel takes the end of the *thread* that forked for the end of the parent. So all children
 # are started by this one thread, which lives as long as the process does.
 _starter = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
+_started: set[int] = set()  # process ids of all children; touched by that thread alone
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class DeployError(PenstockError):
@@ -60,10 +64,15 @@ class Child:
         self._process = _starter.submit(self._popen).result()
         self._group_may_live = True
 
+    def relaunch(self) -> Child:
+        """Start again after an end; returns itself, as a supervisor wants the new process."""
+        self.start()
+        return self
+
     def _popen(self) -> subprocess.Popen[bytes]:
         bound = [sys.executable, "-I", "-S", str(_BOUND), str(os.getpid()), str(int(self._death_signal))]
         with self.log.open("ab") as out:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [*bound, *self.command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -72,6 +81,8 @@ class Child:
                 pass_fds=self._keep_open,
                 start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended as one
             )
+        _started.add(process.pid)
+        return process
 
     @property
     def pid(self) -> int:
@@ -154,6 +165,34 @@ class Child:
         code = self.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         return DeployError(f"{self.name} {what}; it {end}. Last lines of {self.log}:\n{self.log_tail()}")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what dead children leave behind, instead of process 1 (PR_SET_CHILD_SUBREAPER)."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def end_orphans() -> int:
+    """Kill and reap adopted processes, so that they cost nothing more and their CPU time is counted.
+
+    An orphan is a child of ours that we did not start, in another session than ours: what other
+    code of this process starts shares our session and is left alone. Returns how many there were.
+    """
+    return _starter.submit(_end_orphans).result()
+
+
+def _end_orphans() -> int:
+    ended = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ChildProcessError):
+            pid = int(path.parent.name)
+            fields = path.read_text().rsplit(")", 1)[1].split()  # state, parent, group, session, ...
+            if int(fields[1]) == os.getpid() and int(fields[3]) != os.getsid(0) and pid not in _started:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                ended += 1
+    return ended
 
 
 def describe_exit(code: int) -> str:

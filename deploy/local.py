@@ -39,9 +39,18 @@ _LOCK_PATIENCE_S = 5.0  # servers of a holder that was killed need a moment to e
 class LocalStack:
     """nats-server and an S3 server over one locked data folder. Use it as a context manager."""
 
-    def __init__(self, data: Path, *, nats_port: int = 0, s3_port: int = 0, max_store_gb: int = 50) -> None:
+    def __init__(
+        self,
+        data: Path,
+        *,
+        nats_port: int = 0,
+        s3_port: int = 0,
+        max_store_gb: int = 50,
+        log_folder: Path | None = None,
+    ) -> None:
         """``data`` is made when it is not there. Port 0: the one used last time if free, else any."""
         self.data = data.absolute()
+        self._log_folder = log_folder or self.data / "logs"
         self._ports = {NatsServer.name: nats_port, S3Server.name: s3_port}
         self._max_store_gb = max_store_gb
         self._lock_fd: int | None = None
@@ -78,7 +87,7 @@ class LocalStack:
         shared = (self._lock_fd,)  # the folder stays locked until the last server has ended
         self._nats = NatsServer(
             self.data / "nats",
-            log=self.data / "logs" / "nats-server.log",
+            log=self._log_folder / "nats-server.log",
             password=self._kept_secret("nats.password"),
             port=self._port(NatsServer.name),
             max_store_gb=self._max_store_gb,
@@ -86,7 +95,7 @@ class LocalStack:
         )
         self._s3 = S3Server(
             self.data / "objects",
-            log=self.data / "logs" / "s3-server.log",
+            log=self._log_folder / "s3-server.log",
             secret_key=self._kept_secret("s3.secret_key"),
             port=self._port(S3Server.name),
             keep_open=shared,

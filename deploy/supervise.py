@@ -14,7 +14,7 @@ from typing import Literal
 
 import structlog
 
-from deploy.child import Child, DeployError, describe_exit
+from deploy.child import Child, DeployError, describe_exit, end_orphans
 from protocol.errors import PenstockError
 
 log = structlog.get_logger("deploy")
@@ -135,6 +135,7 @@ class Supervisor:
     def _died(self, child: Child) -> None:
         code = child.returncode
         child.reap_group()
+        end_orphans()
         watched = self._watched[child.name]
         how = describe_exit(code) if code is not None else "unknown"
         if watched.again is None:

@@ -8,8 +8,22 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+
+class _Stderr:
+    """Whatever ``sys.stderr`` is when a line is written: it may be replaced, and closed, after configuration."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+_STDERR = cast(TextIO, _Stderr())
 
 
 def configure(service: str, *, level: str = "info", json_lines: bool | None = None) -> None:
@@ -27,8 +41,8 @@ def configure(service: str, *, level: str = "info", json_lines: bool | None = No
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=_STDERR),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(stream=_STDERR, level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")

@@ -1,0 +1,96 @@
+"""What a run needs is created once, changed in place, and deleted whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy import bootstrap as command
+from deploy.bootstrap import bootstrap, delete_run
+from protocol import streams, subjects
+from protocol.connection import NatsSettings, S3Settings
+from protocol.errors import ConfigError
+from protocol.streams import StreamLimits
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.groups import make_task_issued
+
+
+def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """The second time nothing changes and what was published stays."""
+    bootstrap(bus, blobs, run_id)
+    bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
+    bootstrap(bus, blobs, run_id)
+    assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
+    for spec in streams.consumers(run_id):
+        assert bus.consumer_state(spec).wait().num_ack_pending == 0
+    for bucket in streams.buckets(run_id):
+        assert bus.key_value(bucket.bucket).wait().bucket == bucket.bucket
+
+
+def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """Other limits update the streams in place and keep what they hold."""
+    bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
+    bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
+    bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=2, ack_wait_s=5.0))
+    bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id, "p1"), msg_id="2").wait()
+    assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 2
+
+
+def test_a_deleted_run_is_gone_and_others_stay(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """Deleting takes all streams and buckets of one run, nothing of a run whose name begins the same."""
+    bootstrap(bus, blobs, run_id)
+    bootstrap(bus, blobs, f"{run_id}-b")
+    assert delete_run(bus, run_id) == len(streams.stream_names(run_id)) + 2
+    assert delete_run(bus, run_id) == 0
+    left = set(bus.stream_names().wait())
+    assert not left & set(streams.stream_names(run_id))
+    assert set(streams.stream_names(f"{run_id}-b")) <= left
+
+
+def test_a_bad_run_id_is_refused(bus: Bus, blobs: Blobs) -> None:
+    """Names that cannot stand in subjects and keys are refused before anything is created."""
+    with pytest.raises(ConfigError, match=r"run id 'A\.B' must be"):
+        bootstrap(bus, blobs, "A.B")
+
+
+def arguments(nats: NatsSettings, s3: S3Settings) -> list[str]:
+    return [
+        f"nats.url={nats.url}",
+        f"nats.user={nats.user}",
+        f"--nats.password={nats.password}",
+        f"s3.endpoint={s3.endpoint}",
+        f"s3.access_key={s3.access_key}",
+        *("--s3.secret-key", s3.secret_key),
+    ]
+
+
+def test_the_command_creates_and_deletes(
+    bus: Bus,
+    run_id: str,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command line does both, and deletes only when it was told that it may."""
+    where = arguments(nats_settings, s3_settings)
+    assert command.main(["--run", run_id, *where]) == 0
+    assert f"run {run_id} is ready" in capsys.readouterr().out
+    assert command.main(["--run", run_id, "--delete", *where]) == 1
+    assert "nothing was deleted" in capsys.readouterr().err
+    assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 0
+    assert command.main(["--run", run_id, "--delete", "--yes", *where]) == 0
+    assert f"streams of run {run_id} were deleted" in capsys.readouterr().out
+
+
+def test_the_command_says_its_mistakes_in_one_line(
+    run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown keys, bad ids and wrong credentials end with exit code 1 and a sentence."""
+    where = arguments(nats_settings, s3_settings)
+    for extra, text in (
+        (["--run", run_id, *where, "nats.ulr=x"], "did you mean nats.url?"),
+        (["--run", "A.B", *where], "run id 'A.B'"),
+        (["--run", run_id, *where, "nats.password=wrong"], "refused user penstock"),
+    ):
+        assert command.main(extra) == 1
+        assert text in capsys.readouterr().err

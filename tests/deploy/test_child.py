@@ -1,0 +1,166 @@
+"""A child process ends with its parent, in every way a parent can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.child import Child, DeployError, describe_exit, end_orphans
+from tests.servers import wait_for
+
+SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[Child]:
+    child = Child("sleeper", SLEEP, log=tmp_path / "log")
+    child.start()
+    wait_for(lambda: "ready" in child.log_tail(), "the child to run")
+    yield child
+    child.kill()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_stopped_child_is_gone(sleeper: Child) -> None:
+    """Stopping asks with SIGTERM and leaves no process."""
+    sleeper.stop()
+    assert not sleeper.alive
+    assert sleeper.returncode == -signal.SIGTERM
+    assert is_gone(sleeper.pid)
+
+
+def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    """Who ignores SIGTERM gets SIGKILL after the grace."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    child = Child("deaf", [sys.executable, "-c", deaf], log=tmp_path / "log")
+    child.start()
+    wait_for(lambda: "ready" in child.log_tail(), "the child to run")
+    child.stop(grace_s=0.1)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_killed_child_takes_what_it_started_with_it(tmp_path: Path) -> None:
+    """The whole process group ends, grandchildren included."""
+    code = f"import subprocess, time; p = subprocess.Popen({SLEEP!r}); print('pid', p.pid, flush=True); time.sleep(600)"
+    child = Child("parent", [sys.executable, "-c", code], log=tmp_path / "log")
+    child.start()
+    wait_for(lambda: "ready" in child.log_tail(), "the grandchild to run")
+    grandchild = int(child.log.read_text().split("pid ")[1].split()[0])
+    child.kill()
+    wait_for(lambda: is_gone(grandchild), "the grandchild's end")
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "os.kill(os.getpid(), 9)", "os.abort()"])
+def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
+    """However the parent ends, SIGKILL included, and whichever thread started it, the child ends too."""
+    code = f"""
+        import os, sys, threading
+        from pathlib import Path
+        from deploy.child import Child, wait_until
+        child = Child("c", {SLEEP!r}, log=Path({str(tmp_path / "log")!r}))
+        starter = threading.Thread(target=child.start)
+        starter.start()
+        starter.join()
+        assert wait_until(lambda: "ready" in child.log_tail(), 20)
+        assert child.alive, "it must outlive the thread that started it"
+        print(child.pid, flush=True)
+        {end}
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        timeout=60,
+    )
+    pid = int(done.stdout)
+    wait_for(lambda: is_gone(pid), "the child's end")
+
+
+def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) -> None:
+    """What a dead child left behind in another session becomes ours, is ended, and its CPU time is counted."""
+    code = f"""
+        import resource, sys
+        def cpu_s():
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return used.ru_utime + used.ru_stime
+        from pathlib import Path
+        from deploy.child import Child, adopt_orphans, end_orphans, wait_until
+        adopt_orphans()
+        busy = "import time\\nwhile time.process_time() < 0.3: pass\\nprint('ready', flush=True); time.sleep(600)"
+        parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {{busy!r}}], start_new_session=True); time.sleep(600)"
+        child = Child("c", [sys.executable, "-c", parent], log=Path({str(tmp_path / "log")!r}))
+        child.start()
+        assert wait_until(lambda: "ready" in child.log_tail(), 30)
+        child.kill()
+        before = cpu_s()
+        assert end_orphans() == 1
+        assert cpu_s() - before >= 0.29
+        assert end_orphans() == 0
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_processes_that_others_started_are_no_orphans(sleeper: Child) -> None:
+    """A process of our own session, and one that is being watched, are left alone."""
+    other = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
+    try:
+        assert end_orphans() == 0
+        assert other.poll() is None
+        assert sleeper.alive
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_failure_shows_exit_and_log(tmp_path: Path) -> None:
+    """The error says how the process ended and shows the end of its log."""
+    child = Child("talker", [sys.executable, "-c", "print('last words'); raise SystemExit(3)"], log=tmp_path / "log")
+    child.start()
+    assert child.wait(20.0) == 3
+    assert "talker gave up; it ended with exit code 3" in str(child.failure("gave up"))
+    assert "    last words" in str(child.failure("gave up"))
+
+
+def test_a_child_cannot_be_started_twice(sleeper: Child) -> None:
+    """Starting a running child is refused with its process id."""
+    with pytest.raises(DeployError, match=f"sleeper is running already .pid {sleeper.pid}"):
+        sleeper.start()
+
+
+def test_a_wait_has_a_deadline(sleeper: Child) -> None:
+    """Waiting for a child that does not end is an error that names it."""
+    with pytest.raises(DeployError, match=r"sleeper .* did not end within 0 s"):
+        sleeper.wait(0.05)
+
+
+def test_exits_are_said_in_words() -> None:
+    """Signals have names, exit codes numbers."""
+    assert [describe_exit(code) for code in (0, 3, -9, -15)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGTERM"]
+
+
+def test_ctrl_c_does_not_reach_the_child(sleeper: Child) -> None:
+    """The child leads a session of its own, so a terminal's signals reach the parent alone."""
+    assert os.getsid(sleeper.pid) == sleeper.pid != os.getsid(0)

@@ -1,0 +1,185 @@
+"""``penstock up``: two servers over one folder that remember who they are and end with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deploy.child import DeployError
+from deploy.local import LocalStack
+from deploy.servers import remove_stale_uploads
+from deploy.supervise import Supervisor
+from protocol.connection import NatsSettings, S3Settings
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.servers import require, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _programs() -> None:
+    require("nats-server")
+    require("rclone")
+
+
+def test_a_stack_remembers_its_data_ports_and_secrets(tmp_path: Path) -> None:
+    """A second start over the same folder has the same addresses, credentials and objects."""
+    with LocalStack(tmp_path / "data") as stack:
+        environment = stack.environment()
+        ref = Blobs(stack.s3).put("runs/x/y", b"kept")
+        with Bus.connect(stack.nats, name="test") as bus:
+            assert bus.down_s == 0.0
+    with LocalStack(tmp_path / "data") as stack:
+        assert stack.environment() == environment
+        assert Blobs(stack.s3).get(ref) == b"kept"
+
+
+def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:
+    """Password and key lie in files of mode 0600, differ, and are on no command line."""
+    with LocalStack(tmp_path / "data") as stack:
+        secrets = [stack.nats.secret(), stack.s3.secret()]
+        assert len(set(secrets)) == 2
+        for name in ("nats.password", "s3.secret_key", "nats/nats.conf"):
+            assert stat.S_IMODE((tmp_path / "data" / name).stat().st_mode) == 0o600
+        for pid in stack.pids:
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            assert not any(secret in command for secret in secrets)
+        assert not any(secret in value for secret in secrets for value in stack.environment().values())
+
+
+def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
+    """The second start over a folder names the process that holds it and harms nothing."""
+    with LocalStack(tmp_path / "data") as stack:
+        with pytest.raises(DeployError, match=rf"{tmp_path}/data is in use by process {os.getpid()}"):
+            LocalStack(tmp_path / "data").start()
+        Blobs(stack.s3).check()
+
+
+def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
+    """Either server is started again on its port, and clients go on."""
+    supervisor = Supervisor()
+    stack = LocalStack(tmp_path / "data")
+    stack.start(supervisor)
+    try:
+        with Bus.connect(stack.nats, name="test") as bus:
+            ref = Blobs(stack.s3).put("runs/x/y", b"kept")
+            for pid in stack.pids:
+                os.kill(pid, signal.SIGKILL)
+            assert supervisor.wait_for(lambda: [e.kind for e in supervisor.events].count("restarted") == 2, 20.0)
+            assert Blobs(stack.s3).get(ref) == b"kept"
+            assert bus.stream_names().wait() == []
+    finally:
+        supervisor.close()
+        stack.stop()
+
+
+def test_only_old_leftovers_of_uploads_are_removed(tmp_path: Path) -> None:
+    """What a crash left behind goes after a day; uploads under way and objects stay."""
+    old, new, kept = tmp_path / "b" / ".rclone_temp_put_1", tmp_path / ".rclone_temp_put_2", tmp_path / "b" / "object"
+    for path in (old, new, kept):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    for path in (old, kept):
+        os.utime(path, (0, 0))
+    assert remove_stale_uploads(tmp_path) == 1
+    assert (old.exists(), new.exists(), kept.exists()) == (False, True, True)
+
+
+# ── the command ───────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def penstock_up(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """The running command and the environment it printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deploy.local", *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    environment = {}
+    try:
+        while "PENSTOCK_S3__REGION" not in environment:
+            line = process.stdout.readline()
+            assert line, f"it ended with {process.wait()}"
+            name, _, value = line.removeprefix("export ").strip().partition("=")
+            environment[name] = value
+        yield process, environment
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def servers_of(data: Path) -> list[int]:
+    """Process ids of the servers over a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+        except OSError:
+            continue
+        if Path(words[0]).name in {"nats-server", "rclone"} and any(str(data) in word for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM and SIGKILL leave no server behind, and the folder can be used again at once."""
+    data = tmp_path / "data"
+    with penstock_up("--data", str(data)) as (process, _):
+        assert len(servers_of(data)) == 2
+        process.send_signal(how)
+        assert process.wait(20.0) == (-how if how == signal.SIGKILL else 0)
+        with LocalStack(data):
+            pass
+    wait_for(lambda: servers_of(data) == [], "the servers' end")
+
+
+def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None:
+    """Whoever exports what was printed reaches both servers; ``--run`` has made the run's streams."""
+    with penstock_up("--data", str(tmp_path / "data"), "--run", "mine") as (_, environment):
+        nats = NatsSettings(
+            url=environment["PENSTOCK_NATS__URL"],
+            user=environment["PENSTOCK_NATS__USER"],
+            password_file=Path(environment["PENSTOCK_NATS__PASSWORD_FILE"]),
+        )
+        with Bus.connect(nats, name="test") as bus:
+            assert bus.stream_state("mine-tasks").wait().num_messages == 0
+        Blobs(
+            S3Settings(
+                endpoint=environment["PENSTOCK_S3__ENDPOINT"],
+                access_key=environment["PENSTOCK_S3__ACCESS_KEY"],
+                secret_key_file=Path(environment["PENSTOCK_S3__SECRET_KEY_FILE"]),
+            )
+        ).check()
+        written = (tmp_path / "data" / "environment").read_text()
+        assert all(f"export {name}={value}\n" in written for name, value in environment.items())
+
+
+def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
+    """A folder in use and a bad run id are said in one line, without a traceback."""
+    with LocalStack(tmp_path / "data"):
+        for arguments, text in (
+            (["--data", str(tmp_path / "data")], "is in use by process"),
+            (["--data", str(tmp_path / "other"), "--run", "No Good"], "run id 'No Good' must be"),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "deploy.local", *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+                timeout=60,
+            )
+            assert done.returncode == 1
+            assert text in done.stderr
+            assert "Traceback" not in done.stderr
