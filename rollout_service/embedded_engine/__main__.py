@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+from rollout_service.embedded_engine.memory import keep_freed_memory
 from rollout_service.embedded_engine.parent import die_with_parent
 from rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
 
@@ -16,6 +17,7 @@ def main() -> int:
     settings = parse_arguments(sys.argv[1:])
     if settings.die_with_parent:
         die_with_parent()
+    keep_freed_memory()
     # Before torch is imported: OpenMP reads it once, and gives every later thread its own default otherwise.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     from protocol.logs import configure  # noqa: PLC0415

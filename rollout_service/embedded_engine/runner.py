@@ -16,6 +16,7 @@ import torch
 
 from rollout_service.embedded_engine.kv_cache import KVCache
 from rollout_service.embedded_engine.sampler import GREEDY_BELOW, Choice, sample, uniforms
+from rollout_service.embedded_engine.scheduler import padded_rows
 from rollout_service.embedded_engine.sequence import FinishReason, Sequence
 from rollout_service.embedded_engine.transformer import PromptBatch, Transformer, Weights
 
@@ -99,7 +100,7 @@ class Runner:
         self.running: list[Sequence] = []
         self._model = model
         self._cache = cache
-        self._rows = Rows.empty(max_running)
+        self._rows = Rows.empty(padded_rows(max_running))
         self._device = cache.data.device
         self._find_stop_string = find_stop_string
 
@@ -116,7 +117,7 @@ class Runner:
         prompts = sorted(groups, key=len)
         ordered = [sequence for prompt in prompts for sequence in groups[prompt]]
         first = len(self.running)
-        self._cache.ensure(first + len(ordered), len(prompts[-1]) + 1)
+        self._cache.ensure(padded_rows(first + len(ordered)), len(prompts[-1]) + 1)
         copies = [len(groups[prompt]) for prompt in prompts]
         hidden = self._model.prefill(self.weights, self._pack(prompts, copies, first), self._cache)
         ends = np.cumsum([len(prompt) for prompt in prompts])
@@ -126,23 +127,28 @@ class Runner:
             self._rows.put(row, sequence)
             self._rows.position[row] = sequence.num_tokens
         self.running.extend(ordered)
-        logits = self._model.logits(self.weights, hidden[self._to_device(ends - 1)])
+        last = np.zeros(padded_rows(len(prompts)), dtype=np.int64)
+        last[: len(prompts)] = ends - 1
+        logits = self._model.logits(self.weights, hidden[self._to_device(last)])[: len(prompts)]
         logits = logits.repeat_interleave(torch.tensor(copies, device=self._device), dim=0)
         return self._advance(logits, first)
 
     def step(self) -> list[Sequence]:
         """Compute and sample one token for every running sequence; returns those that finished."""
-        num = len(self.running)
-        positions = self._rows.position[:num]
-        columns = int(positions.max()) + 1
-        self._cache.ensure(num, columns)
-        at = self._to_device(positions)
+        num, rows = len(self.running), padded_rows(len(self.running))
+        running = self._rows.position[:num]
+        columns = int(running.max()) + 1
+        self._cache.ensure(rows, columns)
+        # Rows beyond num belong to nobody: token 0 at position 0, computed and thrown away.
+        self._rows.position[num:rows] = 0
+        self._rows.last_token[num:rows] = 0
+        at = self._to_device(self._rows.position[:rows])
         mask = None
-        if int(positions.min()) + 1 != columns:
+        if int(running.min()) + 1 != columns:
             beyond = torch.arange(columns, device=self._device) > at.unsqueeze(1)
-            mask = torch.zeros(num, columns, device=self._device).masked_fill_(beyond, -torch.inf)
-        tokens = self._to_device(self._rows.last_token[:num])
-        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache)
+            mask = torch.zeros(rows, columns, device=self._device).masked_fill_(beyond, -torch.inf)
+        tokens = self._to_device(self._rows.last_token[:rows])
+        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache)[:num]
         self._rows.position[:num] += 1
         return self._advance(logits, 0)
 
@@ -165,8 +171,10 @@ class Runner:
 
     def _pack(self, prompts: list[tuple[int, ...]], copies: list[int], first_row: int) -> PromptBatch:
         spans = [(len(list(same)), length) for length, same in itertools.groupby(map(len, prompts))]
-        positions = np.concatenate([np.tile(np.arange(length), num) for num, length in spans])
-        token_ids = np.fromiter(itertools.chain.from_iterable(prompts), dtype=np.int64, count=len(positions))
+        num_tokens = sum(map(len, prompts))
+        positions, token_ids = np.zeros((2, padded_rows(num_tokens)), dtype=np.int64)
+        positions[:num_tokens] = np.concatenate([np.tile(np.arange(length), num) for num, length in spans])
+        token_ids[:num_tokens] = list(itertools.chain.from_iterable(prompts))
         return PromptBatch(self._to_device(token_ids), self._to_device(positions), spans, copies, first_row)
 
     def _report_prompt(self, sharers: list[Sequence], hidden: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 First come, first served: nobody overtakes, so nobody starves. Three rules:
 
-1. The KV rectangle must hold the worst case: (rows x longest possible sequence) <= ``max_total_tokens``.
+1. The KV rectangle must hold the worst case: (padded rows x longest possible sequence) <= ``max_total_tokens``.
    A sequence once admitted is therefore never thrown out for lack of memory.
 2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
    goes alone). Sequences with the same tokens are computed once and cost nothing more.
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from rollout_service.embedded_engine.sequence import Sequence
 
+_EXACT_ROWS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -26,6 +28,18 @@ class Limits:
     max_running: int  # sequences that decode together
     max_total_tokens: int  # rows x columns of the KV rectangle
     max_prefill_tokens: int  # different prompt tokens computed in one pass
+
+
+def padded_rows(num_rows: int) -> int:
+    """Return how many rows to compute for ``num_rows``: at most an eighth (or seven) more, and few values.
+
+    oneDNN prepares every new matrix shape for about half a millisecond, more than a small model computes on
+    it; with all row counts allowed, its cache of prepared shapes would also overflow.
+    """
+    if num_rows <= _EXACT_ROWS:
+        return num_rows
+    step = max(_EXACT_ROWS, 1 << (num_rows.bit_length() - 4))
+    return -(-num_rows // step) * step
 
 
 def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], limits: Limits) -> list[Sequence]:
@@ -42,7 +56,7 @@ def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], lim
     prefill_tokens = 0
     for sequence in waiting:
         longest = max(longest, sequence.max_tokens)
-        if len(chosen) == free or (len(current) + len(chosen) + 1) * longest > limits.max_total_tokens:
+        if len(chosen) == free or padded_rows(len(current) + len(chosen) + 1) * longest > limits.max_total_tokens:
             break
         tokens = sequence.tokens()
         if tokens not in prompts:

@@ -51,11 +51,11 @@ class Weights:
 class PromptBatch:
     """Prompts packed one after the other, neighbours of equal length sharing one attention call.
 
-    ``spans`` holds (number of prompts, tokens of each) in packed order; ``rows`` says for each prompt which
-    cache rows [first, last) receive its keys and values. Rows are consecutive in packed order.
+    ``spans`` holds (number of prompts, tokens of each) in packed order. Their keys and values go to
+    consecutive cache rows from ``first_row`` on, ``copies`` rows for each prompt.
     """
 
-    token_ids: torch.Tensor  # [N] int64
+    token_ids: torch.Tensor  # [N] int64; tokens beyond the last span are padding, computed and thrown away
     positions: torch.Tensor  # [N] int64
     spans: Sequence[tuple[int, int]]
     copies: Sequence[int]  # per prompt: how many cache rows receive it
@@ -217,6 +217,7 @@ class Transformer:
                 pairs = pairs.repeat_interleave(torch.tensor(copies, device=qkv.device), dim=0)
             stored[row : row + pairs.shape[0], :, :, :length] = pairs
             token, prompt, row = token + num * length, prompt + num, row + pairs.shape[0]
+        attended[token:] = 0
         return attended
 
     def _attend_step(self, query: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

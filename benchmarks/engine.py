@@ -1,0 +1,232 @@
+"""How many tokens a CPU second buys: the embedded engine against Hugging Face ``generate``.
+
+    python benchmarks/engine.py [--repeats 3]
+
+Prints a Markdown table. All figures are process CPU seconds with one thread, engine and baseline taken in
+turns in the same run, so that a ratio holds although the machine is shared. Each cell is the median.
+
+Workloads: ``equal`` (B prompts of 32 tokens, 64 new tokens each), ``mixed`` (4 B requests, prompts of 8..64
+tokens, log-uniform 8..256 new tokens; the baseline runs them in waves of B, each as long as its longest),
+``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones; also over HTTP).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from rollout_service.embedded_engine.checkpoint import read_checkpoint
+from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.memory import keep_freed_memory
+from rollout_service.embedded_engine.model_config import read_model_config
+from rollout_service.embedded_engine.runner import Runner
+from rollout_service.embedded_engine.scheduler import Limits, choose_admissions
+from rollout_service.embedded_engine.sequence import Sampling, Sequence
+from rollout_service.embedded_engine.transformer import Transformer, prepare_weights
+
+Request = tuple[tuple[int, ...], int]  # prompt, new tokens
+
+
+def build_model(folder: Path, **shape: int) -> object:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **shape, tie_word_embeddings=True, max_position_embeddings=512, eos_token_id=None, pad_token_id=0
+    )
+    config.bos_token_id = None
+    model = Qwen3ForCausalLM(config).float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: torch.dtype) -> Callable[[], int]:
+    """Return a function that serves all requests once and returns the number of new tokens."""
+    from collections import deque
+
+    config = read_model_config(folder)
+    device = torch.device("cpu")
+    limits = Limits(max_running, max_total_tokens=max_running * 512, max_prefill_tokens=8192)
+    with torch.inference_mode():
+        weights = prepare_weights(config, read_checkpoint(folder, config), device=device, dtype=dtype)
+        cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=dtype)
+        model = Transformer(config, device=device, dtype=dtype)
+    runner = Runner(model, weights, cache, max_running=max_running, find_stop_string=lambda _: None)
+
+    def serve() -> int:
+        with torch.inference_mode():
+            waiting = deque(
+                Sequence(str(index), prompt, Sampling(max_new_tokens=new, seed=index))
+                for index, (prompt, new) in enumerate(requests)
+            )
+            while waiting or runner.running:
+                newcomers = choose_admissions(waiting, runner.running, limits)
+                for _ in newcomers:
+                    waiting.popleft()
+                if newcomers:
+                    runner.start(newcomers)
+                else:
+                    runner.step()
+        return sum(new for _, new in requests)
+
+    return serve
+
+
+def run_transformers(model: object, requests: list[Request], wave: int, dtype: torch.dtype) -> Callable[[], int]:
+    """Return a function that serves all requests in static waves and returns the number of *useful* tokens."""
+    model = model.to(dtype)
+
+    def serve() -> int:
+        for start in range(0, len(requests), wave):
+            batch = requests[start : start + wave]
+            width = max(len(prompt) for prompt, _ in batch)
+            ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in batch])
+            mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in batch])
+            new = max(new for _, new in batch)
+            with torch.inference_mode():
+                model.generate(
+                    ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new
+                )
+        return sum(new for _, new in requests)
+
+    return serve
+
+
+def tokens_per_cpu_second(functions: list[Callable[[], int]], repeats: int) -> list[float]:
+    """Take the functions in turns; return the median rate of each."""
+    rates: list[list[float]] = [[] for _ in functions]
+    for attempt in range(repeats + 1):
+        for function, found in zip(functions, rates, strict=True):
+            before = time.process_time()
+            tokens = function()
+            if attempt:  # the first is a warm-up
+                found.append(tokens / (time.process_time() - before))
+    return [statistics.median(found) for found in rates]
+
+
+def equal(batch: int) -> list[Request]:
+    draw = random.Random(0)
+    return [(tuple(draw.randrange(512) for _ in range(32)), 64) for _ in range(batch)]
+
+
+def mixed(batch: int) -> list[Request]:
+    draw = random.Random(1)
+    return [
+        (tuple(draw.randrange(512) for _ in range(draw.randint(8, 64))), round(8 * 32 ** draw.random()))
+        for _ in range(4 * batch)
+    ]
+
+
+def quickstart() -> list[Request]:
+    draw = random.Random(2)
+    prompts = [tuple(draw.randrange(55) for _ in range(21)) for _ in range(12)]
+    return [(prompt, 9) for prompt in prompts for _ in range(8)]
+
+
+def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
+    """Return milliseconds of engine CPU per quickstart request over HTTP: with a tokenless reply, and per update."""
+    with tempfile.TemporaryDirectory() as scratch:
+        port_file = Path(scratch) / "port"
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "rollout_service.embedded_engine", "--model-path", str(folder)),
+                *("--port", "0", "--port-file", str(port_file), "--max-running", "256", "--die-with-parent"),
+            ],
+            cwd=Path(__file__).parent.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while not port_file.exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            connection = http.client.HTTPConnection("127.0.0.1", int(port_file.read_text()))
+            prompts = [list(prompt) for prompt, _ in quickstart()[::8]]
+            params = {"n": 8, "max_new_tokens": 9, "temperature": 1.0}
+            generate = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+            update = {"model_path": str(folder), "weight_version": "1"}
+            costs = []
+            for path, body in (("/generate", generate), ("/update_weights_from_disk", update)):
+                for attempt in range(num_requests + 10):
+                    if attempt == 10:
+                        before = cpu_seconds(process.pid)
+                    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+                    reply = connection.getresponse()
+                    content = reply.read()
+                    assert reply.status == 200, content
+                costs.append((cpu_seconds(process.pid) - before) / num_requests * 1e3)
+            return costs[0], costs[1]
+        finally:
+            process.kill()
+            process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="run only the workloads whose name starts so")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()  # for both: neither is to pay for the allocator
+    processor = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    print(
+        f"{processor}, {os.cpu_count()} cores, torch {torch.__version__}, one thread, load {os.getloadavg()[0]:.1f}\n"
+    )
+    print("| workload | type | HF generate, tok/cpu-s | embedded engine, tok/cpu-s | ratio |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        small, tiny = Path(scratch) / "small", Path(scratch) / "tiny"
+        shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
+        model = build_model(small, **shape, num_key_value_heads=2, head_dim=32, vocab_size=512)
+        shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+        tiny_model = build_model(tiny, **shape, num_key_value_heads=2, head_dim=32, vocab_size=55)
+        cases = [
+            ("equal B=16", small, model, equal(16), 16, torch.float32),
+            ("equal B=64", small, model, equal(64), 64, torch.float32),
+            ("mixed B=16", small, model, mixed(16), 16, torch.float32),
+            ("mixed B=64", small, model, mixed(64), 64, torch.float32),
+            ("equal B=64", small, model, equal(64), 64, torch.bfloat16),
+            ("quickstart 12 x 8 x 9", tiny, tiny_model, quickstart(), 96, torch.float32),
+        ]
+        for name, folder, hf, requests, batch, dtype in cases:
+            if not name.startswith(options.only):
+                continue
+            functions = [run_transformers(hf, requests, batch, dtype), run_engine(folder, requests, batch, dtype)]
+            baseline, ours = tokens_per_cpu_second(functions, options.repeats)
+            print(
+                f"| {name} | {str(dtype).split('.')[1]} | {baseline:,.0f} | {ours:,.0f} | {ours / baseline:.2f} |",
+                flush=True,
+            )
+        if "http".startswith(options.only):
+            generate_ms, update_ms = http_cost(tiny, 100 * options.repeats)
+            print(
+                f"\nOver HTTP, engine process: {generate_ms:.2f} ms CPU per quickstart request (96 completions with logprobs)"
+                f", {update_ms:.2f} ms CPU per weight update."
+            )
+
+
+if __name__ == "__main__":
+    main()
