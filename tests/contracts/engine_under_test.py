@@ -1,0 +1,125 @@
+"""One engine server and a small client for it, whichever implementation it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """A running server: where it is, what it serves first, and which implementation it is."""
+
+    kind: str  # "embedded" | "sglang"
+    url: str
+    model: Path
+
+    def post(self, path: str, body: dict[str, Any] | None = None, *, expect: int = 200) -> Any:
+        """Send a JSON body and return the JSON reply (or text), asserting the status."""
+        reply = httpx.post(self.url + path, json=body or {}, timeout=DEADLINE_S)
+        assert reply.status_code == expect, f"{path}: {reply.status_code} {reply.text}"
+        return reply.json() if "json" in reply.headers.get("content-type", "") else reply.text
+
+    def get(self, path: str, *, expect: int = 200) -> Any:
+        """Return the JSON reply (or text) of a GET, asserting the status."""
+        reply = httpx.get(self.url + path, timeout=DEADLINE_S)
+        assert reply.status_code == expect, f"{path}: {reply.status_code} {reply.text}"
+        return reply.json() if "json" in reply.headers.get("content-type", "") else reply.text
+
+    def generate(self, input_ids: Any, *, expect: int = 200, **fields: Any) -> Any:
+        """Ask for completions with their logprobs; other keyword arguments are sampling parameters."""
+        top = {
+            name: fields.pop(name) for name in ("rid", "logprob_start_len", "return_prompt_token_ids") if name in fields
+        }
+        body = {"input_ids": input_ids, "sampling_params": fields, "return_logprob": True, **top}
+        return self.post("/generate", body, expect=expect)
+
+    def update(self, folder: Path, version: str, *, expect: int = 200, **fields: Any) -> Any:
+        """Load the weights of a folder under a version label."""
+        body = {"model_path": str(folder), "weight_version": version, "load_format": "auto", **fields}
+        return self.post("/update_weights_from_disk", body, expect=expect)
+
+    @property
+    def version(self) -> str:
+        """The version label it serves now."""
+        return self.get("/model_info")["weight_version"]
+
+    @contextlib.contextmanager
+    def streaming(self, input_ids: list[int], *, rid: str, **params: Any) -> Iterator[Stream]:
+        """Start a long generation and wait until it has begun; the block acts while it runs."""
+        body = {
+            "input_ids": input_ids,
+            "rid": rid,
+            "sampling_params": {"ignore_eos": True, **params},
+            "return_logprob": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", self.url + "/generate", json=body, timeout=DEADLINE_S) as reply:
+            assert reply.status_code == 200
+            stream = Stream(reply.iter_lines())
+            stream.wait_for_tokens(8)
+            yield stream
+
+
+class Stream:
+    """The cumulative chunks of one streamed generation."""
+
+    def __init__(self, lines: Iterator[str]) -> None:
+        """Read from an event stream's lines."""
+        self._lines = lines
+        self._last: dict[str, Any] = {}
+
+    def wait_for_tokens(self, num_tokens: int) -> None:
+        """Read chunks until so many tokens have been generated."""
+        while len(self._last.get("output_ids", ())) < num_tokens:
+            assert self._read(), f"the generation ended after {self._last}"
+
+    def result(self) -> dict[str, Any]:
+        """Read to the end and return the final reply."""
+        while self._read():
+            pass
+        assert self._last["meta_info"]["finish_reason"] is not None, self._last
+        return self._last
+
+    def _read(self) -> bool:
+        for line in self._lines:
+            if line == "data: [DONE]":
+                return False
+            if line.startswith("data: "):
+                self._last = json.loads(line.removeprefix("data: "))
+                assert "error" not in self._last, self._last
+                return True
+        return False
+
+
+@contextlib.contextmanager
+def embedded_engine(model: Path, scratch: Path, *arguments: str) -> Iterator[EngineUnderTest]:
+    """Run an embedded engine on a model folder for the length of the block."""
+    port_file = scratch / "port"
+    log = scratch / "engine.log"
+    command = [sys.executable, "-m", "rollout_service.embedded_engine", "--model-path", str(model), "--port", "0"]
+    command += ["--port-file", str(port_file), "--die-with-parent", *arguments]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[2])
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not port_file.exists():
+            assert process.poll() is None, f"the engine ended: {log.read_text()}"
+            assert time.monotonic() < deadline, f"the engine opened no port: {log.read_text()}"
+            time.sleep(0.02)
+        yield EngineUnderTest("embedded", f"http://127.0.0.1:{port_file.read_text().strip()}", model)
+        assert process.poll() is None, f"the engine died: {log.read_text()}"
+    finally:
+        process.kill()
+        process.wait()

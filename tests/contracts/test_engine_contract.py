@@ -1,0 +1,348 @@
+"""What every engine promises the rollout worker: SGLang's HTTP contract as Penstock relies on it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest
+from tests.contracts.tiny_model import Dense, read_tensors, write_changed_copy, write_tensors
+from tests.servers import wait_for
+
+PROMPT = [5, 17, 88, 250, 31, 9]
+LONG = 1500  # tokens: seconds of generation, so that something can happen meanwhile
+TOLERANCE = 1e-5  # nats; float32 against float32
+
+
+def logprobs_of(reply: dict) -> list[float]:
+    """The reported logprobs, checked to belong to the reported tokens."""
+    triples = reply["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in triples] == reply["output_ids"]
+    return [logprob for logprob, _, _ in triples]
+
+
+def embedded_only(engine: EngineUnderTest, why: str) -> None:
+    """Skip what the real SGLang is known not to survive."""
+    if engine.kind != "embedded":
+        pytest.skip(why)
+
+
+def test_reply_has_every_field_the_worker_reads(engine: EngineUnderTest) -> None:
+    """A completion says what was generated, why it ended, by which weights, and at what probability."""
+    reply = engine.generate(PROMPT, rid="a" * 32, max_new_tokens=5, ignore_eos=True)
+    meta = reply["meta_info"]
+    assert len(reply["output_ids"]) == 5
+    assert isinstance(reply["text"], str)
+    assert meta["id"] == "a" * 32
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 5)
+    assert meta["weight_version"] == "0"
+    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
+    assert meta["e2e_latency"] > 0
+    assert len(logprobs_of(reply)) == 5
+
+
+def test_greedy_tokens_are_those_of_the_dense_forward(engine: EngineUnderTest, dense: Dense) -> None:
+    """At temperature 0 every token is the argmax of a forward without any cache."""
+    prompts = [PROMPT, PROMPT[:1], PROMPT * 5]
+    replies = engine.generate(prompts, max_new_tokens=20, temperature=0, ignore_eos=True)
+    assert [reply["output_ids"] for reply in replies] == [dense.greedy(prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_dense_forward(engine: EngineUnderTest, dense: Dense, temperature: float) -> None:
+    """Each reported logprob is log softmax(logits / temperature) of the dense forward."""
+    prompts = [PROMPT, PROMPT[:2], PROMPT * 9]
+    replies = engine.generate(prompts, n=2, max_new_tokens=50, temperature=temperature)
+    for index, reply in enumerate(replies):
+        expected = dense.of_completion(prompts[index // 2], reply["output_ids"], temperature)
+        assert logprobs_of(reply) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_prompt_logprobs_are_those_of_the_dense_forward(engine: EngineUnderTest, dense: Dense) -> None:
+    """With logprob_start_len the prompt's own tokens are scored, the first of them without a value."""
+    reply = engine.generate(PROMPT, max_new_tokens=1, logprob_start_len=2)
+    first, *rest = reply["meta_info"]["input_token_logprobs"]
+    assert first[:2] == [None, PROMPT[2]]
+    table = dense.logprobs(PROMPT)
+    assert [token for _, token, _ in rest] == PROMPT[3:]
+    expected = [table[index, PROMPT[index + 1]].item() for index in range(2, len(PROMPT) - 1)]
+    assert [logprob for logprob, _, _ in rest] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_stop_token_ends_the_completion_and_is_part_of_it(engine: EngineUnderTest, dense: Dense) -> None:
+    """The matched stop token is the last of output_ids and named by the finish reason."""
+    greedy = dense.greedy(PROMPT, 8)
+    stop = greedy[5]
+    reply = engine.generate(PROMPT, max_new_tokens=20, temperature=0, stop_token_ids=[stop])
+    end = greedy.index(stop) + 1
+    assert reply["output_ids"] == greedy[:end]
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_ignore_eos_ignores_stop_tokens(engine: EngineUnderTest, dense: Dense) -> None:
+    """With ignore_eos only the length ends a completion."""
+    greedy = dense.greedy(PROMPT, 8)
+    reply = engine.generate(PROMPT, max_new_tokens=8, temperature=0, stop_token_ids=[greedy[0]], ignore_eos=True)
+    assert reply["output_ids"] == greedy
+
+
+def test_min_new_tokens_holds_a_stop_token_back(engine: EngineUnderTest, dense: Dense) -> None:
+    """A stop token cannot be sampled before min_new_tokens others were."""
+    stop = dense.greedy(PROMPT, 1)[0]
+    reply = engine.generate(PROMPT, max_new_tokens=12, min_new_tokens=5, temperature=0, stop_token_ids=[stop])
+    assert stop not in reply["output_ids"][:5]
+
+
+def test_a_stop_string_ends_the_completion(engine: EngineUnderTest) -> None:
+    """Text is cut before the stop string; the tokens that spell it remain."""
+    params = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+    free = engine.generate(PROMPT, **params)
+    stop = free["text"][10:13]
+    reply = engine.generate(PROMPT, stop=[stop], **params)
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert reply["text"] == free["text"][: free["text"].index(stop)]
+    assert reply["output_ids"] == free["output_ids"][: len(reply["output_ids"])]
+
+
+def test_samples_come_prompt_major(engine: EngineUnderTest, dense: Dense) -> None:
+    """A batch of prompts with n samples answers p0s0 p0s1 p1s0 p1s1."""
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[:3]]
+    replies = engine.generate(prompts, n=2, max_new_tokens=4, temperature=0, ignore_eos=True)
+    expected = [dense.greedy(prompt, 4) for prompt in prompts for _ in range(2)]
+    assert [reply["output_ids"] for reply in replies] == expected
+
+
+def test_samples_of_one_prompt_differ(engine: EngineUnderTest) -> None:
+    """Samples are independent draws."""
+    replies = engine.generate(PROMPT, n=8, max_new_tokens=12, ignore_eos=True)
+    assert len({tuple(reply["output_ids"]) for reply in replies}) == 8
+
+
+def test_sampling_parameters_may_differ_within_a_batch(engine: EngineUnderTest) -> None:
+    """A list of sampling_params gives each prompt its own."""
+    params = [{"max_new_tokens": count, "ignore_eos": True} for count in (1, 5, 3)]
+    replies = engine.post("/generate", {"input_ids": [PROMPT] * 3, "sampling_params": params})
+    assert [len(reply["output_ids"]) for reply in replies] == [1, 5, 3]
+
+
+def test_a_batch_of_one_is_still_a_list(engine: EngineUnderTest) -> None:
+    """The shape of the reply follows the shape of the request."""
+    assert isinstance(engine.generate([PROMPT], max_new_tokens=1), list)
+    assert isinstance(engine.generate(PROMPT, max_new_tokens=1), dict)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "params"),
+    [
+        (PROMPT, {"temperature": -1.0}),
+        (PROMPT, {"no_such_parameter": 1}),
+        (PROMPT, {"top_p": 0.0}),
+        (PROMPT, {"top_k": 0}),
+        (PROMPT, {"min_new_tokens": 5, "max_new_tokens": 4}),
+        ([], {}),
+        (PROMPT * 1000, {}),
+        (PROMPT, {"max_new_tokens": 10**6}),
+    ],
+)
+def test_impossible_requests_are_answered_with_400(engine: EngineUnderTest, input_ids: list, params: dict) -> None:
+    """What cannot be served is refused, and the next request is served."""
+    engine.generate(input_ids, expect=400, **params)
+    assert len(engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True)["output_ids"]) == 2
+
+
+def test_a_token_outside_the_vocabulary_is_refused(engine: EngineUnderTest) -> None:
+    """An id the model has no embedding for is a 400 that names it."""
+    embedded_only(engine, "SGLang 0.5.23 on a CPU dies of an index error")
+    assert "100000" in str(engine.generate([5, 100000], expect=400))
+    assert "-1" in str(engine.generate([5, -1], expect=400))
+
+
+def test_abort_returns_what_there_is(engine: EngineUnderTest, dense: Dense) -> None:
+    """An aborted generation answers 200 with its tokens, their logprobs and their version."""
+    with engine.streaming(PROMPT, rid="b" * 32, max_new_tokens=LONG) as stream:
+        engine.post("/abort_request", {"rid": "b" * 32})
+        reply = stream.result()
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 8 <= len(reply["output_ids"]) < LONG
+    assert reply["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": len(reply["output_ids"])}]
+    assert logprobs_of(reply) == pytest.approx(dense.of_completion(PROMPT, reply["output_ids"]), abs=TOLERANCE)
+
+
+def test_abort_leaves_others_alone(engine: EngineUnderTest) -> None:
+    """Only rids with the given prefix end."""
+    with (
+        engine.streaming(PROMPT, rid="c" * 32, max_new_tokens=LONG) as doomed,
+        engine.streaming(PROMPT, rid="d" * 32, max_new_tokens=200) as spared,
+    ):
+        engine.post("/abort_request", {"rid": "c" * 32})
+        assert doomed.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert spared.result()["meta_info"]["finish_reason"]["type"] == "length"
+
+
+def test_abort_all_ends_everything(engine: EngineUnderTest) -> None:
+    """abort_all needs no rid."""
+    with (
+        engine.streaming(PROMPT, rid="e" * 32, max_new_tokens=LONG) as one,
+        engine.streaming(PROMPT, rid="f" * 32, max_new_tokens=LONG) as other,
+    ):
+        engine.post("/abort_request", {"rid": "", "abort_all": True})
+        assert [item.result()["meta_info"]["finish_reason"]["type"] for item in (one, other)] == ["abort", "abort"]
+
+
+def test_an_update_switches_to_the_new_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """After an update, tokens and logprobs are those of the new folder, and replies carry the new version."""
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    assert engine.update(folder, "1")["success"]
+    info = engine.get("/model_info")
+    assert (info["weight_version"], info["model_path"]) == ("1", str(folder))
+    reply = engine.generate(PROMPT, max_new_tokens=20, temperature=0, ignore_eos=True)
+    new = Dense(folder)
+    assert reply["output_ids"] == new.greedy(PROMPT, 20)
+    assert logprobs_of(reply) == pytest.approx(new.of_completion(PROMPT, reply["output_ids"]), abs=TOLERANCE)
+    assert reply["meta_info"]["weight_version"] == "1"
+
+
+def test_an_update_waits_for_running_requests(engine: EngineUnderTest, dense: Dense, tmp_path: Path) -> None:
+    """Without a pause, what runs finishes on the old weights before the update answers."""
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        engine.streaming(PROMPT, rid="1" * 32, max_new_tokens=400) as stream,
+    ):
+        update = pool.submit(engine.update, folder, "1")
+        reply = stream.result()
+        assert update.result(DEADLINE_S)["success"]
+    assert reply["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 400}]
+    assert logprobs_of(reply) == pytest.approx(dense.of_completion(PROMPT, reply["output_ids"]), abs=TOLERANCE)
+    assert engine.version == "1"
+
+
+def test_retract_recomputes_under_the_new_weights(engine: EngineUnderTest, dense: Dense, tmp_path: Path) -> None:
+    """Every token's logprob is that of a dense forward of the version its span names."""
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    with engine.streaming(PROMPT, rid="2" * 32, max_new_tokens=LONG) as stream:
+        engine.post("/pause_generation", {"mode": "retract"})
+        engine.update(folder, "1", flush_cache=True)
+        engine.post("/continue_generation")
+        reply = stream.result()
+    old, new = reply["meta_info"]["weight_versions"]
+    assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "1", LONG)
+    assert old["end"] == new["start"] >= 8
+    tokens, logprobs = reply["output_ids"], logprobs_of(reply)
+    cut = old["end"]
+    before, after = (item.of_completion(PROMPT, tokens) for item in (dense, Dense(folder)))
+    assert logprobs[:cut] == pytest.approx(before[:cut], abs=TOLERANCE)
+    assert logprobs[cut:] == pytest.approx(after[cut:], abs=TOLERANCE)
+    assert reply["meta_info"]["weight_version"] == "1"
+    assert reply["meta_info"]["num_retractions"] == 1
+
+
+def test_in_place_keeps_old_keys_and_values(engine: EngineUnderTest, dense: Dense, tmp_path: Path) -> None:
+    """After an in-place update, tokens are of the new weights reading the old cache: neither model's own."""
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    with engine.streaming(PROMPT, rid="3" * 32, max_new_tokens=LONG) as stream:
+        engine.post("/pause_generation", {"mode": "in_place"})
+        engine.update(folder, "1", flush_cache=False)
+        engine.post("/continue_generation")
+        reply = stream.result()
+    old, new = reply["meta_info"]["weight_versions"]
+    assert (old["version"], new["version"], new["end"]) == ("0", "1", LONG)
+    cut = old["end"] - 2  # SGLang may attribute the step under way to either version
+    tokens, logprobs = reply["output_ids"], logprobs_of(reply)
+    assert logprobs[:cut] == pytest.approx(dense.of_completion(PROMPT, tokens)[:cut], abs=TOLERANCE)
+    after = torch.tensor(Dense(folder).of_completion(PROMPT, tokens))[cut + 4 : cut + 24]
+    assert (after - torch.tensor(logprobs)[cut + 4 : cut + 24]).abs().max() > 10 * TOLERANCE
+
+
+def test_pause_with_abort_returns_partial_completions(engine: EngineUnderTest) -> None:
+    """pause_generation in its default mode ends what runs with what it has."""
+    with engine.streaming(PROMPT, rid="4" * 32, max_new_tokens=LONG) as stream:
+        engine.post("/pause_generation")
+        reply = stream.result()
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 8 <= len(reply["output_ids"]) < LONG
+
+
+def test_requests_during_a_pause_wait_for_its_end(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """A request sent while paused is served afterwards, by the weights of then."""
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    engine.post("/pause_generation", {"mode": "retract"})
+    engine.get("/ready", expect=503)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(engine.generate, PROMPT, max_new_tokens=3, ignore_eos=True)
+        engine.update(folder, "1")
+        engine.post("/continue_generation")
+        assert reply.result(DEADLINE_S)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 3}]
+    engine.get("/ready")
+
+
+def test_a_missing_folder_is_refused_and_the_old_weights_stay(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """An update from nowhere answers 400, success false, and changes nothing."""
+    before = engine.generate(PROMPT, max_new_tokens=10, temperature=0, ignore_eos=True)["output_ids"]
+    assert engine.update(tmp_path / "nowhere", "1", expect=400)["success"] is False
+    assert engine.version == "0"
+    assert engine.generate(PROMPT, max_new_tokens=10, temperature=0, ignore_eos=True)["output_ids"] == before
+
+
+@pytest.mark.parametrize("fault", ["truncated", "wrong shape", "missing tensor", "unknown tensor", "nan", "integers"])
+def test_a_faulty_checkpoint_is_refused_and_the_old_weights_stay(
+    engine: EngineUnderTest, tmp_path: Path, fault: str
+) -> None:
+    """Whatever is wrong with a folder is found before the served weights are touched."""
+    embedded_only(engine, "SGLang 0.5.23 dies of it, or serves it")
+    tensors = read_tensors(engine.model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "wrong shape":
+        tensors[name] = tensors[name][:-1].contiguous()
+    elif fault == "missing tensor":
+        del tensors[name]
+    elif fault == "unknown tensor":
+        tensors["model.layers.9.mlp.up_proj.weight"] = tensors[name].clone()
+    elif fault == "nan":
+        tensors[name][3, 4] = torch.nan
+    elif fault == "integers":
+        tensors[name] = tensors[name].to(torch.int32)
+    folder = write_tensors(engine.model, tmp_path / "bad", tensors)
+    if fault == "truncated":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1000])
+    before = engine.generate(PROMPT, max_new_tokens=10, temperature=0, ignore_eos=True)["output_ids"]
+    refusal = engine.update(folder, "1", expect=400)
+    assert refusal["success"] is False
+    assert str(folder) in refusal["message"]
+    assert (engine.version, engine.get("/model_info")["model_path"]) == ("0", str(engine.model))
+    assert engine.generate(PROMPT, max_new_tokens=10, temperature=0, ignore_eos=True)["output_ids"] == before
+
+
+def test_flush_is_refused_while_a_request_runs(engine: EngineUnderTest) -> None:
+    """flush_cache answers 200 when idle and 400 when busy."""
+    engine.post("/flush_cache")
+    with engine.streaming(PROMPT, rid="5" * 32, max_new_tokens=LONG) as stream:
+        engine.post("/flush_cache", expect=400)
+        engine.post("/abort_request", {"rid": "5" * 32})
+        stream.result()
+    wait_for(lambda: httpx.post(f"{engine.url}/flush_cache").status_code == 200, "the engine to be idle")
+
+
+def test_a_client_that_leaves_ends_its_request(engine: EngineUnderTest) -> None:
+    """Nobody pays for tokens that nobody reads."""
+    with engine.streaming(PROMPT, rid="6" * 32, max_new_tokens=LONG):
+        pass
+    # Were it still running, the flush would be refused until LONG tokens are done.
+    wait_for(lambda: httpx.post(f"{engine.url}/flush_cache").status_code == 200, "the request to end")
+
+
+def test_health_and_load_are_reported(engine: EngineUnderTest) -> None:
+    """The endpoints that routers and probes read answer 200."""
+    engine.get("/health")
+    engine.get("/health_generate")
+    engine.get("/ready")
+    [load] = engine.get("/v1/loads")["loads"]
+    assert load["num_running_reqs"] == 0
+    assert "sglang:num_running_reqs" in engine.get("/metrics")
+    assert "weight_version" in engine.get("/server_info")

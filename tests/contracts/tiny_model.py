@@ -1,0 +1,134 @@
+"""Model folders small enough to build in a moment, and the dense forward that says what is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 320
+END_TOKEN = 2
+CONTEXT = 2048
+
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Write a random model with a tokenizer and a chat template; returns it for comparison."""
+    torch.manual_seed(seed)
+    config_class, model_class = _KINDS[kind]
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": CONTEXT,
+        "initializer_range": 0.1,
+        "eos_token_id": END_TOKEN,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    model = model_class(config_class(**(shape | changes))).float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:  # zeros and ones would hide a mistake
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of fewer than VOCAB tokens and a ChatML template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world, what is 1 + 1? The answer is 2."], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_changed_copy(source: Path, target: Path, *, seed: int, scale: float = 0.02) -> Path:
+    """Write ``source`` with every weight moved a little: a next policy version."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = read_tensors(source)
+    moved = {name: item + scale * torch.randn(item.shape, generator=generator) for name, item in tensors.items()}
+    return write_tensors(source, target, moved)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a one-file model folder."""
+    return load_file(folder / "model.safetensors")
+
+
+def write_tensors(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write ``tensors`` with the configuration and tokenizer of ``source``."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja"):
+            (target / path.name).write_bytes(path.read_bytes())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+class Dense:
+    """The dense forward of a model folder by transformers, in float32: the judge of tokens and logprobs."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load the folder."""
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logprobs(self, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
+        """Return [len(tokens), vocab]: row i tells about token i + 1."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+        return (logits / temperature).log_softmax(-1)
+
+    def of_completion(self, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
+        """Return the logprob of each completion token given all before it."""
+        table = self.logprobs(prompt + completion, temperature)
+        start = len(prompt) - 1
+        return [table[start + index, token].item() for index, token in enumerate(completion)]
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        """Return the most likely tokens, one full forward each: no cache that could be wrong alike."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self.logprobs(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
