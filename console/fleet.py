@@ -54,7 +54,8 @@ class Fleet:
         return incidents
 
     def open_window(self) -> None:
-        """Count busy and idle seconds from the first optimizer step on; later calls change nothing."""
+        """Count busy and idle seconds from the first optimizer step on; a closed window goes on where it was."""
+        self._final_shares = None
         if self._window_open:
             return
         self._window_open = True

@@ -199,6 +199,7 @@ class RunView:
         self._staleness.update(histogram)
         self._groups = dict(data.get("groups") or self._groups)
         self.state = "training"
+        self.finished = False  # a run that had ended goes on with more steps
         self._fleet.open_window()
         if self.total_steps and step >= self.total_steps:
             self._fleet.close_window()

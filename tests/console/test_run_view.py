@@ -79,6 +79,18 @@ def test_a_step_taken_again_after_a_resume_counts_once():
     assert sum(summary.staleness_tokens.values()) == 3000
 
 
+def test_a_run_that_goes_on_after_its_end_is_not_over():
+    """A finished run that is resumed with more steps is running again, until it says otherwise."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.event("state", recorded.START, text="training", total_steps=1))
+    view.fold_event(recorded.step(1, recorded.START))
+    view.fold_event(recorded.event("state", recorded.START + 1, text="finished", finished=True))
+    assert view.snapshot(recorded.START + 1).finished
+    view.fold_event(recorded.event("state", recorded.START + 60, text="training", total_steps=2))
+    view.fold_event(recorded.step(2, recorded.START + 61))
+    assert not view.snapshot(recorded.START + 61).finished
+
+
 def test_missing_figures_are_missing_and_not_zero():
     """An event with only its step number still counts, and what it does not say stays unknown."""
     view = RunView(recorded.RUN)
