@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import os
 import re
 import signal
 import sys
@@ -137,7 +138,7 @@ def _stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
-            sys.exit(128 + number)
+            os._exit(128 + number)  # an exception would surface inside the user's code, which may catch it
         stop.set()
         loop.call_soon_threadsafe(lambda: None)  # wakes the loop
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.bootstrap import bootstrap, delete_run
+from deploy.servers import NatsServer, S3Server
 from protocol import streams, subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import DeadLetter, GroupScored, RunEvent, ScoredGroup
@@ -35,6 +37,20 @@ def start_service(
     yield start
     for service in started:
         service.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_service(
+    nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    """One replica for the tests of a file that only talk to its API."""
+    folder = tmp_path_factory.mktemp("shared-reward")
+    with Bus.connect(nats_server.settings, name="test") as bus:
+        bootstrap(bus, Blobs(s3_server.settings), "shared-reward")
+        service = Service("shared-reward", nats_server.settings, s3_server.settings, folder).ready()
+        yield service
+        service.kill()
+        delete_run(bus, "shared-reward")
 
 
 @pytest.fixture
