@@ -54,7 +54,7 @@ class Fleet:
         return incidents
 
     def open_window(self) -> None:
-        """Count busy and idle seconds from the first optimizer step on; a closed window goes on where it was."""
+        """Count busy and idle seconds from the first optimizer step on; a closed window is open again."""
         self._final_shares = None
         if self._window_open:
             return

@@ -94,35 +94,31 @@ def _staleness(s: Snapshot) -> RenderableType:
 
 
 def _figures(s: Snapshot) -> RenderableType:
-    table = Table.grid(padding=(0, 2))
     gain = s.reward_now - s.reward_first if s.reward_now is not None and s.reward_first is not None else None
-    table.add_row(
-        Text("reward", style="dim"),
-        Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})"),
-        Text("held-out", style="dim"),
-        Text.assemble(f"{figure(s.accuracy_before)} → ", (figure(s.accuracy_now), "bold")),
-        Text("weights", style="dim"),
-        f"v{s.trainer_version}, {s.versions_published} published",
+    groups = f"{s.groups_trained} trained"
+    if s.no_signal_share:
+        groups += f", {share(s.no_signal_share)} without signal"
+    pairs = (
+        ("reward", Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")),
+        ("held-out", Text.assemble(f"{figure(s.accuracy_before)} → ", (figure(s.accuracy_now), "bold"))),
+        ("tokens/s", Text(f"{rate(s.generated_per_s)} generated, {rate(s.trained_per_s)} trained")),
+        ("weights", Text(f"v{s.trainer_version}, {s.versions_published} published")),
+        ("groups", Text(groups)),
+        ("dropped", Text(", ".join(f"{n} {reason}" for reason, n in s.dropped.items()) or "none")),
     )
+    narrow = Table.grid(padding=(0, 2))
+    for left, right in zip(pairs[::2], pairs[1::2], strict=True):
+        narrow.add_row(Text(left[0], style="dim"), left[1], Text(right[0], style="dim"), right[1])
     queues = ", ".join(
         f"{s.queues.waiting[stage]}+{s.queues.held.get(stage, 0)} {words}"
         for stage, words in _STAGES.items()
         if stage in s.queues.waiting
     )
-    dropped = ", ".join(f"{n} {reason}" for reason, n in s.dropped.items()) or "none"
-    table.add_row(
-        Text("tokens/s", style="dim"),
-        f"{rate(s.generated_per_s)} generated, {rate(s.trained_per_s)} trained",
-        Text("dropped", style="dim"),
-        dropped,
-        Text("groups", style="dim"),
-        f"{s.groups_trained} trained",
-    )
-    wide = Table.grid(padding=(0, 2))
-    wide.add_row(Text("queues", style="dim"), Text(queues or "–"))
     idle = ", ".join(f"{role} {share(value)}" for role, value in s.idle_share.items())
+    wide = Table.grid(padding=(0, 2))
+    wide.add_row(Text("queues  ", style="dim"), Text(queues or "–"))
     wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}", no_wrap=True))
-    return Group(table, wide)
+    return Group(narrow, wide)
 
 
 def _services(s: Snapshot) -> RenderableType:

@@ -128,6 +128,7 @@ class RunView:
             idle_share=self._fleet.idle_shares(),
             dropped=self._dropped(),
             groups_trained=int(self._groups.get("trained", 0)),
+            no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
             incidents=tuple(self.incidents),
             num_incidents=self._num_incidents,
             bus_away_s=self.bus_away_s,
@@ -193,8 +194,7 @@ class RunView:
             loss=_number(data.get("loss")),
             tokens_trained=int(data.get("tokens_trained") or sum(histogram.values())),
             staleness_tokens=histogram,
-            step_s=_number(data.get("step_s")),
-            wait_s=_number(data.get("wait_s")),
+            no_signal_share=_number(data.get("zero_signal_groups")),
         )
         self._staleness.update(histogram)
         self._groups = dict(data.get("groups") or self._groups)

@@ -16,8 +16,7 @@ class StepPoint:
     loss: float | None = None
     tokens_trained: int = 0
     staleness_tokens: dict[int, int] = field(default_factory=dict)
-    step_s: float | None = None
-    wait_s: float | None = None
+    no_signal_share: float | None = None  # groups whose rewards are all equal: nothing to learn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,7 @@ class Snapshot:
     idle_share: dict[str, float]
     dropped: dict[str, int]
     groups_trained: int
+    no_signal_share: float | None
     incidents: tuple[Incident, ...]  # the newest
     num_incidents: int  # of the whole run
     bus_away_s: float

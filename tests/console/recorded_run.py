@@ -40,15 +40,16 @@ def step(number: int, at: float, **more: Any) -> RunEvent:
             "trained": 48 * number,
             "dropped": {"stale": 3},
         },
+        "zero_signal_groups": 0.25,
         "wait_s": 0.1,
         "step_s": 0.4,
     }
     return event("step", at, **{**data, **more})
 
 
-def evaluation(number: int, accuracy: float, at: float, split: str = "held-out") -> RunEvent:
+def evaluation(number: int, accuracy: float, at: float, **more: Any) -> RunEvent:
     return event(
-        "eval", at, step=number, version=number, split=split, accuracy=accuracy, mean_reward=accuracy, num_prompts=128
+        "eval", at, step=number, version=number, accuracy=accuracy, reward_mean=accuracy, num_prompts=128, **more
     )
 
 

@@ -45,7 +45,7 @@ def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
         "rollout 10%, reward 95%, trainer 20%",
         "generation is the bottleneck",
         "3 stale",
-        "2880 trained",
+        "2880 trained, 25% without signal",
         "rollout-1 (life 2)",
         "v22 (-38)",
         "0:14 killed rollout-1 on purpose",
