@@ -112,7 +112,7 @@ class EngineProcess:
                 return port
             if time.monotonic() > deadline:
                 raise EngineUnreachable(
-                    f"the engine (pid {self.pid}) opened no port within {deadline_s:.0f} s; "
+                    f"the engine (pid {self.pid}) opened no port within {deadline_s:g} s; "
                     f"end of {self._log}:\n{self._tail()}"
                 )
             await asyncio.sleep(_POLL_S)

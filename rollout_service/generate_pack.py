@@ -102,14 +102,18 @@ class PackGenerator:
             try:
                 rolled = await self._environments[name].rollout(same)
                 for task, trajectories in zip(same, rolled, strict=True):
-                    self._check_versions(task, trajectories)
+                    self._check_origin(task, trajectories)
             except EngineError:
                 await self._engine.suspect()
                 raise
             groups += map(build_group, same, rolled)
         return groups
 
-    def _check_versions(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
+    def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
+        """Raise ReplyRefused for tokens that this model cannot have sampled, or not at this version."""
+        highest = max(int(row.token_ids.max()) for row in trajectories)
+        if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
+            raise ReplyRefused(f"{task.group_id}: token id {highest} of a model with {self.limits.vocab_size} tokens")
         for run in itertools.chain.from_iterable(row.version_runs for row in trajectories):
             if run.version not in self._engine.applied:
                 raise ReplyRefused(

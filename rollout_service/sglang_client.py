@@ -55,6 +55,7 @@ class SglangClient:
         """Prepare a client; nothing is sent before the first call."""
         self.url = url
         self._request_deadline_s = request_deadline_s
+        self._probe_s = _PROBE_S
         self._weights_turn = asyncio.Lock()
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -132,7 +133,7 @@ class SglangClient:
             return await self._read_version()
 
     async def _read_version(self) -> PolicyVersion | None:
-        info = await self._call("GET", "/model_info", None, _PROBE_S)
+        info = await self._call("GET", "/model_info", None, self._probe_s)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
 
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> Any:

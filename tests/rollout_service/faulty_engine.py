@@ -8,6 +8,7 @@ nothing else.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -80,6 +81,11 @@ class FaultyEngine:
         self.flow.set()
         self._server.shutdown()
         self._server.server_close()
+        self._thread.join()
+
+    def serve_until_killed(self, port_file: Path) -> None:
+        """Announce the port as the embedded engine does, and stay."""
+        port_file.write_text(str(self._server.server_port))
         self._thread.join()
 
     def wait_for_requests(self, count: int) -> None:
@@ -167,3 +173,7 @@ class FaultyEngine:
                     }
                 )
         return rows
+
+
+if __name__ == "__main__":  # as the child of a worker: VERSION PORT_FILE
+    FaultyEngine(version=sys.argv[1]).serve_until_killed(Path(sys.argv[2]))

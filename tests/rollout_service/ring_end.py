@@ -54,10 +54,11 @@ class RingEnd:
         self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
         self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
 
-    def publish(self, version: int, *, corrupt: str = "", move_head: bool = True) -> WeightsPublished:
+    def publish(self, version: int, *, corrupt: str = "", announce: bool = True) -> WeightsPublished:
         """Publish a version of the quickstart's model as the trainer does.
 
-        ``corrupt`` names a file whose stored bytes are not those that the manifest promises.
+        ``corrupt`` names a file whose stored bytes are not those that the manifest promises. Without
+        ``announce`` only the head moves.
         """
         model = self.folder / f"model-{version}"
         write_model(model, seed=version)
@@ -83,13 +84,18 @@ class RingEnd:
         ref = self.blobs.put(
             blob_keys.weights_manifest(self.run_id, PolicyVersion(version), attempt), manifest.to_json()
         )
-        if move_head:
-            self._state.put(streams.HEAD_KEY, encode(Head(version=version, step=version, manifest=ref))).wait()
+        self._state.put(streams.HEAD_KEY, encode(Head(version=version, step=version, manifest=ref))).wait()
         fact = WeightsPublished(
             run_id=self.run_id, version=version, step=version, manifest=ref, num_bytes=manifest.num_bytes
         )
-        self.bus.publish(subjects.weights_published(self.run_id), fact, msg_id=f"w:{version}:{attempt}").wait()
+        if announce:
+            self.announce(fact)
         return fact
+
+    def announce(self, fact: WeightsPublished) -> None:
+        """Announce a version."""
+        msg_id = f"w:{fact.version}:{fact.manifest.sha256}"
+        self.bus.publish(subjects.weights_published(self.run_id), fact, msg_id=msg_id).wait()
 
     def issue(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> None:
         """Issue one pack of tasks."""

@@ -1,0 +1,89 @@
+"""The worker with its embedded engine as a child process: what runs on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.child import Child
+from tests.groups import make_task
+from tests.rollout_service.ring_end import RingEnd
+from tests.servers import wait_for
+
+StartWorker = Callable[..., Child]
+
+
+def engine_of(worker: Child) -> int:
+    """The process id of a worker's engine."""
+    [engine] = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+    return int(engine)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def issue(ring_end: RingEnd, pack_id: str) -> None:
+    """Issue a pack of three groups of four."""
+    ring_end.issue(pack_id, [make_task(f"{pack_id}.p{i}", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)])
+
+
+def test_an_embedded_engine_is_started_followed_restarted_and_ended(ring_end: RingEnd, start_worker: StartWorker):
+    """Its samples carry the newest version, also after SIGKILL; it ends with its worker, also after SIGKILL."""
+    ring_end.publish(0)
+    worker = start_worker("w0")
+    issue(ring_end, "first")
+    [*groups] = ring_end.collect_groups(1, 60)
+    assert [len(group.trajectories) for group in groups] == [4, 4, 4]
+    assert {row.oldest_version for group in groups for row in group.trajectories} == {0}
+    ring_end.publish(1)
+    ring_end.wait_applied("w0", 1)
+
+    first = engine_of(worker)
+    os.kill(first, signal.SIGKILL)
+    issue(ring_end, "second")
+    groups = ring_end.collect_groups(1, 60)
+    assert {row.oldest_version for group in groups for row in group.trajectories} == {1}
+    second = engine_of(worker)
+    assert second != first
+
+    worker.kill()
+    wait_for(lambda: not is_alive(second), "the engine to end with its worker")
+
+
+def test_an_embedded_engine_ends_with_a_worker_that_is_told_to_stop(ring_end: RingEnd, start_worker: StartWorker):
+    """SIGTERM to the worker leaves no process behind, and the status is 0."""
+    ring_end.publish(0)
+    worker = start_worker("w0")
+    ring_end.wait_applied("w0", 0, 60)
+    engine = engine_of(worker)
+    worker.ask_to_stop()
+    assert worker.wait(20) == 0
+    assert not is_alive(engine)
+
+
+def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(ring_end: RingEnd, start_worker: StartWorker):
+    """Greedy completions of a pinned version are the same before and after later versions were served."""
+    ring_end.publish(0)
+    start_worker("w0")
+    tasks = [
+        make_task(f"eval.p{i}", split="eval", pinned_version=0, temperature=0.0, group_size=1, prompt_ids=[5, 6, 7 + i])
+        for i in range(4)
+    ]
+    ring_end.issue("before", tasks)
+    before = ring_end.collect_groups(1, 60)
+    for version in (1, 2):
+        ring_end.publish(version)
+        ring_end.wait_applied("w0", version)
+    ring_end.issue("after", tasks)
+    after = ring_end.collect_groups(1, 60)
+    texts = [[group.trajectories[0].completion_text for group in groups] for groups in (before, after)]
+    assert texts[0] == texts[1]
+    ring_end.issue("newest", [make_task(f"newest.p{i}", prompt_ids=[5, 6, 7 + i]) for i in range(4)])
+    assert {row.oldest_version for group in ring_end.collect_groups(1) for row in group.trajectories} == {2}
