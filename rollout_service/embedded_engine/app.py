@@ -30,6 +30,7 @@ from rollout_service.embedded_engine.bodies import (
     UpdateWeightsBody,
 )
 from rollout_service.embedded_engine.build_job import Asked, ServedModel, build_job
+from rollout_service.embedded_engine.chat import ChatBody, build_chat_job, chat_chunks, chat_reply
 from rollout_service.embedded_engine.engine import Engine, Update
 from rollout_service.embedded_engine.errors import (
     CheckpointRefused,
@@ -71,6 +72,7 @@ def build_app(server: Server) -> Starlette:
     app = Starlette(
         routes=[
             _route("/generate", generate, "POST", "PUT"),
+            _route("/v1/chat/completions", chat_completions, "POST"),
             _route("/pause_generation", pause_generation, "POST"),
             _route("/continue_generation", continue_generation, "POST"),
             _route("/abort_request", abort_request, "POST"),
@@ -97,13 +99,27 @@ async def generate(request: Request) -> Response:
     body = await _body(request, GenerateBody)
     asked = build_job(body, server.model)
     if body.stream:
-        return StreamingResponse(_stream(server, asked), media_type="text/event-stream")
-    replies = await run_to_end(request, asked)
+        return StreamingResponse(_events(_generate_chunks(server, asked)), media_type="text/event-stream")
+    latency_s = await _run_to_end(request, asked)
+    replies = build_replies(asked, server.text, latency_s)
     return _json(replies if asked.is_list else replies[0])
 
 
-async def run_to_end(request: Request, asked: Asked) -> list[dict[str, Any]]:
-    """Have the engine finish the sequences and return their replies; a client that leaves ends them."""
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation: ``/v1/chat/completions``."""
+    server = _server(request)
+    body = await _body(request, ChatBody)
+    asked = build_chat_job(body, server.model)
+    name = body.model or _model_name(server)
+    if body.stream:
+        chunks = chat_chunks(asked, _steps(server, asked), server.text, name)
+        return StreamingResponse(_events(chunks), media_type="text/event-stream")
+    await _run_to_end(request, asked)
+    return _json(chat_reply(asked, server.text, name))
+
+
+async def _run_to_end(request: Request, asked: Asked) -> float:
+    """Have the engine finish the sequences; returns the seconds it took. A client that leaves ends them."""
     server = _server(request)
     job, done = _job(asked)
     server.engine.submit(job)
@@ -116,7 +132,7 @@ async def run_to_end(request: Request, asked: Asked) -> list[dict[str, Any]]:
     finally:
         left.cancel()
     _raise_if_engine_failed(asked)
-    return build_replies(asked, server.text, time.monotonic() - job.received_at)
+    return time.monotonic() - job.received_at
 
 
 async def pause_generation(request: Request) -> Response:
@@ -170,7 +186,7 @@ async def model_info(request: Request) -> Response:
     return _json(
         {
             "model_path": server.engine.model_path,
-            "served_model_name": server.settings.served_model_name or str(server.settings.model_path),
+            "served_model_name": _model_name(server),
             "tokenizer_path": str(server.settings.model_path),
             "is_generation": True,
             "preferred_sampling_params": None,
@@ -254,8 +270,24 @@ async def metrics(request: Request) -> Response:
     return PlainTextResponse(render_metrics(_server(request).engine), media_type=CONTENT_TYPE)
 
 
-async def _stream(server: Server, asked: Asked) -> AsyncIterator[bytes]:
-    """Yield server-sent events: cumulative chunks while sampling, the full reply of each sequence at its end."""
+async def _generate_chunks(server: Server, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+    """Yield cumulative chunks while sampling, then the full reply of each sequence."""
+    started = time.monotonic()
+    sent = [0] * len(asked.sequences)
+    async for counts in _steps(server, asked):
+        for index, count in enumerate(counts):
+            if count > sent[index]:
+                sent[index] = count
+                yield build_chunk(asked, index, count, server.engine.version, server.text) | {"index": index}
+    for index, reply in enumerate(build_replies(asked, server.text, time.monotonic() - started)):
+        yield reply | {"index": index}
+
+
+async def _steps(server: Server, asked: Asked) -> AsyncIterator[list[int]]:
+    """Submit the sequences and yield their token counts while they grow; ends when all have finished.
+
+    Steps that pass while the client reads slowly are skipped. A client that leaves ends the sequences.
+    """
     steps: asyncio.Queue[list[int] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -265,22 +297,24 @@ async def _stream(server: Server, asked: Asked) -> AsyncIterator[bytes]:
     job, done = _job(asked, on_step)
     done.add_done_callback(lambda _: steps.put_nowait(None))
     server.engine.submit(job)
-    sent = [0] * len(asked.sequences)
     try:
         while (counts := await steps.get()) is not None:
-            for index, count in enumerate(counts):
-                if count > sent[index] and steps.empty():
-                    sent[index] = count
-                    chunk = build_chunk(asked, index, count, server.engine.version, server.text)
-                    yield _event(chunk | {"index": index})
+            if steps.empty():
+                yield counts
         await done
-        for index, reply in enumerate(build_replies(asked, server.text, time.monotonic() - job.received_at)):
-            yield _event(reply | {"index": index})
-    except EngineStopped as error:
-        yield _event({"error": {"message": str(error), "type": "EngineStopped", "code": 503, "retryable": True}})
     finally:
         if not done.done():
             server.engine.cancel(job)
+    _raise_if_engine_failed(asked)
+
+
+async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Yield server-sent events; errors arrive as an event, because the status has been sent already."""
+    try:
+        async for chunk in chunks:
+            yield _event(chunk)
+    except (EngineStopped, EngineAtFault) as error:
+        yield _event({"error": {"message": str(error), "type": type(error).__name__, "code": 500, "retryable": True}})
     yield b"data: [DONE]\n\n"
 
 
@@ -340,6 +374,10 @@ def _route(path: str, handler: Handler, *methods: str) -> Route:
             return _error(str(error), 503)
 
     return Route(path, guarded, methods=list(methods))
+
+
+def _model_name(server: Server) -> str:
+    return server.settings.served_model_name or str(server.settings.model_path)
 
 
 def _server(request: Request) -> Server:

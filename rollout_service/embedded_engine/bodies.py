@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 TokenIds = list[int]
 
@@ -51,13 +51,23 @@ class SamplingParams(Body):
     watermark: None = None
 
 
+def _tag(value: object) -> str:
+    return "list" if isinstance(value, list) else "object"
+
+
+# Tagged by its JSON type, so that a mistake is reported for the one form that was meant.
+OneOrMany = Annotated[
+    Annotated[SamplingParams, Tag("object")] | Annotated[list[SamplingParams], Tag("list")], Discriminator(_tag)
+]
+
+
 class GenerateBody(Body):
     """Body of ``/generate``."""
 
     rid: str | list[str] | None = None
     text: str | list[str] | None = None
     input_ids: TokenIds | list[TokenIds] | None = None
-    sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
+    sampling_params: OneOrMany = SamplingParams()
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     stream: bool = False

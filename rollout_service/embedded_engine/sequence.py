@@ -90,8 +90,8 @@ class Sequence:
         """Attribute every token since the last span to ``version``."""
         start = self.spans[-1].end if self.spans else 0
         end = len(self.output_ids)
-        if end == start:
-            return
+        if end == start and (self.spans or self.finish is None):
+            return  # a sequence that ends without a token still names its version, as SGLang does
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, end))
