@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from console import connections
-from console.chat_engine import ChatEngine, Message
+from console.chat_engine import ChatEngine, ChatRefused, Message
 from console.runs import list_folder
 from protocol.errors import ConfigError
 from protocol.subjects import check_run_id
 
 _FORGET = "/new"
+_ANSWER_TOKENS = 512
 
 
 def talk(
@@ -26,7 +27,7 @@ def talk(
     prompt: str | None,
     keep: bool,
     temperature: float,
-    max_tokens: int,
+    max_tokens: int | None,
 ) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
@@ -36,7 +37,9 @@ def talk(
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     device, dtype, system = trained_with(folder)
-    with ChatEngine(find_model(folder, model), device=device, dtype=dtype) as engine:
+    model_folder = find_model(folder, model)
+    max_tokens = answer_length(model_folder) if max_tokens is None else max_tokens
+    with ChatEngine(model_folder, device=device, dtype=dtype) as engine:
         start: list[Message] = [{"role": "system", "content": system}] if system and engine.is_chat else []
 
         def ask(history: Sequence[Message], line: str) -> str:
@@ -52,7 +55,11 @@ def talk(
             if line == _FORGET:
                 history = list(start)
             elif line:
-                answer = ask(history, line)
+                try:
+                    answer = ask(history, line)
+                except ChatRefused as err:  # this line, not the conversation
+                    print(f"penstock: {err}", file=sys.stderr)
+                    continue
                 print(answer, flush=True)
                 if keep:
                     history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
@@ -72,6 +79,15 @@ def find_model(folder: Path, model: str | None) -> Path:
             "To talk to another model: --model DIR"
         )
     return folder / "model"
+
+
+def answer_length(model: Path) -> int:
+    """Return how long an answer may be when nobody says: half of a small model's context, at most 512 tokens."""
+    try:
+        context = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return _ANSWER_TOKENS
+    return max(1, min(_ANSWER_TOKENS, context // 2))
 
 
 def trained_with(folder: Path) -> tuple[str, str, str]:

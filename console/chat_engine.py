@@ -29,7 +29,11 @@ Message = dict[str, str]  # role, content
 
 
 class ChatEngineError(PenstockError):
-    """The engine did not start, died, or refused the conversation."""
+    """The engine did not start, died, or refused what it was sent."""
+
+
+class ChatRefused(ChatEngineError):
+    """The engine cannot take this conversation, for instance because it is too long; it can take others."""
 
 
 class ChatEngine:
@@ -83,7 +87,7 @@ class ChatEngine:
     def answer(self, messages: Sequence[Message], *, temperature: float, max_tokens: int) -> str:
         """Return the model's answer to a conversation, or its continuation of the last message.
 
-        Raises ChatEngineError when the engine refuses or has died.
+        Raises ChatRefused when the engine cannot take it, ChatEngineError when it has died.
         """
         if self._has_template:
             body: dict[str, Any] = {"model": "default", "messages": list(messages)}
@@ -112,7 +116,7 @@ class ChatEngine:
         except httpx.HTTPError as err:
             raise ChatEngineError(f"the engine gave no answer ({type(err).__name__}){self._tail()}") from None
         if response.status_code != httpx.codes.OK:
-            raise ChatEngineError(f"the engine refused: {_refusal(response)}")
+            raise ChatRefused(f"the engine refused: {_refusal(response)}")
         return response.json()
 
     def _wait_for_port(self, port_file: Path) -> int:

@@ -308,7 +308,7 @@ def chat(
     prompt: str | None = None,
     keep: Flag = False,
     temperature: float = 0.0,
-    max_tokens: int = 256,
+    max_tokens: int | None = None,
 ) -> int:
     """Talk to what a run has trained.
 
@@ -329,7 +329,7 @@ def chat(
     temperature
         0 takes the likeliest token every time.
     max_tokens
-        Most tokens of one answer.
+        Most tokens of one answer; by default 512, less for a model with a small context.
     """
     from console.chat import talk
 
