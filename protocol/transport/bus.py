@@ -75,6 +75,7 @@ _NO_ANSWER = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,
 )
+_ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 _ERR_STREAM_FULL = (10077, 10023, 10047)  # maximum messages or bytes, insufficient resources
 
 
@@ -886,6 +887,9 @@ class Bus:
                     for msg in await pull.take(256, _TAIL_PULL_S):
                         next_sequence = msg.metadata.sequence.stream + 1
                         _hand_over(msg, fact, on_fact)
+            except nats.js.errors.NotFoundError:
+                log.warning("a tail ends: its stream was deleted", stream=stream)
+                return
             except (_Refused, BusError, nats.errors.Error, nats.js.errors.Error) as err:
                 log.debug("tail starts again", stream=stream, reason=str(err))
                 await asyncio.sleep(_RETRY_MAX_S / 4)
@@ -906,14 +910,15 @@ class Bus:
             max_msg_size=spec.max_msg_bytes,
             duplicate_window=spec.duplicate_window_s,
         )
+        what = f"stream {spec.name}"
         try:
-            await self._js.add_stream(config)
+            await self._retry(lambda: self._js.add_stream(config), what=what, deadline_s=2 * _ATTEMPT_S)
         except nats.js.errors.BadRequestError as err:
-            if err.err_code != 10058:  # exists with another configuration
-                raise BusError(f"stream {spec.name}: {err}") from None
-            await self._admin(lambda: self._js.update_stream(config), f"stream {spec.name}")
+            if err.err_code != _ERR_OTHER_CONFIG:
+                raise BusError(f"{what}: {err}") from None
+            await self._admin(lambda: self._js.update_stream(config), what)
         except nats.js.errors.APIError as err:
-            raise BusError(f"stream {spec.name}: {err}") from None
+            raise BusError(f"{what}: {err}") from None
 
     async def _ensure_consumer(self, spec: ConsumerSpec) -> None:
         config = api.ConsumerConfig(
@@ -928,18 +933,13 @@ class Bus:
         await self._admin(lambda: self._js.add_consumer(spec.stream, config), f"consumer {spec.durable}")
 
     async def _ensure_bucket(self, spec: BucketSpec) -> None:
+        config = api.KeyValueConfig(
+            bucket=spec.bucket, history=spec.history, ttl=spec.ttl_s or None, max_bytes=64 * 1024 * 1024, direct=True
+        )
         try:
-            await self._js.key_value(spec.bucket)
-        except (nats.js.errors.BucketNotFoundError, nats.js.errors.NotFoundError):
-            await self._js.create_key_value(
-                api.KeyValueConfig(
-                    bucket=spec.bucket,
-                    history=spec.history,
-                    ttl=spec.ttl_s or None,
-                    max_bytes=64 * 1024 * 1024,
-                    direct=True,
-                )
-            )
+            await self._bind_bucket(spec.bucket)
+        except MissingStream:
+            await self._admin(lambda: self._js.create_key_value(config), f"bucket {spec.bucket}")
 
     async def _stream_names(self) -> list[str]:
         names: list[str] = []
@@ -951,8 +951,8 @@ class Bus:
 
     async def _delete_stream(self, stream: str) -> bool:
         try:
-            return bool(await self._js.delete_stream(stream))
-        except nats.js.errors.NotFoundError:
+            return bool(await self._admin(lambda: self._js.delete_stream(stream), f"stream {stream}"))
+        except MissingStream:
             return False
 
     async def _shut(self) -> None:

@@ -1,0 +1,18 @@
+# The reward service, and the one-shot bootstrap: no torch, no GPU. Build from the repository's root.
+FROM python:3.12.12-slim-bookworm
+
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /app
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protocol protocol
+COPY reward_service reward_service
+COPY rollout_service rollout_service
+COPY trainer trainer
+COPY console console
+COPY deploy deploy
+RUN pip install -c constraints.txt '.[reward]' \
+    && useradd --uid 10001 --create-home penstock
+USER 10001
+EXPOSE 8700
+ENTRYPOINT ["python", "-m"]
+CMD ["reward_service"]

@@ -1,0 +1,26 @@
+# A rollout worker. Target `worker` drives an SGLang server over HTTP and needs no torch; target
+# `embedded` brings our own torch engine for machines without a GPU. Build from the repository's root.
+FROM python:3.12.12-slim-bookworm AS worker
+
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /app
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protocol protocol
+COPY reward_service reward_service
+COPY rollout_service rollout_service
+COPY trainer trainer
+COPY console console
+COPY deploy deploy
+RUN pip install -c constraints.txt '.[rollout]' \
+    && useradd --uid 10001 --create-home penstock \
+    && install -d -o penstock /cache
+USER 10001
+ENTRYPOINT ["python", "-m"]
+CMD ["rollout_service"]
+
+FROM worker AS embedded
+USER 0
+# torch first: its CPU build is small, any other pulls gigabytes
+RUN pip install -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch \
+    && pip install -c constraints.txt '.[engine]'
+USER 10001

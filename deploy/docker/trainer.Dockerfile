@@ -1,0 +1,25 @@
+# The trainer on DeepSpeed. The base brings torch with CUDA and the compiler that DeepSpeed's fused
+# optimizers are built with on first use; for a CPU build pass BASE=python:3.12.12-slim-bookworm.
+ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
+# hadolint ignore=DL3006
+FROM ${BASE}
+
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /app
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protocol protocol
+COPY reward_service reward_service
+COPY rollout_service rollout_service
+COPY trainer trainer
+COPY console console
+COPY deploy deploy
+# torch stays the base's where it is there already; deepspeed is built against it
+RUN pip install -c constraints.txt torch setuptools wheel numpy \
+    && pip install -c constraints.txt --no-build-isolation deepspeed \
+    && pip install -c constraints.txt '.[trainer]' \
+    && useradd --uid 10001 --create-home penstock \
+    && install -d -o penstock /runs
+USER 10001
+VOLUME /runs
+ENTRYPOINT ["python", "-m"]
+CMD ["console.main", "train", "/etc/penstock/run.toml"]

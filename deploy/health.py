@@ -1,0 +1,58 @@
+"""A service's health, read from its heartbeat: exit code 0 while it beats. For container health checks.
+
+    python -m deploy.health ROLE [--id PREFIX]      # ROLE: rollout, reward or trainer
+
+Settings come from the same PENSTOCK_ variables as the service's own. Without ``--id`` any service of
+the role will do; with it, one whose id begins so (a worker's default id begins with its host name).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from pydantic import BaseModel, ConfigDict
+
+from protocol import streams
+from protocol.connection import NatsSettings, RunSettings
+from protocol.errors import PenstockError
+from protocol.runfile import load
+from protocol.transport.bus import Bus
+
+
+class HealthSettings(BaseModel):
+    """The sections that the check reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSettings = RunSettings()
+    nats: NatsSettings = NatsSettings()
+
+
+def beats(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
+    """Say whether such a service has given a sign of life within the bucket's time to live (10 s)."""
+    entries = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
+    return any(entry.key.startswith(streams.heartbeat_key(role, id_prefix)) for entry in entries)
+
+
+def main() -> int:
+    """Check once; returns 0 for healthy, 1 otherwise, with the reason on stderr."""
+    parser = argparse.ArgumentParser(description="Exit code 0 while the service gives signs of life.")
+    parser.add_argument("role", choices=["rollout", "reward", "trainer"])
+    parser.add_argument("--id", default="", help="how the service's id begins")
+    options = parser.parse_args()
+    try:
+        settings = load(HealthSettings, environ=os.environ).settings
+        with Bus.connect(settings.nats, name="health", deadline_s=5.0) as bus:
+            if beats(bus, settings.run.id, options.role, options.id):
+                return 0
+    except PenstockError as err:
+        print(err, file=sys.stderr)
+        return 1
+    print(f"no heartbeat of {options.role} {options.id} in run {settings.run.id}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
