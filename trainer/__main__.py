@@ -11,6 +11,8 @@ from protocol.errors import PenstockError
 COMMANDS = {
     "config": "trainer.show_config",
     "data-check": "trainer.data_check",
+    "train": "trainer.train_command",
+    "sft": "trainer.sft_command",
 }
 MISTAKE = 2  # exit code of a refusal that is explained, as of argparse
 

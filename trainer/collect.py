@@ -26,10 +26,11 @@ from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError,
 from protocol.facts import DeadLetter, GroupScored, ScoredGroup
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus, Delivery, Inbox
+from protocol.transport.bus import Delivery, Inbox
 from protocol.versions import PolicyVersion
 from trainer import waiting
 from trainer.batcher import Batcher, Drop
+from trainer.doors import Doors
 from trainer.drops import DropReason
 from trainer.errors import CollectTimeout, TooManyDead
 from trainer.step_plan import ReadyGroup
@@ -72,10 +73,8 @@ class Collector:
 
     def __init__(
         self,
+        doors: Doors,
         *,
-        bus: Bus,
-        blobs: Blobs,
-        run_id: str,
         batcher: Batcher,
         issued: Issued,
         deadline_s: float,
@@ -85,9 +84,7 @@ class Collector:
         """Bind to the trainer's consumer and have everything unacknowledged delivered again.
 
         Args:
-            bus: Connection to NATS.
-            blobs: Where the packs are.
-            run_id: The run.
+            doors: The run, NATS and the object store.
             batcher: Decides; owned by this collector from now on.
             issued: Knows what is outstanding.
             deadline_s: Longest wait for a batch.
@@ -97,9 +94,7 @@ class Collector:
         Raises:
             MissingStream: The run was not bootstrapped.
         """
-        self._bus = bus
-        self._blobs = blobs
-        self._run_id = run_id
+        self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._batcher = batcher
         self._issued = issued
         self._deadline_s = deadline_s
@@ -113,9 +108,9 @@ class Collector:
         self._last_dead = ""
         self._last_arrival = time.monotonic()
         self.num_scored = 0
-        spec = streams.scored_consumer(run_id, "train")
-        bus.reset_consumer(spec).wait()
-        self._inbox: Inbox[GroupScored] = bus.inbox(spec, GroupScored).wait()
+        spec = streams.scored_consumer(doors.run_id, "train")
+        doors.bus.reset_consumer(spec).wait()
+        self._inbox: Inbox[GroupScored] = doors.bus.inbox(spec, GroupScored).wait()
         self._thread = threading.Thread(target=self._guard, name="collector", daemon=True)
 
     def __enter__(self) -> Collector:

@@ -113,13 +113,19 @@ def order_id(order: DataOrder, fingerprint: str) -> str:
 
 
 def plan(
-    state: DispatchState, *, order: DataOrder, rollout: RolloutSettings, groups_per_message: int
+    state: DispatchState,
+    *,
+    order: DataOrder,
+    rollout: RolloutSettings,
+    groups_per_message: int,
+    most_outstanding: int | None = None,
 ) -> tuple[list[tuple[GroupKey, ...]], DispatchState]:
     """Decide the next packs: as many groups as the staleness bound admits, in whole packs.
 
     A pack that is not full waits for more room, unless fewer groups are outstanding than a step needs:
     then waiting would starve the trainer, and the pack is cut short. Packs of new prompts begin a new
-    one with every step's worth, so that steps and packs stay aligned.
+    one with every step's worth, so that steps and packs stay aligned. ``most_outstanding`` is what the
+    rest of the run can still use: towards its end nothing is issued in vain.
 
     Returns:
         The packs, each a tuple of groups, and the state after issuing them.
@@ -130,6 +136,8 @@ def plan(
         room = admissible_groups(
             outstanding=outstanding, max_staleness=rollout.max_staleness, groups_per_step=rollout.groups_per_step
         )
+        if most_outstanding is not None:
+            room = min(room, most_outstanding - outstanding)
         wanted = min(groups_per_message, rollout.groups_per_step - state.num_issued % rollout.groups_per_step)
         needed = rollout.groups_per_step - outstanding  # or the next step could never be filled
         if room <= 0 or (room < wanted and needed <= 0):
@@ -239,10 +247,14 @@ class Dispatch:
         """Continue from a checkpoint's document; raises CheckpointError when the data are others."""
         self.state = DispatchState.from_document(document, order_id=self.state.order_id)
 
-    def next_packs(self, version: PolicyVersion) -> list[TaskPack]:
-        """Issue what the staleness bound admits at the trainer's version."""
+    def next_packs(self, version: PolicyVersion, most_outstanding: int | None = None) -> list[TaskPack]:
+        """Issue what the staleness bound admits at the trainer's version, and the rest of the run can use."""
         packs, self.state = plan(
-            self.state, order=self.order, rollout=self._rollout, groups_per_message=self.groups_per_message
+            self.state,
+            order=self.order,
+            rollout=self._rollout,
+            groups_per_message=self.groups_per_message,
+            most_outstanding=most_outstanding,
         )
         return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
 

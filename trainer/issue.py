@@ -15,13 +15,14 @@ import structlog
 from protocol import blob_keys, subjects
 from protocol.errors import PenstockError
 from protocol.trace import new_trace
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus, Pending, Receipt
+from protocol.transport.bus import Pending, Receipt
 from protocol.versions import PolicyVersion
 from trainer.batcher import Drop
-from trainer.dispatch import Dispatch, TaskPack
+from trainer.dispatch import Dispatch
+from trainer.doors import Doors
 from trainer.drops import DropReason
 from trainer.tally import Tally
+from trainer.task_packs import TaskPack
 
 log = structlog.get_logger("trainer.issue")
 
@@ -32,14 +33,13 @@ _FINAL = frozenset({DropReason.DEAD})
 class Issuer:
     """Keeps the workers supplied; use as a context manager."""
 
-    def __init__(self, dispatch: Dispatch, tally: Tally, *, bus: Bus, blobs: Blobs, run_id: str) -> None:
+    def __init__(self, doors: Doors, dispatch: Dispatch, tally: Tally) -> None:
         """Issue nothing yet; ``dispatch`` and ``tally`` are owned by this issuer from now on."""
         self._dispatch = dispatch
         self._tally = tally
-        self._bus = bus
-        self._blobs = blobs
-        self._run_id = run_id
+        self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._version = PolicyVersion(0)
+        self._most_outstanding = 0
         self._changed = threading.Condition()
         self._closing = False
         self._failure: PenstockError | None = None
@@ -95,23 +95,41 @@ class Issuer:
         with self._changed:
             self._tally.count_drop(drop)
 
-    def advance(self, version: PolicyVersion) -> None:
-        """Say which version the trainer has now, and issue what that admits; raises what the thread raised."""
+    def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
+        """Say which version the trainer has now and how many groups the rest of the run needs.
+
+        Issues what that admits; raises what the thread raised.
+        """
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             self._version = version
+            self._most_outstanding = groups_wanted
             self._changed.notify_all()
 
-    def document(self) -> tuple[dict[str, Any], dict[str, Any], int]:
-        """Return dispatch state and tally for a checkpoint, and how many groups were issued."""
+    def documents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return dispatch state and tally at one moment, as a checkpoint holds them."""
         with self._changed:
-            return self._dispatch.state.to_document(), self._tally.to_document(), self._dispatch.state.num_issued
+            return self._dispatch.state.to_document(), self._tally.to_document()
+
+    def groups(self) -> dict[str, Any]:
+        """Return what became of the run's groups so far, as the step events show it."""
+        with self._changed:
+            state, tally = self._dispatch.state, self._tally
+            return {
+                "issued": state.num_issued,
+                "issued_again": state.num_issued_again,
+                "given_up": state.num_given_up,
+                "outstanding": len(state.outstanding),
+                "scored": tally.groups_scored,
+                "trained": tally.groups_trained,
+                "dropped": {str(reason): count for reason, count in tally.dropped_groups.items()},
+            }
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                packs = [] if self._closing else self._dispatch.next_packs(self._version)
+                packs = [] if self._closing else self._dispatch.next_packs(self._version, self._most_outstanding)
                 if not packs:
                     if self._closing:
                         return

@@ -20,10 +20,11 @@ from torch import Tensor
 from protocol import blob_keys, streams, subjects
 from protocol.errors import BusUnreachable, CompareAndSwapFailed, PenstockError
 from protocol.facts import BlobRef, Head, WeightsPublished, decode, encode
-from protocol.transport.blobs import Blobs, BlobStat
-from protocol.transport.bus import Bus, KeyValue
+from protocol.transport.blobs import BlobStat
+from protocol.transport.bus import KeyValue
 from protocol.versions import PolicyVersion
 from protocol.weights import ModelFile, WeightsManifest
+from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.model_folder import MAX_SHARD_BYTES, Shards, shard_bytes, small_files, split_shards
 
@@ -56,25 +57,21 @@ class Publisher:
 
     def __init__(
         self,
+        doors: Doors,
         *,
-        bus: Bus,
-        blobs: Blobs,
-        run_id: str,
         model_folder: Path,
         keep_versions: int,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         """Read where the run stands and start the thread; raises MissingStream when it was not bootstrapped."""
-        self._bus = bus
-        self._blobs = blobs
-        self._run_id = run_id
+        self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._model_folder = model_folder
         self._keep_versions = keep_versions
         self._max_shard_bytes = max_shard_bytes
-        self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
+        self._state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
         self.head = read_head(self._state)
         self._small: tuple[ModelFile, ...] | None = None
-        self._stored = {blob_keys.version_of_weights(run_id, s.key) for s in self._list_all()}
+        self._stored = {blob_keys.version_of_weights(doors.run_id, s.key) for s in self._list_all()}
         self._published = {PolicyVersion(self.head.version)} if self.head else set[PolicyVersion]()
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot] = []

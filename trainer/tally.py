@@ -17,8 +17,6 @@ class Tally:
         self.groups_trained = 0
         self.tokens_trained = 0
         self.groups_scored = 0
-        self.versions_published = 0
-        self.versions_skipped = 0
         self.dropped_groups: Counter[str] = Counter()
         self.dropped_tokens: Counter[str] = Counter()
         self.staleness_tokens: Counter[int] = Counter()
@@ -40,8 +38,6 @@ class Tally:
             "groups_trained": self.groups_trained,
             "tokens_trained": self.tokens_trained,
             "groups_scored": self.groups_scored,
-            "versions_published": self.versions_published,
-            "versions_skipped": self.versions_skipped,
             "dropped_groups": dict(self.dropped_groups),
             "dropped_tokens": dict(self.dropped_tokens),
             "staleness_tokens": {str(age): count for age, count in sorted(self.staleness_tokens.items())},
@@ -51,7 +47,7 @@ class Tally:
     def from_document(cls, document: Mapping[str, Any]) -> Tally:
         """Rebuild what `to_document` wrote."""
         tally = cls()
-        for name in ("groups_trained", "tokens_trained", "groups_scored", "versions_published", "versions_skipped"):
+        for name in ("groups_trained", "tokens_trained", "groups_scored"):
             setattr(tally, name, int(document[name]))
         tally.dropped_groups.update(document["dropped_groups"])
         tally.dropped_tokens.update(document["dropped_tokens"])

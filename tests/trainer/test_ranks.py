@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.trainer.stored_groups import invent_group, store_scored
 
 
 @pytest.fixture(scope="module")
-def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:  # noqa: ANN001
+def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     """The same stored groups, trained by one process and by two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     settings: S3Settings = s3_server.settings

@@ -1,0 +1,127 @@
+"""The whole trainer as a process, between real streams: it learns, it is killed and goes on, it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deploy.quickstart_task import write_data, write_model
+from protocol.connection import NatsSettings, S3Settings
+from tests.servers import wait_for
+from tests.trainer.producer import Sampler, ScriptedProducer, write_run_file
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The quickstart's model and data."""
+    write_model(tmp_path / "model", seed=0)
+    write_data(tmp_path, seed=0, num_sft=64, num_train=200, num_eval=20)
+    return tmp_path
+
+
+def sections(folder: Path, run_id: str, *, steps: int, **more: dict) -> dict[str, dict]:
+    base: dict[str, dict] = {
+        "run": {"id": run_id, "dir": str(folder / "runs"), "seed": 3},
+        "model": {"path": str(folder / "model")},
+        "data": {"train": [str(folder / "train.jsonl")], "max_prompt_tokens": 64},
+        "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 8},
+        "trainer": {"steps": steps, "lr": 1e-3, "micro_batch_tokens": 512},
+    }
+    for name, values in more.items():
+        base[name] = {**base.get(name, {}), **values}
+    return base
+
+
+class Trainer:
+    """One life of ``python -m trainer train``."""
+
+    def __init__(self, run_file: Path, *overrides: str) -> None:
+        self._log = run_file.with_name(f"trainer-{os.urandom(3).hex()}.log")
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainer", "train", str(run_file), *overrides],
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, expected: int = 0, deadline_s: float = 90.0) -> str:
+        """Wait for the end; fails with the log when the exit code is another."""
+        code = self.process.wait(deadline_s)
+        assert code == expected, self.log[-4000:]
+        return self.log
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[Trainer]]:
+    """Trainers to be ended, whatever happens."""
+    started: list[Trainer] = []
+    yield started
+    for trainer in started:
+        if trainer.process.poll() is None:
+            trainer.process.kill()
+            trainer.process.wait()
+
+
+def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict]:
+    path = folder / "runs" / run_id / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in rows if row["kind"] == kind]
+
+
+def test_a_run_learns_overlaps_and_leaves_a_model(
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+) -> None:
+    """Reward rises from chance to near 1 through published weights; the result loads with transformers."""
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, ring_streams, steps=25,
+            rollout={"group_size": 8, "max_new_tokens": 1},
+            data={"eval": [str(run_folder / "eval.jsonl")]},
+            trainer={"lr": 1e-2, "checkpoint_every": 10, "keep_versions": 4},
+            eval={"every": 10, "temperature": 1.0, "samples": 4},
+        ),
+    )  # fmt: skip
+    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+        producer.author = Sampler(producer, run_folder / "model")
+        trainers.append(Trainer(run_file))
+        trainers[0].wait()
+        producer.head()
+        last = producer.weights(producer.head())
+    steps, evals = metrics(run_folder, ring_streams), metrics(run_folder, ring_streams, "eval")
+    assert [row["step"] for row in steps] == list(range(1, 26))
+    assert [row["step"] for row in evals] == [0, 10, 20, 25]
+    assert evals[0]["accuracy"] < 0.7
+    assert evals[-1]["accuracy"] > 0.9
+    assert evals[-1]["num_prompts"] == 20
+    assert set(evals[-1]["pass_at"]) == {"1", "2", "4"}
+    assert any(row["staleness_max"] >= 1 for row in steps)  # generation and training overlapped
+    assert max(row["staleness_max"] for row in steps) <= 2
+    summary = json.loads((run_folder / "runs" / ring_streams / "trainer.json").read_text())
+    groups = summary["groups"]
+    assert groups["trained"] == 100
+    assert groups["issued"] - groups["outstanding"] == groups["trained"] + sum(groups["dropped"].values())
+    assert groups["outstanding"] == 0  # nothing was issued in vain
+    assert summary["versions_published"] + summary["versions_skipped"] == 26
+    assert sum(summary["staleness_tokens"].values()) == summary["tokens_trained"] == 800
+    exported = run_folder / "runs" / ring_streams / "model"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokens = AutoTokenizer.from_pretrained(exported)("sort 1", return_tensors="pt").input_ids
+    assert model(tokens).logits.shape[-1] == 55
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        torch.testing.assert_close(last[name], tensor, rtol=0, atol=0)

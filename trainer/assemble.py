@@ -1,0 +1,223 @@
+"""Builds one life of a run from its settings, runs it, and takes it down again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from protocol.activity import Activity, cpu_seconds
+from protocol.errors import ConfigError
+from protocol.facts import Sampling
+from protocol.transport.blobs import Blobs
+from trainer import checkpoint, loop
+from trainer.algorithms import ALGORITHMS
+from trainer.batcher import Batcher
+from trainer.chat_template import ChatTokenizer
+from trainer.checkpoint import TrainerState
+from trainer.collect import Collector
+from trainer.crew import Crew
+from trainer.data_order import DataOrder
+from trainer.dataset import PromptSet
+from trainer.dispatch import Dispatch
+from trainer.doors import Doors
+from trainer.errors import UnsupportedModel
+from trainer.evaluate import Evaluator
+from trainer.issue import Issuer
+from trainer.ledger import Ledger
+from trainer.objective import policy_gradient
+from trainer.policy import Optimisation, load_policy
+from trainer.preflight import check_rewards, check_run_is_ours, open_doors
+from trainer.publish import Publisher
+from trainer.pulse import Pulse
+from trainer.ranks import Ranks
+from trainer.record import Recorder
+from trainer.settings import TrainerSettings
+from trainer.tally import Tally
+from trainer.training import Training
+
+log = structlog.get_logger("trainer")
+
+_EVENT_CLOCK = time.time  # events of several machines are compared by the time of day
+
+
+def train(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> None:
+    """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError."""
+    if settings.trainer.num_ranks != ranks.num_ranks:
+        raise ConfigError(
+            f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
+            "`penstock train` starts the right number (torchrun --nproc-per-node N -m trainer train ...)"
+        )
+    if ranks.is_leader:
+        _lead(settings, ranks, stop)
+    else:
+        _crew(settings, ranks, Blobs(settings.s3)).follow()
+
+
+def _lead(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> None:
+    data = _open_data(settings)
+    doors = open_doors(settings)
+    try:
+        found = checkpoint.newest(settings.run.folder / "checkpoints", settings.run.id)
+        check_run_is_ours(doors, resume=settings.trainer.resume, has_checkpoint=found is not None)
+        crew = _crew(settings, ranks, doors.blobs)
+        check_rewards(doors, data.sets, clock=_EVENT_CLOCK)
+        if found is not None:
+            crew.load(found[0])
+            log.info("resumed", checkpoint=str(found[0]), step=crew.policy.steps_done)
+        with _training(settings, doors, crew, data, stop, found[1] if found else None) as training:
+            started = time.monotonic()
+            try:
+                loop.run(training)
+            finally:
+                _write_summary(training, wall_s=time.monotonic() - started)
+        crew.dismiss()
+    finally:
+        doors.bus.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    train: PromptSet
+    eval: PromptSet | None
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        return [self.train] if self.eval is None else [self.train, self.eval]
+
+
+def _open_data(settings: TrainerSettings) -> _Data:
+    if not (settings.model.path / "config.json").is_file():
+        raise UnsupportedModel(
+            f"model.path = {settings.model.path}: no config.json there; give a Hugging Face model folder"
+        )
+    tokenizer = ChatTokenizer.read(settings.model.path)
+
+    def opened(files: Sequence[Path]) -> PromptSet:
+        return PromptSet.open(files, data=settings.data, reward=settings.reward, tokenizer=tokenizer)
+
+    evaluated = opened(settings.data.eval_files) if settings.data.eval_files else None
+    return _Data(opened(settings.data.train_files), evaluated, tuple(tokenizer.eos_ids))
+
+
+def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
+    how = Optimisation(
+        num_steps=settings.trainer.steps,
+        lr=settings.trainer.lr,
+        betas=settings.trainer.betas,
+        weight_decay=settings.trainer.weight_decay,
+        warmup_steps=settings.trainer.warmup_steps,
+        schedule=settings.trainer.schedule,
+        min_lr_ratio=settings.trainer.min_lr_ratio,
+        max_grad_norm=settings.trainer.max_grad_norm,
+        zero_stage=settings.trainer.zero_stage,
+        dtype=settings.model.dtype,
+        gradient_checkpointing=settings.model.gradient_checkpointing,
+    )
+    policy = load_policy(settings.model.path, how, ranks, temperature=settings.rollout.temperature)
+    options = settings.algorithm.model_dump(
+        include={"clip_low", "clip_high", "dual_clip", "token_tis_cap", "negative_weight"}
+    )
+    return Crew(policy, ranks, blobs, policy_gradient(ALGORITHMS[settings.algorithm.name].loss, options))
+
+
+@contextlib.contextmanager
+def _training(
+    settings: TrainerSettings,
+    doors: Doors,
+    crew: Crew,
+    data: _Data,
+    stop: threading.Event,
+    resumed: TrainerState | None,
+) -> Iterator[Training]:
+    """Make the parts, resume them, start their threads, and stop these at the end."""
+    rollout = settings.rollout
+    order = DataOrder(len(data.train), settings.run.seed, settings.data.shuffle)
+    dispatch = Dispatch(data.train, order=order, rollout=rollout, stop_token_ids=data.stop_token_ids)
+    ledger = Ledger(resumed.ledger if resumed else ())
+    tally = Tally.from_document(resumed.totals) if resumed else Tally()
+    recorder = Recorder(bus=doors.bus, run_id=doors.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
+    if resumed is not None:
+        dispatch.resume(resumed.dispatch)
+    recorder.rewind(resumed.metrics_bytes if resumed else 0)
+    activity = Activity()
+    issuer = Issuer(doors, dispatch, tally)
+    batcher = Batcher(groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness, ledger=ledger)
+    training = Training(
+        settings=settings,
+        crew=crew,
+        issuer=issuer,
+        collector=Collector(
+            doors,
+            batcher=batcher,
+            issued=issuer,
+            deadline_s=settings.trainer.collect_deadline_s,
+            max_dead=rollout.max_outstanding,
+        ),
+        publisher=Publisher(doors, model_folder=settings.model.path, keep_versions=settings.trainer.keep_versions),
+        evaluator=None,
+        recorder=recorder,
+        pulse=Pulse(bus=doors.bus, run_id=doors.run_id, activity=activity, clock=_EVENT_CLOCK),
+        activity=activity,
+        ledger=ledger,
+        tally=tally,
+        stop=stop,
+        resumed=resumed,
+    )
+    with contextlib.ExitStack() as running:
+        running.callback(recorder.close)
+        if data.eval is not None:
+            training.evaluator = running.enter_context(_evaluator(settings, doors, data, data.eval, training))
+        for part in (training.pulse, training.collector, training.issuer):
+            running.enter_context(part)
+        yield training
+
+
+def _evaluator(
+    settings: TrainerSettings, doors: Doors, data: _Data, prompts: PromptSet, training: Training
+) -> Evaluator:
+    return Evaluator(
+        doors,
+        prompts=prompts,
+        settings=settings.eval,
+        sampling=Sampling(
+            max_new_tokens=settings.eval.max_new_tokens or settings.rollout.max_new_tokens,
+            temperature=settings.eval.temperature,
+            stop_token_ids=data.stop_token_ids,
+        ),
+        publisher=training.publisher,
+        deadline_s=settings.trainer.collect_deadline_s,
+        on_result=training.on_evaluation,
+    )
+
+
+def _write_summary(training: Training, *, wall_s: float) -> None:
+    """Write ``trainer.json``: what the run came to, as far as the trainer knows."""
+    busy_s, idle_s = training.activity.totals()
+    _, totals = training.issuer.documents()
+    document: dict[str, Any] = {
+        "run_id": training.settings.run.id,
+        "finished": training.num_steps_done >= training.settings.trainer.steps,
+        "steps": training.num_steps_done,
+        "version": training.version,
+        "groups": training.issuer.groups(),
+        "dropped_tokens": totals["dropped_tokens"],
+        "staleness_tokens": totals["staleness_tokens"],
+        "tokens_trained": totals["tokens_trained"],
+        "versions_published": training.publisher.num_published,
+        "versions_skipped": training.publisher.num_skipped,
+        "evaluations": [asdict(result) for result in training.evaluations],
+        "idle_share": idle_s / max(busy_s + idle_s, 1e-9),
+        "wall_s": wall_s,
+        "cpu_s": cpu_seconds(),
+    }
+    path = training.settings.run.folder / "trainer.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,0 +1,284 @@
+"""Evaluates held-out prompts on one published version, without stopping the training.
+
+Every task is pinned: all its tokens must come from that version, and an answer that says otherwise is
+refused. An evaluation counts only as a whole: a group that dies makes it fail, since an accuracy over
+what happened to come back would flatter.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from protocol import blob_keys, streams, subjects
+from protocol.errors import PenstockError
+from protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup
+from protocol.trace import new_trace
+from protocol.transport.bus import Delivery, Inbox
+from protocol.versions import PolicyVersion
+from trainer import waiting
+from trainer.dataset import PromptSet
+from trainer.doors import Doors
+from trainer.errors import EvaluationFailed
+from trainer.publish import Publisher
+from trainer.settings import EvalSettings
+from trainer.task_packs import make_task, pack_tasks
+
+log = structlog.get_logger("trainer.evaluate")
+
+_SAMPLES_PER_PACK = 64
+_FETCH_WAIT_S = 0.5
+CORRECT = 1.0 - 1e-6  # a completion counts as correct from this reward on
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What one evaluation came to."""
+
+    step: int
+    version: int
+    num_prompts: int
+    num_samples: int  # completions of each prompt
+    accuracy: float  # share of completions with the full reward of 1
+    reward_mean: float
+    pass_at: dict[int, float]  # k -> share of prompts solved by k samples, unbiased; empty for one sample
+    completion_tokens_mean: float
+    truncated_share: float  # completions cut off at max_new_tokens
+    eval_s: float
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the chance that at least one of ``k`` samples is correct (unbiased, arXiv 2107.03374)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def summarise(groups: Sequence[ScoredGroup], *, step: int, version: int, eval_s: float) -> EvalResult:
+    """Reduce scored groups, one of each prompt, to an evaluation's result; pure."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    tokens = [count for group in groups for count in group.generated.completion_tokens]
+    finishes = [reason for group in groups for reason in group.generated.finish_reasons]
+    num_samples = min(len(group.rewards) for group in groups)
+    correct = [sum(reward >= CORRECT for reward in group.rewards) for group in groups]
+    ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
+    return EvalResult(
+        step=step,
+        version=version,
+        num_prompts=len(groups),
+        num_samples=num_samples,
+        accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        pass_at={k: sum(pass_at_k(num_samples, c, k) for c in correct) / len(groups) for k in ks},
+        completion_tokens_mean=sum(tokens) / len(tokens),
+        truncated_share=finishes.count("length") / len(finishes),
+        eval_s=eval_s,
+    )
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    version: PolicyVersion
+    step: int
+    started: float
+    waiting_for: set[str]
+    is_issued: bool = False
+    groups: dict[str, ScoredGroup] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.failure) or not self.waiting_for
+
+
+class Evaluator:
+    """Issues and collects evaluations in a thread of its own; use as a context manager."""
+
+    def __init__(
+        self,
+        doors: Doors,
+        *,
+        prompts: PromptSet,
+        settings: EvalSettings,
+        sampling: Sampling,
+        publisher: Publisher,
+        deadline_s: float,
+        on_result: Callable[[EvalResult], None],
+    ) -> None:
+        """Bind to the trainer's consumer for evaluations; raises MissingStream.
+
+        Args:
+            doors: The run, NATS and the object store.
+            prompts: Held-out prompts.
+            settings: How many prompts, how many samples.
+            sampling: How the engines sample for evaluations.
+            publisher: Says when a version is published, and keeps its weights while it is evaluated.
+            deadline_s: An evaluation that takes longer has failed.
+            on_result: Called on the evaluator's thread.
+        """
+        self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
+        self._prompts = prompts
+        self._num_prompts = min(settings.num_prompts or len(prompts), len(prompts))
+        self._samples = settings.samples
+        self._sampling = sampling
+        self._publisher = publisher
+        self._deadline_s = deadline_s
+        self._on_result = on_result
+        self._evaluations: dict[PolicyVersion, _Evaluation] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._crash: PenstockError | None = None
+        self.num_failed = 0
+        spec = streams.scored_consumer(doors.run_id, "eval")
+        doors.bus.reset_consumer(spec).wait()
+        self._inbox: Inbox[GroupScored] = doors.bus.inbox(spec, GroupScored).wait()
+        self._thread = threading.Thread(target=self._guard, name="evaluator", daemon=True)
+
+    def __enter__(self) -> Evaluator:
+        """Start the thread."""
+        stream = f"{self._run_id}-dead"
+        self._bus.tail(stream, subjects.dead(self._run_id), DeadLetter, self._on_dead_letter).wait()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread; evaluations that are not over are abandoned."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(30.0)
+
+    def start(self, version: PolicyVersion, step: int) -> None:
+        """Evaluate a version that was submitted for publication with ``must_publish``; returns at once."""
+        ids = {_group_id(version, index) for index in range(self._num_prompts)}
+        with self._changed:
+            if version not in self._evaluations:
+                self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
+                self._changed.notify_all()
+
+    def wait(self, version: PolicyVersion) -> None:
+        """Wait until an evaluation is over; raises EvaluationFailed when it failed or took too long."""
+        with self._changed:
+            evaluation = self._evaluations[version]
+            while not evaluation.is_over:
+                if self._crash is not None:
+                    raise self._crash
+                self._changed.wait(_FETCH_WAIT_S)
+            if evaluation.failure:
+                raise EvaluationFailed(evaluation.failure)
+
+    # ── on the evaluator's own thread ─────────────────────────────────────────────────────────
+
+    def _guard(self) -> None:
+        try:
+            self._work()
+        except PenstockError as err:
+            log.error("evaluations end", error=str(err))  # noqa: TRY400
+            with self._changed:
+                self._crash = err
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._open())
+                if self._closing:
+                    return
+                evaluations = self._open()
+            for evaluation in evaluations:
+                self._issue_when_published(evaluation)
+            for delivery in self._inbox.fetch(16, _FETCH_WAIT_S).wait():
+                self._receive(delivery)
+            for evaluation in evaluations:
+                self._finish(evaluation)
+
+    def _open(self) -> list[_Evaluation]:
+        return [e for e in self._evaluations.values() if not e.is_over]
+
+    def _issue_when_published(self, evaluation: _Evaluation) -> None:
+        if evaluation.is_issued or not self._publisher.is_published(evaluation.version):
+            return
+        per_pack = max(1, _SAMPLES_PER_PACK // self._samples)
+        published = []
+        for first in range(0, self._num_prompts, per_pack):
+            tasks = [
+                make_task(
+                    self._prompts[index],
+                    _group_id(evaluation.version, index),
+                    sampling=self._sampling,
+                    group_size=self._samples,
+                    split="eval",
+                    issued_version=evaluation.version,
+                    pinned_version=evaluation.version,
+                )
+                for index in range(first, min(first + per_pack, self._num_prompts))
+            ]
+            pack = pack_tasks(tasks)
+            key = blob_keys.task_list(self._run_id, pack.pack_id)
+            stored = self._blobs.put(key, pack.blob) if pack.blob else None
+            message = pack.announced(self._run_id, stored)
+            subject = subjects.tasks(self._run_id, "eval")
+            published.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=new_trace()))
+        for pending in published:
+            pending.wait()
+        evaluation.is_issued = True
+
+    def _receive(self, delivery: Delivery[GroupScored]) -> None:
+        with self._changed:
+            for group in delivery.fact.groups:
+                self._accept(group)
+        delivery.ack().wait()
+
+    def _accept(self, group: ScoredGroup) -> None:
+        summary = group.generated
+        for evaluation in self._evaluations.values():
+            if summary.group_id in evaluation.waiting_for:
+                if not summary.oldest_version == summary.newest_version == evaluation.version:
+                    evaluation.failure = (
+                        f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
+                        f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
+                    )
+                    return
+                evaluation.waiting_for.discard(summary.group_id)
+                evaluation.groups[summary.group_id] = group
+
+    def _finish(self, evaluation: _Evaluation) -> None:
+        elapsed_s = time.monotonic() - evaluation.started
+        with self._changed:
+            if not evaluation.is_over and elapsed_s > self._deadline_s:
+                evaluation.failure = (
+                    f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
+                    f"{self._num_prompts} groups did not come back within {self._deadline_s:.0f} s. "
+                    f"{waiting.describe(self._bus, self._run_id)}"
+                )
+            if not evaluation.is_over:
+                return
+        if evaluation.failure:
+            self.num_failed += 1
+            log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
+        else:
+            groups = list(evaluation.groups.values())
+            self._on_result(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
+        self._publisher.unpin(evaluation.version)
+        with self._changed:
+            evaluation.groups.clear()
+            self._changed.notify_all()
+
+    # ── on the bus's thread ───────────────────────────────────────────────────────────────────
+
+    def _on_dead_letter(self, letter: DeadLetter) -> None:
+        with self._changed:
+            for evaluation in self._evaluations.values():
+                if evaluation.waiting_for.intersection(letter.group_ids):
+                    evaluation.failure = (
+                        f"evaluation of version {evaluation.version}: {len(letter.group_ids)} groups went to the dead "
+                        f"letters of {letter.stage}: {letter.reason}: {letter.detail}"
+                    )
+            self._changed.notify_all()
+
+
+def _group_id(version: PolicyVersion, index: int) -> str:
+    return f"eval.v{version}.p{index}"

@@ -1,0 +1,83 @@
+"""Names, units and formulas of what a step reports; pure.
+
+| name                       | unit     | means                                                              |
+|----------------------------|----------|--------------------------------------------------------------------|
+| `step`, `version`          |          | optimizer steps done; version the batch was trained at              |
+| `loss`                     |          | the objective, all denominators applied                            |
+| `reward_mean`, `reward_std`|          | over the batch's trajectories                                      |
+| `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
+| `grad_norm`, `lr`          |          | norm before clipping; learning rate of this step                   |
+| `clip_fraction`            | share    | sampled tokens whose gradient the clip took away                   |
+| `dual_clip_fraction`       | share    | the same for the dual clip                                         |
+| `ratio_mean`, `ratio_max`  |          | behaviour ratio, current / behaviour, before the step              |
+| `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
+| `kl_behaviour`             | nats     | KL(behaviour ‖ current) per token, estimator k3                    |
+| `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
+| `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
+| `staleness_tokens`         | tokens   | histogram by age                                                   |
+| `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
+| `tokens_trained`           | tokens   | sampled tokens of this step                                        |
+| `groups`                   | groups   | issued, scored, trained, dropped by reason, of the whole run       |
+| `wait_s`, `step_s`         | s        | waited for the batch; plan, forward, backward and update           |
+| `publish_s`                | s        | the newest publication, beside the step                            |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from trainer.policy import StepFigures
+from trainer.step_plan import ReadyGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Seconds of wall-clock time."""
+
+    wait_s: float
+    step_s: float
+    publish_s: float
+
+
+def step_fields(
+    step: int,
+    version: int,
+    figures: StepFigures,
+    batch: Sequence[ReadyGroup],
+    staleness_tokens: Mapping[int, int],
+    timing: StepTiming,
+) -> dict[str, Any]:
+    """Return what one step reports, without the counts of the whole run."""
+    rewards = [reward for group in batch for reward in group.scored.rewards]
+    lengths = [count for group in batch for count in group.scored.generated.completion_tokens]
+    finishes = [reason for group in batch for reason in group.scored.generated.finish_reasons]
+    sums, num_tokens = figures.sums, figures.sums["tokens"]
+    return {
+        "step": step,
+        "version": version,
+        "loss": figures.loss,
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "zero_signal_groups": fmean(max(g.scored.rewards) == min(g.scored.rewards) for g in batch),
+        "grad_norm": figures.grad_norm,
+        "lr": figures.lr,
+        "clip_fraction": sums["clipped"] / num_tokens,
+        "dual_clip_fraction": sums["dual_clipped"] / num_tokens,
+        "ratio_mean": sums["ratio"] / num_tokens,
+        "ratio_max": figures.maxima["ratio"],
+        "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]),
+        "kl_behaviour": sums["kl_k3"] / num_tokens,
+        "entropy": sums["surprise"] / num_tokens,
+        "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
+        "staleness_max": max(staleness_tokens),
+        "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
+        "completion_tokens_mean": fmean(lengths),
+        "truncated_share": finishes.count("length") / len(finishes),
+        "tokens_trained": int(num_tokens),
+        "wait_s": timing.wait_s,
+        "step_s": timing.step_s,
+        "publish_s": timing.publish_s,
+    }

@@ -1,0 +1,104 @@
+"""What is checked before anything starts: servers, run, rewards. Every refusal says what to do.
+
+The data files and the model folder are checked where they are opened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from protocol import streams
+from protocol.errors import ConfigError
+from protocol.facts import Head
+from protocol.rewards_offered import RewardsOffered, current_offers, names_nobody_offers
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from trainer.dataset import AUTO_REWARD, PromptSet
+from trainer.doors import Doors
+from trainer.errors import UnknownReward
+from trainer.publish import read_head
+from trainer.settings import TrainerSettings
+
+_REWARD_DEADLINE_S = 60.0  # reward services may start after the trainer
+_POLL_S = 0.2
+_SAMPLED_ROWS = 1000
+
+
+def open_doors(settings: TrainerSettings) -> Doors:
+    """Connect to NATS and the object store; raises BusUnreachable, BusRefused, BlobStoreUnreachable or -Refused."""
+    bus = Bus.connect(settings.nats, name="trainer")
+    blobs = Blobs(settings.s3)
+    blobs.check()
+    return Doors(settings.run.id, bus, blobs)
+
+
+def check_run_is_ours(doors: Doors, *, resume: bool, has_checkpoint: bool) -> Head | None:
+    """Return the head of the run; raises ConfigError when this run must not go on from it.
+
+    A run that published weights and is started over, without resuming, would mix the groups of two
+    lives; a run without a checkpoint may go on, it loses only the steps before the first one.
+    """
+    head = read_head(doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait())
+    if head is not None and not resume:
+        kept = "a checkpoint and " if has_checkpoint else ""
+        raise ConfigError(
+            f"run {doors.run_id} has {kept}published version {head.version}, and trainer.resume = false; resume it, "
+            f"choose another run.id, or delete its streams: python -m deploy.bootstrap --run {doors.run_id} --delete"
+        )
+    return head
+
+
+def check_rewards(
+    doors: Doors,
+    prompt_sets: Iterable[PromptSet],
+    *,
+    clock: Callable[[], float],
+    deadline_s: float = _REWARD_DEADLINE_S,
+) -> None:
+    """Wait until living reward services offer every reward the data ask for; raises UnknownReward.
+
+    Args:
+        doors: The run and NATS.
+        prompt_sets: The prompts of the run.
+        clock: Seconds since the epoch.
+        deadline_s: Longest wait for a reward service to start and to learn of all its endpoints.
+    """
+    names, sources = set[str](), set[str]()
+    for prompts in prompt_sets:
+        names |= set(prompts.rows_by_reward)
+        if AUTO_REWARD in prompts.rows_by_reward:
+            sources |= _sources(prompts)
+    bucket = doors.bus.key_value(streams.registry_bucket().bucket).wait()
+    deadline = time.monotonic() + deadline_s
+    while True:
+        offers = current_offers(bucket.entries().wait(), run_id=doors.run_id, now=clock())
+        problem = _problem(names, sources, offers)
+        if not problem:
+            return
+        if time.monotonic() > deadline:
+            raise UnknownReward(f"{problem} (waited {deadline_s:.0f} s)")
+        time.sleep(_POLL_S)
+
+
+def _sources(prompts: PromptSet) -> set[str]:
+    stride = max(1, len(prompts) // _SAMPLED_ROWS)
+    requests = [prompts[index].reward for index in range(0, len(prompts), stride)]
+    return {request.data_source for request in requests if request.name == AUTO_REWARD}
+
+
+def _problem(names: set[str], sources: set[str], offers: list[RewardsOffered]) -> str:
+    if not offers:
+        return "no reward service of this run is alive; start one with: penstock reward service run.toml"
+    offered = sorted({name for offer in offers for name in offer.names})
+    missing = sorted(names_nobody_offers(names - {AUTO_REWARD}, offers))
+    if missing:
+        return f"no reward service offers {', '.join(missing)}; offered: {', '.join(offered)}; check reward.name"
+    known = {source for offer in offers for source in offer.by_source} | set(offered)
+    unknown = sorted(sources - known)
+    if unknown:
+        return (
+            f"no built-in reward fits data_source {', '.join(unknown)}; set reward.name or reward.by_source "
+            f"to one of {', '.join(offered)}"
+        )
+    return ""

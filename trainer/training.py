@@ -1,0 +1,232 @@
+"""The verbs of the loop, on rank 0: each is one stage, and nothing else happens between them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+
+import structlog
+
+from protocol.activity import Activity
+from protocol.versions import PolicyVersion, next_version
+from trainer import checkpoint
+from trainer.algorithms import ALGORITHMS
+from trainer.batcher import staleness_tokens
+from trainer.checkpoint import TrainerState
+from trainer.collect import Collector
+from trainer.crew import Crew
+from trainer.evaluate import EvalResult, Evaluator
+from trainer.issue import Issuer
+from trainer.ledger import Ledger
+from trainer.metrics import StepTiming, step_fields
+from trainer.model_folder import write_model_folder
+from trainer.publish import Publisher, Snapshot
+from trainer.pulse import Pulse
+from trainer.record import Recorder
+from trainer.settings import TrainerSettings
+from trainer.step_plan import ReadyGroup, make_plan
+from trainer.tally import Tally
+
+log = structlog.get_logger("trainer")
+
+_PUBLICATION_DEADLINE_S = 600.0
+
+
+@dataclass(slots=True)
+class Training:
+    """One life of a run on rank 0; `trainer/assemble.py` makes the parts, which have threads of their own."""
+
+    settings: TrainerSettings
+    crew: Crew
+    issuer: Issuer
+    collector: Collector
+    publisher: Publisher
+    evaluator: Evaluator | None
+    recorder: Recorder
+    pulse: Pulse
+    activity: Activity
+    ledger: Ledger
+    tally: Tally
+    stop: threading.Event  # set by whoever asks the run to end early
+    resumed: TrainerState | None
+    version: PolicyVersion = field(init=False)
+    evaluations: list[EvalResult] = field(default_factory=list)
+    _evaluated: PolicyVersion | None = None
+    _fields: dict[str, object] | None = None  # of the step that was just made, until it is reported
+    _wait_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
+
+    @property
+    def num_steps_done(self) -> int:
+        """Optimizer steps of the run so far, earlier lives included."""
+        return self.crew.policy.steps_done
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a step left and nobody asked to stop."""
+        return self.num_steps_done < self.settings.trainer.steps and not self.stop.is_set()
+
+    def begin(self) -> None:
+        """Publish the weights the run starts from, evaluate them, and let the workers start.
+
+        A version number never goes back: after a crash the checkpoint's weights get the number after
+        the newest one that was ever published.
+        """
+        self._say("starting", total_steps=self.settings.trainer.steps)
+        head = self.publisher.head
+        is_published = head is not None and self.resumed is not None and head.version == self.resumed.version
+        if not is_published:
+            self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
+            self._submit(must_publish=True)
+            self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
+        self.pulse.version = self.version
+        evaluates = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0
+        if evaluates:
+            self._evaluate()
+        self._admit()
+        if evaluates:
+            self._say("evaluating the start")
+            self._await_evaluation()
+        elif not is_published:
+            self.publisher.unpin(self.version)
+        self._say("training")
+        self.activity.restart()
+
+    def collect(self) -> list[ReadyGroup]:
+        """Wait for the next batch; empty when asked to stop."""
+        started = time.monotonic()
+        self.activity.state = "waiting for groups"
+        batch = self.collector.collect(self.version, self.stop.is_set)
+        self._wait_s = time.monotonic() - started
+        return batch
+
+    def step(self, batch: list[ReadyGroup]) -> None:
+        """Make one optimizer step and close its groups; the weights now are the next version."""
+        started = time.monotonic()
+        algorithm = self.settings.algorithm
+        with self.activity.working("training"):
+            plan = make_plan(
+                batch,
+                advantages=ALGORITHMS[algorithm.name].advantages,
+                normalise_by_std=algorithm.normalise_by_std,
+                aggregation=algorithm.aggregation,
+                max_completion_tokens=self.settings.rollout.max_new_tokens,
+                budget_tokens=self.settings.trainer.micro_batch_tokens,
+                num_ranks=self.crew.num_ranks,
+            )
+            figures = self.crew.step(plan, batch)
+        timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
+        ages = staleness_tokens(batch, self.version)
+        ids = [group.group_id for group in batch]
+        self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
+        self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
+        self.issuer.trained(ids, ages)
+        self.collector.trained(ids)
+        self.version = next_version(self.version)
+        self._admit()
+
+    def publish(self) -> None:
+        """Hand the new weights to the publisher."""
+        with self.activity.working("publishing"):
+            self._submit(must_publish=self._evaluation_is_due())
+        self.pulse.version = self.version
+
+    def evaluate_if_due(self) -> None:
+        """Start an evaluation of the new version; its result comes by itself."""
+        if self._evaluation_is_due():
+            self._evaluate()
+
+    def report(self) -> None:
+        """Write down the step that was just made."""
+        if self._fields is not None:
+            self.recorder.event("step", {**self._fields, "groups": self.issuer.groups()})
+            self._fields = None
+
+    def checkpoint_if_due(self) -> None:
+        """Commit a checkpoint every so many steps."""
+        if self.num_steps_done % self.settings.trainer.checkpoint_every == 0:
+            self._checkpoint()
+
+    def finish(self) -> None:
+        """End the run, or this life of it: checkpoint, and when all steps are done export and evaluate."""
+        self.issuer.stop()
+        self._checkpoint()
+        if not self.stop.is_set():
+            tensors = self.crew.snapshot()
+            folder = self.settings.run.folder / "model"
+            write_model_folder(folder, tensors, like=self.settings.model.path, dtype=self.crew.policy.dtype)
+            log.info("exported", folder=str(folder), policy_version=self.version)
+            self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
+            if self.evaluator is not None and self._evaluated == self.version:
+                self._say("evaluating the end")
+                self._await_evaluation()
+        self.publisher.close()
+        self._say("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
+
+    def on_evaluation(self, result: EvalResult) -> None:
+        """Write down an evaluation (called on the evaluator's thread)."""
+        self.evaluations.append(result)
+        fields = asdict(result)
+        fields["pass_at"] = {str(k): share for k, share in result.pass_at.items()}
+        self.recorder.event("eval", {"split": "eval", **fields})
+        log.info("evaluated", policy_version=result.version, accuracy=result.accuracy, reward=result.reward_mean)
+
+    def _evaluation_is_due(self) -> bool:
+        if self.evaluator is None:
+            return False
+        is_last = self.num_steps_done == self.settings.trainer.steps
+        every = self.settings.eval.every
+        return (is_last and self.settings.eval.at_end) or (every > 0 and self.num_steps_done % every == 0)
+
+    def _evaluate(self) -> None:
+        assert self.evaluator is not None
+        self.evaluator.start(self.version, self.num_steps_done)
+        self._evaluated = self.version
+
+    def _await_evaluation(self) -> None:
+        assert self.evaluator is not None
+        assert self._evaluated is not None
+        self.evaluator.wait(self._evaluated)
+
+    def _admit(self) -> None:
+        steps_left = self.settings.trainer.steps - self.num_steps_done
+        self.issuer.advance(self.version, steps_left * self.settings.rollout.groups_per_step)
+
+    def _submit(self, *, must_publish: bool) -> None:
+        is_last = self.num_steps_done == self.settings.trainer.steps
+        policy = self.crew.policy
+        self.publisher.submit(
+            Snapshot(
+                version=self.version,
+                step=self.num_steps_done,
+                tensors=self.crew.snapshot(),
+                num_parameters=policy.num_parameters,
+                dtype=policy.dtype,
+                must_publish=must_publish or is_last,
+            )
+        )
+
+    def _checkpoint(self) -> None:
+        settled = self.collector.settled()
+        dispatch, totals = self.issuer.documents()
+        state = TrainerState(
+            run_id=self.settings.run.id,
+            step=self.num_steps_done,
+            version=self.version,
+            ledger=self.ledger.rows(),
+            dispatch=dispatch,
+            totals=totals,
+            metrics_bytes=self.recorder.num_bytes,
+        )
+        with self.activity.working("checkpointing"):
+            root = self.settings.run.folder / "checkpoints"
+            checkpoint.commit(root, state, self.crew.save, keep=self.settings.trainer.keep_checkpoints)
+        self.collector.acknowledge(settled)
+
+    def _say(self, text: str, **more: object) -> None:
+        self.activity.state = text
+        self.recorder.event("state", {"text": text, **more})
+        log.info(text, step=self.num_steps_done, policy_version=self.version)
