@@ -49,9 +49,9 @@ class Patience:
     attempts: int
     delay_s: float
 
-    def next_delay_s(self, num_delivered: int) -> float:
-        """Return the wait before the next delivery: doubled each time, at most a minute (or the first wait)."""
-        return min(self.delay_s * 2.0 ** min(num_delivered - 1, 30), max(_MAX_DELAY_S, self.delay_s))
+    def next_delay_s(self, attempt: int) -> float:
+        """Return the wait after a failed attempt: doubled each time, at most a minute (or the first wait)."""
+        return min(self.delay_s * 2.0 ** min(attempt - 1, 30), max(_MAX_DELAY_S, self.delay_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ async def _handle(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
     except (BlobStoreUnreachable, BusUnreachable) as err:
         log.warning("pack goes back, nobody is to blame", pack_id=delivery.fact.pack_id, error=str(err))
         bench.figures.num_errors += 1
+        bench.progress.excuse(delivery.sequence)
         await delivery.give_back(_BACK_SOON_S)
     except asyncio.CancelledError:
         with contextlib.suppress(BusUnreachable):
@@ -119,10 +120,11 @@ async def _handle(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
 async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
     """Score the groups of one message that are not settled yet, announce them, and end or return the message."""
     started = time.monotonic()
+    attempt = bench.progress.attempt(delivery.sequence, delivery.num_delivered)
     settled = bench.progress.settled(delivery.sequence)
     groups = [group for group in delivery.fact.groups if group.group_id not in settled]
     failed: dict[str, Exception] = {}
-    async for some in _outcomes(delivery, groups, bench):
+    async for some in _outcomes(delivery, groups, bench, attempt):
         scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
         wrong: dict[str, Exception] = {
             group.group_id: outcome for group, outcome in some if isinstance(outcome, Exception)
@@ -132,7 +134,7 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
         bench.progress.add(delivery.sequence, frozenset(group.group_id for group, _ in some) - frozenset(wrong))
         failed |= wrong
 
-    spent = delivery.num_delivered >= bench.patience.attempts
+    spent = attempt >= bench.patience.attempts
     dead = {group_id: err for group_id, err in failed.items() if spent or _is_permanent(err)}
     await _bury(delivery, dead, bench)
     bench.progress.add(delivery.sequence, frozenset(dead))
@@ -149,7 +151,7 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
         ms=round(1000 * (time.monotonic() - started), 1),
     )
     if waiting:
-        delay_s = bench.patience.next_delay_s(delivery.num_delivered)
+        delay_s = bench.patience.next_delay_s(attempt)
         await bench.announcer.waiting(delivery, waiting, delay_s=delay_s)
         await delivery.give_back(delay_s)
     else:
@@ -158,7 +160,7 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
 
 
 async def _outcomes(
-    delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], bench: Bench
+    delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], bench: Bench, attempt: int
 ) -> AsyncIterator[list[tuple[GeneratedGroup, Outcome | PackError | BlobMissing | BlobCorrupt]]]:
     """Yield what became of the groups; a pack that cannot be read is the same error for all of them."""
     try:
@@ -166,7 +168,7 @@ async def _outcomes(
     except (PackError, BlobMissing, BlobCorrupt) as err:
         yield [(group, err) for group in groups]
         return
-    async with contextlib.aclosing(as_scored(bench.catalogue, texts, attempt=delivery.num_delivered)) as batches:
+    async with contextlib.aclosing(as_scored(bench.catalogue, texts, attempt=attempt)) as batches:
         async for batch in batches:
             yield [(groups[place], outcome) for place, outcome in sorted(batch.items(), key=lambda item: item[0])]
 

@@ -29,6 +29,8 @@ from reward_service.vital_signs import VitalSigns
 
 log = structlog.get_logger("reward_service")
 
+_S3_DEADLINE_S = 20.0  # then the pack goes back and comes again; a thread that waits longer would hold up a stop
+
 
 async def run(settings: RewardSettings) -> None:
     """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
@@ -38,7 +40,7 @@ async def run(settings: RewardSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as doors:
         bus = doors.enter_context(Bus.connect(settings.nats, name=f"reward-{section.id}"))
-        blobs = Blobs(settings.s3)
+        blobs = Blobs(settings.s3, deadline_s=_S3_DEADLINE_S)
         await asyncio.to_thread(blobs.check)
         consumer = streams.generated_consumer(run_id)
         offers = await bus.key_value(streams.registry_bucket().bucket)

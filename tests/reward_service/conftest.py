@@ -11,7 +11,7 @@ from deploy.bootstrap import bootstrap, delete_run
 from deploy.servers import NatsServer, S3Server
 from protocol import streams, subjects
 from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import DeadLetter, GroupScored, RunEvent, ScoredGroup
+from protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, ScoredGroup
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus, Inbox
@@ -87,11 +87,10 @@ class Wire:
         ref = self.blobs.put(f"runs/{self.run_id}/groups/v0/{pack_id}.parquet", builders.pack_bytes(groups))
         self.publish(builders.make_generated(self.run_id, groups, ref, pack_id=pack_id))
 
-    def publish(self, generated: object) -> None:
+    def publish(self, generated: GroupGenerated) -> None:
         """Announce a pack that may or may not be stored."""
-        split = generated.groups[0].split  # type: ignore[attr-defined]
-        subject = subjects.generated(self.run_id, split)
-        self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()  # type: ignore[arg-type, attr-defined]
+        subject = subjects.generated(self.run_id, generated.groups[0].split)
+        self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()
 
     def take(self) -> dict[str, list[ScoredGroup]]:
         """Take what was scored so far; returns every announcement of every group."""

@@ -121,6 +121,7 @@ class EndpointServer:
         self.behaviour = behaviour
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
+        self.hosts: list[str] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -130,6 +131,7 @@ class EndpointServer:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 outer.requests.append(body)
                 outer.keys.append(self.headers["idempotency-key"])
+                outer.hosts.append(self.headers["host"])
                 status, headers, answer = outer.behaviour(body)
                 try:
                     self.send_response(status)

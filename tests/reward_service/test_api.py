@@ -11,8 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from deploy.bootstrap import bootstrap
+from deploy.servers import NatsServer
 from protocol import streams
 from protocol.connection import NatsSettings, S3Settings
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good, raw
 from tests.servers import wait_for
@@ -206,13 +210,9 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
 
 
 def test_health_turns_red_while_nats_is_away(
-    own_nats: Callable[[], Any], s3_settings: S3Settings, tmp_path: Path, run_id: str
+    own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """/healthz answers 503 while NATS is gone, and 200 again once it is back; the service lives on."""
-    from deploy.bootstrap import bootstrap
-    from protocol.transport.blobs import Blobs
-    from protocol.transport.bus import Bus
-
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)

@@ -32,6 +32,7 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
     "not-json": (raw("<html>hello</html>"), "EndpointNonsense", "<html>hello</html>"),
     "empty": (raw(""), "EndpointNonsense", "does not answer as agreed"),
     "huge": (raw(b"[" + b" " * 400_000 + b"]"), "EndpointNonsense", "more than 100000 bytes"),
+    "packed": (raw(b"\x1f\x8b", **{"content-encoding": "gzip"}), "EndpointNonsense", "compresses its answer"),
     "no-results": (raw('{"scores": [1, 2]}'), "EndpointNonsense", "results"),
     "other-group": (raw('{"results": [{"group_id": "x", "scores": []}]}'), "EndpointNonsense", "results came for 1 (x"),
     "wrong-count": (_results([{"score": 1.0}]), "EndpointNonsense", "1 scores for 2 completions"),
@@ -218,3 +219,18 @@ def test_a_reward_with_too_many_parts_is_dead_and_the_others_are_scored(
 
 def service_delete(service: Service, name: str) -> int:
     return httpx.delete(f"{service.url}/v1/endpoints/{name}").status_code
+
+
+def test_an_endpoint_is_found_by_name_and_told_its_name(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """A host name is resolved, its checked address is called, and the Host header still carries the name."""
+    service = start_service('reward_service.allowed_targets=["localhost"]')
+    endpoint = start_endpoint(good(0.5))
+    name = f"named-{wire.run_id}"
+    url = endpoint.url.replace("127.0.0.1", "localhost")
+    assert service.register(name, endpoint.url).status_code == 422, "the address itself is not on the list"
+    assert service.register(name, url).status_code == 201
+    wire.announce([make_group("g", size=1, reward_name=name)])
+    assert wire.wait_scored("g")["g"][0].rewards == (0.5,)
+    assert endpoint.hosts == [url.split("/")[2]]

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import httpx
 
+from deploy.servers import S3Server
 from protocol import rewards_offered, streams
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import Heartbeat, decode
 from protocol.streams import StreamLimits
-from tests.groups import make_generated, make_group, make_groups
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
 from tests.servers import wait_for
@@ -92,7 +95,7 @@ def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
     wire.publish(make_generated(wire.run_id, [make_group("e0.p1.a0")], altered, pack_id="altered"))
     wire.publish(make_generated(wire.run_id, [make_group("e0.p2.a0")], ref, pack_id="garbage"))
     wire.announce([make_group("e0.p3.a0")], pack_id="foreign")
-    stored = wire.blobs.put(f"runs/{wire.run_id}/other", _pack(make_group("e9.p9.a0")))
+    stored = wire.blobs.put(f"runs/{wire.run_id}/other", pack_bytes([make_group("e9.p9.a0")]))
     wire.publish(make_generated(wire.run_id, [make_group("e0.p4.a0")], stored, pack_id="other"))
 
     letters = wire.wait_dead("e0.p0.a0", "e0.p1.a0", "e0.p2.a0", "e0.p4.a0")
@@ -133,6 +136,30 @@ def test_a_killed_service_loses_no_group(
     assert [row["endpoint"]["name"] for row in second.get("/v1/endpoints")].count(name) == 1
     wire.wait_idle()
     assert not wire.dead
+
+
+def test_packs_wait_while_s3_is_away(
+    bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
+) -> None:
+    """A store that is down is nobody's fault: the pack waits, however often it is delivered, and is scored later."""
+    store = own_s3()
+    wire = Wire(bus, Blobs(store.settings), ring_streams)
+    service = Service(
+        ring_streams, nats_settings, store.settings, tmp_path, ["reward_service.endpoint_attempts=1"]
+    ).ready()
+    try:
+        groups = [make_group("e0.p0.a0", size=4, texts=TEXTS)]
+        ref = wire.blobs.put(f"runs/{wire.run_id}/pack", pack_bytes(groups))
+        store.kill()
+        wire.publish(make_generated(wire.run_id, groups, ref))
+        consumer = streams.generated_consumer(wire.run_id)
+        wait_for(lambda: bus.consumer_state(consumer).wait().num_ack_pending == 1, "the pack to be taken")
+        store.restart()
+        assert wire.wait_scored("e0.p0.a0")["e0.p0.a0"][0].rewards == (1.0, 1.0, 0.0, 0.0)
+        wire.wait_idle()
+        assert not wire.dead
+    finally:
+        service.kill()
 
 
 def test_sigterm_finishes_what_is_under_way(
@@ -263,9 +290,3 @@ def test_health_and_metrics_tell_what_was_scored(wire: Wire, start_service: Call
     text = httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer secret"}).text
     assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in text
     assert "penstock_reward_completions_scored_total 4" in text
-
-
-def _pack(*groups: object) -> bytes:
-    from tests.groups import pack_bytes
-
-    return pack_bytes(groups)  # type: ignore[arg-type]

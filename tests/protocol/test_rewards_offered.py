@@ -1,0 +1,41 @@
+"""Which rewards a run can ask for, as the trainer reads it from the registry bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol import rewards_offered
+from protocol.facts import encode
+from protocol.rewards_offered import RewardsOffered
+
+
+@dataclass
+class Entry:
+    key: str
+    value: bytes
+
+
+def offer(replica: str, *names: str, at: float = 100.0, run_id: str = "demo") -> Entry:
+    """One replica's record."""
+    fact = RewardsOffered(run_id=run_id, replica=replica, at=at, names=names)
+    return Entry(rewards_offered.key(replica), encode(fact))
+
+
+def test_only_living_replicas_of_the_run_count() -> None:
+    """Records of the dead, of other runs, of other kinds and of other builds are not offers."""
+    entries = [
+        offer("a", "gsm8k"),
+        offer("dead", "math", at=80.0),
+        offer("other", "qa", run_id="elsewhere"),
+        Entry("endpoints", b"{}"),
+        Entry(rewards_offered.key("odd"), b"not a fact"),
+    ]
+    offers = rewards_offered.current_offers(entries, run_id="demo", now=101.0)
+    assert [found.replica for found in offers] == ["a"]
+
+
+def test_a_name_is_offered_when_any_replica_has_it() -> None:
+    """Names add up over replicas; what is in none of them is missing."""
+    offers = rewards_offered.current_offers([offer("a", "gsm8k"), offer("b", "mine")], run_id="demo", now=100.0)
+    assert rewards_offered.names_nobody_offers({"gsm8k", "mine", "typo"}, offers) == {"typo"}
+    assert rewards_offered.names_nobody_offers({"gsm8k"}, []) == {"gsm8k"}
