@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from console import connections
@@ -18,52 +19,58 @@ _FORGET = "/new"
 _ANSWER_TOKENS = 512
 
 
-def talk(
-    run: str,
-    arguments: Sequence[str],
-    environ: Mapping[str, str],
-    *,
-    model: str | None,
-    prompt: str | None,
-    keep: bool,
-    temperature: float,
-    max_tokens: int | None,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class How:
+    """How to talk; see `penstock chat --help`."""
+
+    model: str | None = None  # folder, instead of the run's own
+    prompt: str | None = None  # one question, instead of a conversation
+    keep: bool = False
+    device: str = "cpu"
+    temperature: float = 0.0
+    max_tokens: int | None = None
+
+
+def talk(run: str, arguments: Sequence[str], environ: Mapping[str, str], how: How) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
-    Each line is asked alone, as a single-turn run has trained it; ``keep`` keeps the conversation.
+    Each line is asked alone, as a single-turn run has trained it; ``how.keep`` keeps the conversation.
     Raises ConfigError when there is no such run or model, ChatEngineError when the engine fails.
     """
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
-    device, dtype, system = trained_with(folder)
-    model_folder = find_model(folder, model)
-    max_tokens = answer_length(model_folder) if max_tokens is None else max_tokens
-    with ChatEngine(model_folder, device=device, dtype=dtype) as engine:
+    model = find_model(folder, how.model)
+    dtype, system = trained_with(folder)
+    with ChatEngine(model, device=how.device, dtype=dtype) as engine:
         start: list[Message] = [{"role": "system", "content": system}] if system and engine.is_chat else []
 
         def ask(history: Sequence[Message], line: str) -> str:
+            max_tokens = answer_length(model) if how.max_tokens is None else how.max_tokens
             question = {"role": "user", "content": line}
-            return engine.answer([*history, question], temperature=temperature, max_tokens=max_tokens)
+            return engine.answer([*history, question], temperature=how.temperature, max_tokens=max_tokens)
 
-        if prompt is not None:
-            print(ask(start, prompt))
+        if how.prompt is not None:
+            print(ask(start, how.prompt))
             return 0
-        _greet(run, is_chat=engine.is_chat, keep=keep)
-        history = list(start)
-        while (line := _read_line()) is not None:
-            if line == _FORGET:
-                history = list(start)
-            elif line:
-                try:
-                    answer = ask(history, line)
-                except ChatRefused as err:  # this line, not the conversation
-                    print(f"penstock: {err}", file=sys.stderr)
-                    continue
-                print(answer, flush=True)
-                if keep:
-                    history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+        _greet(run, is_chat=engine.is_chat, keep=how.keep)
+        _converse(start, ask, keep=how.keep)
     return 0
+
+
+def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], str], *, keep: bool) -> None:
+    history = list(start)
+    while (line := _read_line()) is not None:
+        if line == _FORGET:
+            history = list(start)
+        elif line:
+            try:
+                answer = ask(history, line)
+            except ChatRefused as err:  # this line, not the conversation
+                print(f"penstock: {err}", file=sys.stderr)
+                continue
+            print(answer, flush=True)
+            if keep:
+                history += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
 
 
 def find_model(folder: Path, model: str | None) -> Path:
@@ -90,15 +97,13 @@ def answer_length(model: Path) -> int:
     return max(1, min(_ANSWER_TOKENS, context // 2))
 
 
-def trained_with(folder: Path) -> tuple[str, str, str]:
-    """Return device, dtype and system prompt of the run, from its config.json; defaults where it is silent."""
+def trained_with(folder: Path) -> tuple[str, str]:
+    """Return the dtype and the system prompt of the run, from its config.json; defaults where it is silent."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
-    found = {section: values for section, values in config.items() if isinstance(values, dict)}
-    worker, data = found.get("worker", {}), found.get("data", {})
-    return str(worker.get("device", "cpu")), str(worker.get("dtype", "float32")), str(data.get("system_prompt", ""))
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["settings"]
+        return str(settings["model"]["dtype"]), str(settings["data"]["system_prompt"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "float32", ""
 
 
 def _greet(run: str, *, is_chat: bool, keep: bool) -> None:

@@ -36,8 +36,10 @@ def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
     if curves.accuracies:
         steps, values = zip(*curves.accuracies, strict=True)
         axes.plot(steps, values, color=_ORANGE, linewidth=1.5, marker="o", markersize=5, label="held-out accuracy")
-        for step, value, side in ((steps[0], values[0], "left"), (steps[-1], values[-1], "right")):
-            axes.annotate(f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", ha=side, color=_ORANGE)
+        for step, value, height in ((steps[0], values[0], -17), (steps[-1], values[-1], 9)):
+            axes.annotate(
+                f"{value:.2f}", (step, value), (0, height), textcoords="offset points", ha="center", color=_ORANGE
+            )
     everything = [value for _, value in (*curves.rewards, *curves.accuracies)]
     if everything and min(everything) >= 0.0 and max(everything) <= 1.0:
         axes.set_ylim(0.0, 1.08)
@@ -46,7 +48,7 @@ def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
     axes.set_axisbelow(True)
     axes.set_title(f"{summary.run_id}: {summary.steps} steps in {summary.wall_s:.0f} s", loc="left", fontweight="bold")
     if everything:
-        axes.legend(loc="lower right", frameon=False)
+        axes.legend(loc="best", frameon=False)
 
 
 def _staleness(axes: Axes, summary: RunSummary) -> None:

@@ -307,6 +307,7 @@ def chat(
     model: str | None = None,
     prompt: str | None = None,
     keep: Flag = False,
+    device: str = "cpu",
     temperature: float = 0.0,
     max_tokens: int | None = None,
 ) -> int:
@@ -326,23 +327,17 @@ def chat(
         Ask this once and print the answer, instead of a conversation.
     keep
         Keep the conversation, instead of asking each line alone as in single-turn training.
+    device
+        Where the model runs: cpu or cuda.
     temperature
         0 takes the likeliest token every time.
     max_tokens
         Most tokens of one answer; by default 512, less for a model with a small context.
     """
-    from console.chat import talk
+    from console.chat import How, talk
 
-    return talk(
-        run,
-        arguments,
-        os.environ,
-        model=model,
-        prompt=prompt,
-        keep=keep,
-        temperature=temperature,
-        max_tokens=max_tokens,
-    )
+    how = How(model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens)
+    return talk(run, arguments, os.environ, how)
 
 
 @app.command(group=_LOOK)

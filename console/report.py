@@ -109,7 +109,7 @@ def _staleness(s: RunSummary) -> str:
 
 def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
     yield "issued", str(s.groups.issued)
-    yield "generated (evaluation and repeats included)", str(s.groups.generated)
+    yield "generated (repeats after a kill included)", str(s.groups.generated)
     yield "scored", str(s.groups.scored)
     yield "trained", str(s.groups.trained)
     for reason, number in s.groups.dropped.items():

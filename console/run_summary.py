@@ -14,7 +14,7 @@ class GroupCounts(_Frozen):
 
     issued: int = Field(default=0, description="Groups the trainer asked for.")
     generated: int = Field(
-        default=0, description="Groups the workers stored, evaluation and repeats after a kill included."
+        default=0, description="Groups the workers stored, those that came again after a kill included."
     )
     scored: int = Field(default=0, description="Groups that came back with rewards.")
     trained: int = Field(default=0, description="Groups that went into an optimizer step, each once.")

@@ -38,6 +38,7 @@ class RunView:
         self.finished = False
         self._fleet = Fleet()
         self._groups: dict[str, Any] = {}
+        self._num_eval_groups = 0
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
         self._reward_errors: Counter[str] = Counter()
@@ -64,8 +65,9 @@ class RunView:
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
         """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
-        for beat in beats:
-            self._saw(beat.at)
+        if not self.finished:  # afterwards services only wait for the next run
+            for beat in beats:
+                self._saw(beat.at)
         self._remember(self._fleet.fold(beats, now))
 
     def fold_published(self, fact: WeightsPublished) -> None:
@@ -153,7 +155,7 @@ class RunView:
             reward_last=_mean(rewards[-tenth:]),
             groups=GroupCounts(
                 issued=int(self._groups.get("issued", 0)),
-                generated=self._fleet.count("groups_generated"),
+                generated=self._generated(),
                 scored=int(self._groups.get("scored", 0)),
                 trained=int(self._groups.get("trained", 0)),
                 dropped=self._dropped(),
@@ -205,6 +207,7 @@ class RunView:
             self._fleet.close_window()
 
     def _fold_eval(self, at: float, data: Mapping[str, Any]) -> None:
+        self._num_eval_groups += int(data.get("num_prompts") or 0)
         accuracy = _number(data.get("accuracy"))
         if accuracy is None:
             return
@@ -243,6 +246,11 @@ class RunView:
             both_working_s=self._fleet.both_working_s,
             both_working_share=min(self._fleet.both_working_s / training_s, 1.0) if training_s > 0 else None,
         )
+
+    def _generated(self) -> int:
+        """Groups of the training split; what a worker did in its last second before a kill is known by its scores."""
+        by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
+        return max(by_heartbeats, int(self._groups.get("scored", 0)))
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         found = {}

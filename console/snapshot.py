@@ -53,7 +53,8 @@ class ServiceLine:
 
 def service_name(role: str, service_id: str) -> str:
     """Return an id that says its role, whether or not it does so by itself."""
-    return service_id if service_id.startswith(role) else f"{role} {service_id}"
+    speaks = service_id.startswith((role, "worker") if role == "rollout" else role)
+    return service_id if speaks else f"{role} {service_id}"
 
 
 @dataclass(frozen=True, slots=True)

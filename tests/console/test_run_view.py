@@ -33,6 +33,17 @@ def test_what_a_killed_worker_did_stays_in_the_sums():
     assert abs(summary.cpu_s_per_role["rollout"] - (first + second + other)) < 1e-9
 
 
+def test_generated_groups_are_those_of_the_training():
+    """Evaluation is left out, and what was scored had been generated, even in a killed worker's last second."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.evaluation(0, 0.5, recorded.START))
+    worker = recorded.beat("rollout", "worker-0", recorded.START, busy_s=1, idle_s=0, cpu_s=1, groups_generated=628)
+    view.fold_heartbeats([worker], recorded.START)
+    assert view.summary().groups.generated == 628 - 128
+    view.fold_event(recorded.step(1, recorded.START + 1, groups={"issued": 600, "scored": 520, "trained": 48}))
+    assert view.summary().groups.generated == 520
+
+
 def test_a_kill_and_a_return_are_incidents_in_order():
     """A worker whose heartbeat stands still is gone; one that beats again is back."""
     texts = [i.text for i in recorded.whole_run().incidents]
