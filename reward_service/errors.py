@@ -64,7 +64,7 @@ class GraderFailed(RewardError):
 
 
 class RewardCrashed(RewardError):
-    """A built-in reward raised an exception it should not have raised."""
+    """Code of this service raised an exception it should not have raised."""
 
 
 class EndpointRefused(PenstockError):

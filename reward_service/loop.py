@@ -22,6 +22,7 @@ from protocol.errors import (
     BlobStoreUnreachable,
     BusUnreachable,
     PackError,
+    PenstockError,
 )
 from protocol.facts import GeneratedGroup, GroupGenerated
 from protocol.transport.blobs import Blobs
@@ -29,7 +30,7 @@ from protocol.transport.bus import Delivery, Inbox
 from reward_service import pack_texts
 from reward_service.announce import Announcer
 from reward_service.catalogue import Catalogue
-from reward_service.errors import RewardError
+from reward_service.errors import RewardCrashed, RewardError
 from reward_service.figures import Figures
 from reward_service.progress import Progress
 from reward_service.scores import Outcome
@@ -121,18 +122,15 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
     """Score the groups of one message that are not settled yet, announce them, and end or return the message."""
     started = time.monotonic()
     attempt = bench.progress.attempt(delivery.sequence, delivery.num_delivered)
-    settled = bench.progress.settled(delivery.sequence)
-    groups = [group for group in delivery.fact.groups if group.group_id not in settled]
-    failed: dict[str, Exception] = {}
-    async for some in _outcomes(delivery, groups, bench, attempt):
-        scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
-        wrong: dict[str, Exception] = {
-            group.group_id: outcome for group, outcome in some if isinstance(outcome, Exception)
-        }
-        wrong |= await bench.announcer.scored(delivery, scored)
-        bench.figures.groups_scored(group for group in scored if group.generated.group_id not in wrong)
-        bench.progress.add(delivery.sequence, frozenset(group.group_id for group, _ in some) - frozenset(wrong))
-        failed |= wrong
+    groups = _unsettled(delivery, bench)
+    try:
+        failed = await _score(delivery, groups, bench, attempt)
+    except PenstockError:
+        raise
+    except Exception as err:
+        log.exception("a pack could not be handled", pack_id=delivery.fact.pack_id)
+        crash = RewardCrashed(f"scoring pack {delivery.fact.pack_id} raised {type(err).__name__}: {err}")
+        failed = dict.fromkeys((group.group_id for group in _unsettled(delivery, bench)), crash)
 
     spent = attempt >= bench.patience.attempts
     dead = {group_id: err for group_id, err in failed.items() if spent or _is_permanent(err)}
@@ -157,6 +155,28 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
     else:
         await delivery.ack()
         bench.progress.forget(delivery.sequence)
+
+
+def _unsettled(delivery: Delivery[GroupGenerated], bench: Bench) -> list[GeneratedGroup]:
+    settled = bench.progress.settled(delivery.sequence)
+    return [group for group in delivery.fact.groups if group.group_id not in settled]
+
+
+async def _score(
+    delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], bench: Bench, attempt: int
+) -> dict[str, Exception]:
+    """Score and announce groups as they get ready; returns those that got no reward, with the error."""
+    failed: dict[str, Exception] = {}
+    async for some in _outcomes(delivery, groups, bench, attempt):
+        scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
+        wrong: dict[str, Exception] = {
+            group.group_id: outcome for group, outcome in some if isinstance(outcome, Exception)
+        }
+        wrong |= await bench.announcer.scored(delivery, scored)
+        bench.figures.groups_scored(group for group in scored if group.generated.group_id not in wrong)
+        bench.progress.add(delivery.sequence, frozenset(group.group_id for group, _ in some) - frozenset(wrong))
+        failed |= wrong
+    return failed
 
 
 async def _outcomes(

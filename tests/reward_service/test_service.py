@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ import httpx
 from deploy.servers import S3Server
 from protocol import rewards_offered, streams
 from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import Heartbeat, decode
+from protocol.facts import Heartbeat, RewardRequest, decode
 from protocol.streams import StreamLimits
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -108,6 +109,24 @@ def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
     }
     assert set(wire.wait_scored("e0.p3.a0")) == {"e0.p3.a0"}
     wire.wait_idle()
+
+
+def test_a_pack_that_trips_our_own_code_dies_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """An exception nobody foresaw is logged, tried again and dead-lettered; the service goes on with other packs."""
+    service = start_service("reward_service.endpoint_attempts=2")
+    deep = RewardRequest.model_construct(
+        name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
+    )
+    group = make_group("deep", size=1)
+    wire.announce([replace(group, reward=deep)], pack_id="deep")
+    wire.announce([make_group("good", size=4, texts=TEXTS)], pack_id="good")
+    wire.wait_scored("good")
+    (letter,) = wire.wait_dead("deep")
+    assert letter.reason == "RewardCrashed"
+    assert "RecursionError" in letter.detail
+    assert letter.num_delivered == 2
+    wire.wait_idle()
+    assert service.alive()
 
 
 def test_a_killed_service_loses_no_group(
