@@ -33,7 +33,7 @@ def embedded_command(settings: WorkerSettings) -> LaunchCommand:
             *("--max-running", str(settings.max_running)),
             *("--device", settings.device, "--dtype", settings.dtype),
             *("--weight-version", str(version)),
-            "--die-with-parent",
+            *("--die-with-parent", "--parent-pid", str(os.getpid())),
         ]
 
     return command

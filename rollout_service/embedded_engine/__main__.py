@@ -16,7 +16,7 @@ def main() -> int:
     """Run until stopped; returns the exit status."""
     settings = parse_arguments(sys.argv[1:])
     if settings.die_with_parent:
-        die_with_parent()
+        die_with_parent(settings.parent_pid)
     keep_freed_memory()
     # Before torch is imported: OpenMP reads it once, and gives every later thread its own default otherwise.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)

@@ -12,13 +12,16 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Ask the kernel for SIGKILL at the parent's death, and watch for it as well.
+
+    ``parent`` is its process id, known to whoever started us: a parent that ended before we got
+    here has been replaced by another, which we would watch in vain. None: whoever it is now.
 
     The kernel's signal follows the *thread* that started us, and is not there at all outside Linux; watching
     the parent's id costs nothing and covers both.
     """
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -30,6 +30,7 @@ class EngineSettings(BaseModel):
     served_model_name: Annotated[str | None, Field(description="name in /model_info; default: model_path")] = None
     threads: Annotated[int, Field(ge=1, description="CPU threads of one operation")] = 1
     die_with_parent: Annotated[bool, Field(description="end as soon as the process that started this one ends")] = False
+    parent_pid: Annotated[int | None, Field(description="id of that process: it may end while this one starts")] = None
 
 
 def parse_arguments(arguments: Sequence[str]) -> EngineSettings:
