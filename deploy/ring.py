@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Ring(rest, num_workers=options.workers) as ring:
             ring.start()
             print(f"run {ring.run_id}: logs in {ring.log(TRAINER).parent}", file=sys.stderr)
-            print(f"watch it: penstock watch {ring.run_id} {_where(ring)}", file=sys.stderr)
+            print(f"watch it: penstock watch {ring.run_id}", file=sys.stderr)
             code = None
             while code is None and not asked_to_end.is_set():
                 code = ring.wait(0.2)
@@ -310,14 +310,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ring: the trainer ended with exit code {code}; its log ends with\n{last_words}", file=sys.stderr)
     print(f"ring: {ring.usage.wall_s:.1f} s of wall time, {ring.usage.cpu_s:.1f} s of CPU time", file=sys.stderr)
     return code if code >= 0 else 128 - code
-
-
-def _where(ring: Ring) -> str:
-    return " ".join(
-        f"{name.removeprefix('PENSTOCK_').lower().replace('__', '.')}={value}"
-        for name, value in connection_environment(ring.nats, ring.s3).items()
-        if name in {"PENSTOCK_NATS__URL", "PENSTOCK_NATS__USER", "PENSTOCK_NATS__PASSWORD_FILE"}
-    )
 
 
 if __name__ == "__main__":

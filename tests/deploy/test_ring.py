@@ -1,0 +1,149 @@
+"""Every service of a run on one machine: it trains, it mends itself, and it ends as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import quickstart_task
+from deploy.ring import REWARD, TRAINER, Ring, worker_name
+from protocol.connection import NatsSettings, S3Settings
+from protocol.errors import ConfigError
+from protocol.transport.bus import Bus
+from tests.servers import require, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _programs() -> None:
+    require("nats-server")
+    require("rclone")
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, run_id: str) -> Path:
+    """A run of a few steps of a tiny model."""
+    quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=200, num_eval=8)
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+        run = {{ id = "{run_id}", dir = "{tmp_path}/runs" }}
+        model = {{ path = "{tmp_path}/model" }}
+        data = {{ train = "{tmp_path}/data/train.jsonl", eval = "{tmp_path}/data/eval.jsonl" }}
+        rollout = {{ groups_per_step = 4, group_size = 4, max_new_tokens = 10 }}
+        reward = {{ name = "exact_match" }}
+        trainer = {{ steps = 12, lr = 1e-4 }}
+        """
+    )
+    return path
+
+
+def processes_of(folder: Path, *, word: str = "") -> list[int]:
+    """Living processes whose command line names the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text()
+            state = path.with_name("stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if str(folder) in command and word in command and state != "Z" and int(path.parent.name) != os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_ring_trains_to_the_end_though_a_worker_dies(run_file: Path, tmp_path: Path, run_id: str) -> None:
+    """Every service does its part; a killed worker is replaced; afterwards nothing is left running."""
+    with Ring([str(run_file)]) as ring:
+        ring.start()
+        names = {view.name for view in ring.processes()}
+        assert names == {"nats-server", "s3-server", REWARD, TRAINER, worker_name(0), worker_name(1)}
+        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 60.0)
+        engines = processes_of(tmp_path, word="embedded_engine")
+        pid = ring.kill_worker(0)
+        code = ring.wait(90.0)
+        assert code == 0, ring.log_tail(TRAINER)
+        with Bus.connect(ring.nats, name="test") as bus:
+            for name in ("tasks", "generated", "scored"):
+                assert bus.stream_state(f"{run_id}-{name}").wait().num_messages == 0
+    assert [e.kind for e in ring.events if e.name == worker_name(0)] == ["started", "died", "restarted"]
+    (first,) = [view for view in ring.processes() if view.name == worker_name(0)]
+    assert (first.num_deaths, first.alive) == (1, False)
+    assert first.pid != pid
+    assert not set(engines) & set(processes_of(tmp_path))
+    assert processes_of(tmp_path) == []
+    assert 0 < ring.usage.cpu_s < 16 * ring.usage.wall_s
+    assert (ring.folder / "model" / "config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_all_processes_end_with_the_ring(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM and SIGKILL of the ring leave no server, no service and no engine."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "deploy.ring", str(run_file), "--workers", "1", "trainer.steps=100000"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as ring:
+        wait_for(lambda: processes_of(tmp_path, word="embedded_engine"), "the engine", 60.0)
+        ring.send_signal(how)
+        assert ring.wait(30.0) == (130 if how == signal.SIGTERM else -how)
+        wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes")
+
+
+def test_services_use_the_servers_that_the_run_file_names(
+    run_file: Path, tmp_path: Path, run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus
+) -> None:
+    """With NATS and S3 given, none are started, and the run's streams are created there."""
+    where = [
+        *(f"nats.{key}={getattr(nats_settings, key)}" for key in ("url", "user", "password")),
+        *(f"s3.{key}={getattr(s3_settings, key)}" for key in ("endpoint", "access_key", "secret_key")),
+    ]
+    with Ring([str(run_file), *where], num_workers=1) as ring:
+        ring.start_services()
+        assert {view.name for view in ring.processes()} == {REWARD, worker_name(0)}
+        assert f"{run_id}-tasks" in bus.stream_names().wait()
+        wait_for(lambda: ring.reward_url, "the reward service's port")
+    assert processes_of(tmp_path) == []
+
+
+def test_the_trainers_refusal_is_the_rings_end(run_file: Path, tmp_path: Path) -> None:
+    """When the trainer cannot start, the ring ends with its exit code and its last words."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.ring", str(run_file), "--workers=1", f"model.path={tmp_path}/nowhere"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 2
+    assert "the trainer ended with exit code 2; its log ends with" in done.stderr
+    assert f"{tmp_path}/nowhere" in done.stderr
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        (["trainer.stepz=1"], "did you mean trainer.steps?"),
+        (["worker.packs_in_flight=0"], "worker.packs_in_flight"),
+        (["nats.url=nats://127.0.0.1:1"], "nats.url is given but s3.endpoint is not"),
+        (["s3.endpoint=http://127.0.0.1:1"], "s3.endpoint is given but nats.url is not"),
+    ],
+)
+def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:
+    """A mistake that any of the services would refuse is told at once."""
+    with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
+        Ring([str(run_file), *extra])
+    with pytest.raises(ConfigError, match="at least one rollout worker"):
+        Ring([str(run_file)], num_workers=0)
