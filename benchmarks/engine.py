@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -43,7 +45,7 @@ from rollout_service.embedded_engine.transformer import Transformer, prepare_wei
 Request = tuple[tuple[int, ...], int]  # prompt, new tokens
 
 
-def build_model(folder: Path, **shape: int) -> object:
+def build_model(folder: Path, **shape: Any) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -58,8 +60,6 @@ def build_model(folder: Path, **shape: int) -> object:
 
 def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: torch.dtype) -> Callable[[], int]:
     """Return a function that serves all requests once and returns the number of new tokens."""
-    from collections import deque
-
     config = read_model_config(folder)
     device = torch.device("cpu")
     limits = Limits(max_running, max_total_tokens=max_running * 512, max_prefill_tokens=8192)
@@ -88,7 +88,7 @@ def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: t
     return serve
 
 
-def run_transformers(model: object, requests: list[Request], wave: int, dtype: torch.dtype) -> Callable[[], int]:
+def run_transformers(model: Any, requests: list[Request], wave: int, dtype: torch.dtype) -> Callable[[], int]:
     """Return a function that serves all requests in static waves and returns the number of *useful* tokens."""
     model = model.to(dtype)
 
@@ -140,7 +140,7 @@ def quickstart() -> list[Request]:
 
 
 def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
-    """Return milliseconds of engine CPU per quickstart request over HTTP: with a tokenless reply, and per update."""
+    """Return milliseconds of the engine process's CPU over HTTP: per quickstart request, and per weight update."""
     with tempfile.TemporaryDirectory() as scratch:
         port_file = Path(scratch) / "port"
         process = subprocess.Popen(
@@ -163,8 +163,9 @@ def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
             update = {"model_path": str(folder), "weight_version": "1"}
             costs = []
             for path, body in (("/generate", generate), ("/update_weights_from_disk", update)):
+                before = 0.0
                 for attempt in range(num_requests + 10):
-                    if attempt == 10:
+                    if attempt == 10:  # the first ten warm up
                         before = cpu_seconds(process.pid)
                     connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
                     reply = connection.getresponse()

@@ -324,7 +324,7 @@ def _job(asked: Asked, on_step: Callable[[list[int]], None] | None = None) -> tu
     done: asyncio.Future[None] = loop.create_future()
 
     def resolve(error: Exception | None) -> None:
-        if done.cancelled():
+        if done.done():
             return
         if error is None:
             done.set_result(None)

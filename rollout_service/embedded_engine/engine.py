@@ -228,9 +228,9 @@ class Engine:
         if self._can_compute():
             newcomers = choose_admissions(self._waiting, self._runner.running, self.limits)
             if newcomers:
-                for _ in newcomers:
-                    self._waiting.popleft()
                 finished = self._runner.start(newcomers)
+                for _ in newcomers:  # only now: had it failed, their jobs must still be found
+                    self._waiting.popleft()
                 self.figures.prompt_tokens += sum(len(item.prompt) for item in newcomers)
                 self.figures.cached_tokens += sum(item.cached_tokens for item in newcomers)
                 self.figures.generated_tokens += len(newcomers)
@@ -331,7 +331,8 @@ class Engine:
         for command in commands:
             command.outcome.set_exception(stopped)
         for job in jobs.values():
-            job.on_done(stopped)
+            if job.num_unfinished:
+                job.on_done(stopped)
         for item in inbox:
             if isinstance(item, Update):
                 item.outcome.set_exception(stopped)

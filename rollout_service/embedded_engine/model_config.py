@@ -11,6 +11,7 @@ from rollout_service.embedded_engine.errors import UnsupportedModel
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ def read_model_config(folder: Path) -> ModelConfig:
             f"{', '.join(SUPPORTED_ARCHITECTURES)}. Serve this model with SGLang instead (worker.engine=sglang-url)."
         )
     _refuse_features(folder, raw)
+    rope = _read_rope(folder, raw)
+    missing = [name for name in _REQUIRED if name not in raw]
+    if missing:
+        raise UnsupportedModel(f"{folder}/config.json does not say {', '.join(missing)}")
     heads = raw["num_attention_heads"]
     llama_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -88,7 +93,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         output_bias=architecture != "Qwen2ForCausalLM" and llama_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        rope=_read_rope(folder, raw),
+        rope=rope,
     )
 
 

@@ -49,7 +49,7 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
 
     limits = _limits(settings, config, dtype)
     weights = read_weights(settings.model_path)
-    server: _AnnouncingServer | None = None
+    server: _Server | None = None
 
     def stop_serving() -> None:
         log.error("engine_thread_died", exc_info=engine.failure)
@@ -78,7 +78,7 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     http = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
     )
-    server = _AnnouncingServer(http, on_ready)
+    server = _Server(http, on_ready, on_stop=engine.stop)
     log.info(
         "engine_serves",
         model_path=str(settings.model_path),
@@ -88,23 +88,26 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     )
     engine.start()
     asyncio.run(server.serve(sockets=[listener]))
-    failed = engine.failure is not None
-    if not failed:
-        engine.stop()
-    return 1 if failed else 0
+    return 0 if engine.failure is None else 1
 
 
-class _AnnouncingServer(uvicorn.Server):
-    """Says when it accepts connections."""
+class _Server(uvicorn.Server):
+    """Says when it accepts connections, and stops the engine first, so that waiting clients are answered."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the listeners, then announce."""
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Fail what is unfinished, then close the connections."""
+        await asyncio.to_thread(self._on_stop)
+        await super().shutdown(sockets)
 
 
 def _limits(settings: EngineSettings, config: ModelConfig, dtype: torch.dtype) -> Limits:

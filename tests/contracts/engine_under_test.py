@@ -78,29 +78,38 @@ class Stream:
     def __init__(self, lines: Iterator[str]) -> None:
         """Read from an event stream's lines."""
         self._lines = lines
-        self._last: dict[str, Any] = {}
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Read chunks until so many tokens have been generated."""
-        while len(self._last.get("output_ids", ())) < num_tokens:
-            assert self._read(), f"the generation ended after {self._last}"
+        chunk: dict[str, Any] = {}
+        while len(chunk.get("output_ids", ())) < num_tokens:
+            data = self._next()
+            assert data is not None, f"the generation ended after {chunk}"
+            chunk = _parse(data)
 
     def result(self) -> dict[str, Any]:
-        """Read to the end and return the final reply."""
-        while self._read():
-            pass
-        assert self._last["meta_info"]["finish_reason"] is not None, self._last
-        return self._last
+        """Read to the end and return the final reply; the cumulative chunks before it are not even parsed."""
+        last = None
+        while (data := self._next()) is not None:
+            last = data
+        assert last is not None, "the generation ended before this could read its last chunk"
+        reply = _parse(last)
+        assert reply["meta_info"]["finish_reason"] is not None, reply
+        return reply
 
-    def _read(self) -> bool:
+    def _next(self) -> str | None:
         for line in self._lines:
             if line == "data: [DONE]":
-                return False
+                return None
             if line.startswith("data: "):
-                self._last = json.loads(line.removeprefix("data: "))
-                assert "error" not in self._last, self._last
-                return True
-        return False
+                return line.removeprefix("data: ")
+        return None
+
+
+def _parse(data: str) -> dict[str, Any]:
+    chunk = json.loads(data)
+    assert "error" not in chunk, chunk
+    return chunk
 
 
 @contextlib.contextmanager
