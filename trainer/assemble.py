@@ -162,7 +162,12 @@ def _training(
             deadline_s=settings.trainer.collect_deadline_s,
             max_dead=rollout.max_outstanding,
         ),
-        publisher=Publisher(doors, model_folder=settings.model.path, keep_versions=settings.trainer.keep_versions),
+        publisher=Publisher(
+            doors,
+            model_folder=settings.model.path,
+            keep_versions=settings.trainer.keep_versions,
+            on_published=lambda version: training.admit(version),  # noqa: PLW0108  bound below
+        ),
         evaluator=None,
         recorder=recorder,
         pulse=Pulse(bus=doors.bus, run_id=doors.run_id, activity=activity, clock=_EVENT_CLOCK),

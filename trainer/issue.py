@@ -96,16 +96,20 @@ class Issuer:
             self._tally.count_drop(drop)
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Say which version the trainer has now and how many groups the rest of the run needs.
+        """Issue what a newly published version admits, and the rest of the run needs.
 
-        Issues what that admits; raises what the thread raised.
+        The version is one that has been published: what the workers can have.
         """
         with self._changed:
-            if self._failure is not None:
-                raise self._failure
             self._version = version
             self._most_outstanding = groups_wanted
             self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what ended the issuing thread."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
 
     def documents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return dispatch state and tally at one moment, as a checkpoint holds them."""
@@ -133,7 +137,7 @@ class Issuer:
                 if not packs:
                     if self._closing:
                         return
-                    self._changed.wait(1.0)
+                    self._changed.wait()
                     continue
             try:
                 for pending in [self._publish(pack) for pack in packs]:

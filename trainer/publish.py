@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +62,22 @@ class Publisher:
         *,
         model_folder: Path,
         keep_versions: int,
+        on_published: Callable[[PolicyVersion], None] = lambda _: None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
-        """Read where the run stands and start the thread; raises MissingStream when it was not bootstrapped."""
+        """Read where the run stands and start the thread; raises MissingStream when it was not bootstrapped.
+
+        Args:
+            doors: The run, NATS and the object store.
+            model_folder: Where config and tokenizer come from.
+            keep_versions: Newest versions that stay in the object store.
+            on_published: Called on the publisher's thread for every version that has been announced.
+            max_shard_bytes: Largest file of weights.
+        """
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._model_folder = model_folder
         self._keep_versions = keep_versions
+        self._on_published = on_published
         self._max_shard_bytes = max_shard_bytes
         self._state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
         self.head = read_head(self._state)
@@ -95,8 +106,13 @@ class Publisher:
             self._waiting = [s for s in self._waiting if s.must_publish] + [snapshot]
             self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raise PublicationFailed when a publication has failed."""
+        with self._changed:
+            self._raise_failure()
+
     def is_published(self, version: PolicyVersion) -> bool:
-        """Say whether a version is complete and announced; raises what the thread raised."""
+        """Say whether a version is complete and announced; raises PublicationFailed."""
         with self._changed:
             self._raise_failure()
             return version in self._published
@@ -143,6 +159,7 @@ class Publisher:
             started = time.monotonic()
             try:
                 self._publish(snapshot)
+                self._note(snapshot.version, time.monotonic() - started)
                 self._collect_garbage()
             except PenstockError as err:
                 log.error("publication failed", policy_version=snapshot.version, error=str(err))  # noqa: TRY400
@@ -150,11 +167,14 @@ class Publisher:
                     self._failure = err
                     self._changed.notify_all()
                 return
-            with self._changed:
-                self.publish_s = time.monotonic() - started
-                self.num_published += 1
-                self._published.add(snapshot.version)
-                self._changed.notify_all()
+
+    def _note(self, version: PolicyVersion, publish_s: float) -> None:
+        with self._changed:
+            self.publish_s = publish_s
+            self.num_published += 1
+            self._published.add(version)
+            self._changed.notify_all()
+        self._on_published(version)
 
     def _publish(self, snapshot: Snapshot) -> None:
         shards = split_shards(snapshot.tensors, self._max_shard_bytes)

@@ -86,7 +86,7 @@ class Training:
         evaluates = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0
         if evaluates:
             self._evaluate()
-        self._admit()
+        self.admit(self.version)
         if evaluates:
             self._say("evaluating the start")
             self._await_evaluation()
@@ -99,7 +99,7 @@ class Training:
         """Wait for the next batch; empty when asked to stop."""
         started = time.monotonic()
         self.activity.state = "waiting for groups"
-        batch = self.collector.collect(self.version, self.stop.is_set)
+        batch = self.collector.collect(self.version, self._should_stop)
         self._wait_s = time.monotonic() - started
         return batch
 
@@ -126,7 +126,6 @@ class Training:
         self.issuer.trained(ids, ages)
         self.collector.trained(ids)
         self.version = next_version(self.version)
-        self._admit()
 
     def publish(self) -> None:
         """Hand the new weights to the publisher."""
@@ -166,6 +165,15 @@ class Training:
         self.publisher.close()
         self._say("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
 
+    def admit(self, published: PolicyVersion) -> None:
+        """Let tasks be issued for a version that the workers can have now (called on the publisher's thread).
+
+        Room for new groups is used only then: a group issued before its version can be fetched would be
+        sampled by an older one, and be one version staler than the admission rule counts on.
+        """
+        steps_left = self.settings.trainer.steps - self.num_steps_done
+        self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
+
     def on_evaluation(self, result: EvalResult) -> None:
         """Write down an evaluation (called on the evaluator's thread)."""
         self.evaluations.append(result)
@@ -191,9 +199,10 @@ class Training:
         assert self._evaluated is not None
         self.evaluator.wait(self._evaluated)
 
-    def _admit(self) -> None:
-        steps_left = self.settings.trainer.steps - self.num_steps_done
-        self.issuer.advance(self.version, steps_left * self.settings.rollout.groups_per_step)
+    def _should_stop(self) -> bool:
+        self.publisher.check()
+        self.issuer.check()
+        return self.stop.is_set()
 
     def _submit(self, *, must_publish: bool) -> None:
         is_last = self.num_steps_done == self.settings.trainer.steps

@@ -94,6 +94,7 @@ class ScriptedProducer:
         self._bus = Bus.connect(nats, name="producer")
         self._blobs = Blobs(s3)
         self._manifests: dict[PolicyVersion, WeightsManifest] = {}
+        self._offered_at = float("-inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.failure: BaseException | None = None
@@ -101,7 +102,7 @@ class ScriptedProducer:
     def __enter__(self) -> ScriptedProducer:
         """Start answering."""
         self._state = self._bus.key_value(streams.state_bucket(self._run_id).bucket).wait()
-        self.offer_rewards()
+        self.renew_offer()
         self._thread.start()
         return self
 
@@ -113,11 +114,14 @@ class ScriptedProducer:
         if self.failure is not None:
             raise self.failure
 
-    def offer_rewards(self, *names: str) -> None:
-        """Say that these rewards (and exact_match) can be asked for."""
+    def renew_offer(self) -> None:
+        """Say, every now and then, which rewards can be asked for."""
+        if time.monotonic() - self._offered_at < rewards_offered.PERIOD_S:
+            return
+        self._offered_at = time.monotonic()
         registry = self._bus.key_value(streams.registry_bucket().bucket).wait()
         offer = RewardsOffered(
-            run_id=self._run_id, replica=f"{self._run_id}-r", at=time.time(), names=("auto", "exact_match", *names),
+            run_id=self._run_id, replica=f"{self._run_id}-r", at=time.time(), names=("auto", "exact_match"),
             by_source={"sort_digits": "exact_match"},
         )  # fmt: skip
         registry.put(rewards_offered.key(offer.replica), encode(offer)).wait()
@@ -162,6 +166,7 @@ class ScriptedProducer:
                 for split in ("eval", "train")
             ]
             while not self._stop.is_set():
+                self.renew_offer()
                 if self.paused.is_set():
                     self._stop.wait(0.05)
                     continue
