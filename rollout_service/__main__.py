@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -72,10 +73,12 @@ async def _serve(settings: RolloutSettings) -> None:
         await asyncio.to_thread(blobs.check)
         mirror = Mirror(blobs, settings.cache_dir, run_id)
         engine = _engine(settings)
+        gc.freeze()  # what is loaded by now stays: not looking through it saves a tenth of a pack's CPU time
         try:
             await loop.run(await _wire(settings, bus, blobs, mirror, engine, stop), stop)
         finally:
             await engine.stop()
+            mirror.close()
 
 
 async def _wire(

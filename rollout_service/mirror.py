@@ -8,7 +8,9 @@ do not change between versions (config, tokenizer) are fetched once and linked.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import io
 import os
 import shutil
 import time
@@ -22,6 +24,8 @@ from protocol.transport.blobs import Blobs
 from protocol.versions import PolicyVersion
 from protocol.weights import ModelFile, WeightsManifest
 from rollout_service.errors import WeightsUnusable
+
+_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +43,27 @@ class Mirror:
     """One worker's folder of versions. Blocking: coroutines call it through ``asyncio.to_thread``."""
 
     def __init__(self, blobs: Blobs, folder: Path, run_id: str) -> None:
-        """Start empty: what an earlier process of the same name left behind is removed."""
+        """Start empty: what dead workers of this run left behind here, this one's past included, is removed.
+
+        Raises ConfigError when the folder cannot be made, or a living worker of the same id has it.
+        """
         self._blobs = blobs
         self._folder = folder
         self._run_id = run_id
         self._held: dict[PolicyVersion, MirroredVersion] = {}
         self._linkable = folder / "files"
-        for leftover in (self._linkable, *folder.glob("v*")):
-            shutil.rmtree(leftover, ignore_errors=True)
         try:
-            self._linkable.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _lock(folder)
+            if lock is None:
+                raise ConfigError(
+                    f"another worker with the same worker.id is alive and uses {folder}; choose another id"
+                )
+            self._lock = lock  # however this process ends, the kernel gives it back
+            for sibling in folder.parent.iterdir():
+                _sweep(sibling)
+            _clear(folder)
+            self._linkable.mkdir()
         except OSError as err:
             raise ConfigError(f"worker.cache_dir: cannot make {folder} ({err.strerror})") from None
 
@@ -95,6 +110,12 @@ class Mirror:
         """Return the versions that are here, in the order they came."""
         return list(self._held)
 
+    def close(self) -> None:
+        """Remove all copies and leave the folder to others; idempotent."""
+        if not self._lock.closed:
+            _clear(self._folder)
+            self._lock.close()
+
     def _read_manifest(self, version: PolicyVersion, ref: BlobRef) -> WeightsManifest:
         manifest = WeightsManifest.from_json(self._blobs.get(ref))
         if manifest.version != version or manifest.run_id != self._run_id:
@@ -112,3 +133,28 @@ class Mirror:
             fetched = file.blob.size_bytes
         os.link(kept, folder / file.name)
         return fetched
+
+
+def _lock(folder: Path) -> io.FileIO | None:
+    """Lock a worker's folder for as long as the returned file is open; None when somebody else has it."""
+    file = io.FileIO(folder / _LOCK, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the copies of a worker that is dead: a killed one cannot do it, and its id may never come back."""
+    if (folder / _LOCK).exists():
+        lock = _lock(folder)
+        if lock is not None:
+            _clear(folder)
+            lock.close()
+
+
+def _clear(folder: Path) -> None:
+    for leftover in (folder / "files", *folder.glob("v*")):
+        shutil.rmtree(leftover, ignore_errors=True)
