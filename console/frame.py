@@ -102,7 +102,7 @@ def _figures(s: Snapshot) -> RenderableType:
         ("reward", Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")),
         ("held-out", Text.assemble(f"{figure(s.accuracy_before)} → ", (figure(s.accuracy_now), "bold"))),
         ("tokens/s", Text(f"{rate(s.generated_per_s)} generated, {rate(s.trained_per_s)} trained")),
-        ("weights", Text(f"v{s.trainer_version}, {s.versions_published} published")),
+        ("weights", Text(f"v{s.newest_version}, {s.versions_published} published")),
         ("groups", Text(groups)),
         ("dropped", Text(", ".join(f"{n} {reason}" for reason, n in s.dropped.items()) or "none")),
     )
@@ -126,13 +126,13 @@ def _services(s: Snapshot) -> RenderableType:
     for name in ("service", "version", "tok/s", "waiting", "state"):
         table.add_column(name, no_wrap=True)
     for line in s.services:
-        table.add_row(*_service(line, s.trainer_version))
+        table.add_row(*_service(line, s.newest_version))
     return table
 
 
-def _service(line: ServiceLine, trainer_version: int) -> tuple[Text, ...]:
-    behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - trainer_version:+d})"
-    version = "" if line.version is None else f"v{line.version}{behind if line.version != trainer_version else ''}"
+def _service(line: ServiceLine, newest_version: int) -> tuple[Text, ...]:
+    behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - newest_version:+d})"
+    version = "" if line.version is None else f"v{line.version}{behind if line.version != newest_version else ''}"
     lives = f" (life {line.num_lives})" if line.num_lives > 1 else ""
     style = "" if line.alive else "red"
     state = line.state if line.alive else f"gone, silent for {clock(line.silent_s)}"

@@ -123,7 +123,7 @@ class RunView:
             staleness_tokens=staleness,
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
-            trainer_version=points[-1].version if points else 0,
+            newest_version=max(self._published, default=points[-1].version if points else 0),
             versions_published=len(self._published),
             queues=self.queues,
             services=self._fleet.lines(now),

@@ -96,7 +96,7 @@ class Snapshot:
     staleness_tokens: dict[int, int]
     staleness_mean: float | None
     staleness_max: int | None
-    trainer_version: int
+    newest_version: int
     versions_published: int
     queues: QueueDepths
     services: tuple[ServiceLine, ...]

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from console.panel import LivePanel
 from console.run_view import RunView
+from console.watch import has_ended, is_cut_off
 from console.watcher import Watcher
 from deploy.bootstrap import bootstrap
 from deploy.servers import NatsServer
@@ -219,6 +221,18 @@ def test_watch_ends_with_the_run_and_prints_one_json_object(
     assert len(answer.stdout.strip().splitlines()) == 1
     assert json.loads(answer.stdout)["steps"] == 2
     assert "step 2/2" in answer.stderr
+
+
+def test_watching_ends_when_there_is_nothing_to_watch():
+    """The trainer's last word, its departure after the last step, or a minute without NATS end it; nothing else does."""
+    snapshot = recorded.whole_run().snapshot(recorded.START + 31)
+    gone = tuple(replace(line, alive=False) for line in snapshot.services)
+    assert has_ended(replace(snapshot, finished=True))
+    assert has_ended(replace(snapshot, services=gone))
+    assert not has_ended(snapshot)
+    assert not has_ended(replace(snapshot, services=gone, step=59))
+    assert is_cut_off(replace(snapshot, bus_away_s=61.0))
+    assert not is_cut_off(replace(snapshot, bus_away_s=59.0))
 
 
 def test_the_summary_counts_dead_letters_of_a_whole_run(bus: Bus, ring_streams: str, services: Services):
