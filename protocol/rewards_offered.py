@@ -21,6 +21,7 @@ from protocol.facts import Fact, Finite, Identifier, decode
 
 PERIOD_S = 2.0  # a replica renews its record this often
 CURRENT_S = 15.0  # a record older than this belongs to a replica that died
+FORGOTTEN_S = 600.0  # a record this old is not coming back to life
 _KEY_PREFIX = "available."
 
 
@@ -66,6 +67,20 @@ def current_offers(entries: Iterable[_Entry], *, run_id: str, now: float) -> lis
             if offer.run_id == run_id and abs(now - offer.at) <= CURRENT_S:
                 offers.append(offer)
     return offers
+
+
+def forgotten_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
+    """Return the keys of replicas that died without taking their record away; whoever finds them may delete them."""
+    keys = []
+    for entry in entries:
+        if entry.key.startswith(_KEY_PREFIX):
+            try:
+                offer = decode(entry.value, RewardsOffered)
+            except WireError:
+                continue
+            if now - offer.at > FORGOTTEN_S:
+                keys.append(entry.key)
+    return keys
 
 
 def names_nobody_offers(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:

@@ -42,6 +42,7 @@ class VitalSigns:
 
     async def run(self, done: asyncio.Event) -> None:
         """Beat until ``done``, then take this replica's records away; NATS being away only delays a beat."""
+        await self._sweep()
         beat = 0
         while not done.is_set():
             try:
@@ -56,6 +57,12 @@ class VitalSigns:
         with contextlib.suppress(BusUnreachable):
             await self.offers.delete(rewards_offered.key(self.replica))
             await self.live.delete(heartbeat_key(ROLE, self.replica))
+
+    async def _sweep(self) -> None:
+        """Delete the records of replicas that were killed long ago."""
+        with contextlib.suppress(BusUnreachable):
+            for key in rewards_offered.forgotten_keys(await self.offers.entries(), now=time.time()):
+                await self.offers.delete(key)
 
     async def _beat(self) -> None:
         await self.registry.refresh()

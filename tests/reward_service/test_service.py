@@ -14,7 +14,7 @@ import httpx
 from deploy.servers import S3Server
 from protocol import rewards_offered, streams
 from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import Heartbeat, RewardRequest, decode
+from protocol.facts import Heartbeat, RewardRequest, decode, encode
 from protocol.streams import StreamLimits
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -268,6 +268,18 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     wait_for(lambda: sum(name in offer.names for offer in offers()) == 2, "both replicas to offer the endpoint")
     assert rewards_offered.names_nobody_offers({name, "gsm8k", "auto", "exact_match", "typo"}, offers()) == {"typo"}
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
+
+
+def test_the_record_of_a_replica_killed_long_ago_is_taken_away(
+    wire: Wire, start_service: Callable[..., Service]
+) -> None:
+    """A replica that starts deletes the offers of the long dead, so that the shared bucket does not grow for ever."""
+    registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
+    key = rewards_offered.key(f"dead-{wire.run_id}")
+    record = rewards_offered.RewardsOffered(run_id=wire.run_id, replica="dead", at=time.time() - 3600, names=("x",))
+    registry.put(key, encode(record)).wait()
+    start_service()
+    wait_for(lambda: registry.get(key).wait() is None, "the record to vanish")
 
 
 def test_a_port_that_is_taken_is_named(
