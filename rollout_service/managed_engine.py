@@ -75,7 +75,7 @@ class ManagedEngine:
             try:
                 await self.client.served_version()
             except EngineError as err:
-                log.warning("the engine hangs and is killed", error=str(err))
+                log.warning("the engine does not answer; it is killed and started again", error=str(err))
                 self.ready.clear()
                 self._process.kill()
 

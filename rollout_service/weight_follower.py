@@ -201,7 +201,7 @@ class WeightFollower:
         previous = self._engine.version
         started = time.monotonic()
         await self._engine.load(mirrored.folder, mirrored.version)
-        pause_s = time.monotonic() - started
+        pause_s = 0.0 if previous is None else time.monotonic() - started  # before the first, nothing paused
         self._figures.weights_applied += 1
         log.info(
             "weights applied",
