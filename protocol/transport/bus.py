@@ -407,6 +407,7 @@ class KeyValue:
         async def run() -> T:
             try:
                 async with asyncio.timeout(2 * _ATTEMPT_S):
+                    await self._bus._up.wait()
                     return await action()
             except nats.js.errors.NoStreamResponseError:
                 raise MissingStream(f"{what}: the bucket is gone; create it with: python -m deploy.bootstrap") from None

@@ -619,6 +619,7 @@ def test_a_denied_publication_says_so(own_nats: Callable[[], NatsServer], run_id
         + 'authorization { users: [ { user: "reader", password: "r", permissions: { publish: { allow: ["$JS.API.>"] } } } ] }\n'
     )
     os.kill(server.child.pid, signal.SIGHUP)
+    wait_for(lambda: "Reloaded server configuration" in server.child.log_tail(), "the new rights")
     settings = server.settings.model_copy(update={"user": "reader", "password": "r"})
     with Bus.connect(settings, name="test") as bus:
         bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
