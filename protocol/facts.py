@@ -83,7 +83,7 @@ class RewardRequest(Wire):
             if text is not None:
                 try:
                     json.loads(text)
-                except ValueError as err:
+                except (ValueError, RecursionError) as err:
                     raise ValueError(f"{field} is not JSON: {err}") from None
         return self
 
