@@ -87,6 +87,15 @@ class Stream:
             assert data is not None, f"the generation ended after {chunk}"
             chunk = _parse(data)
 
+    def wait_for_version(self, version: str, *, more_tokens: int) -> None:
+        """Read chunks until one names ``version``, and so many more tokens have been generated."""
+        chunk: dict[str, Any] = {"meta_info": {"weight_version": None}}
+        while chunk["meta_info"]["weight_version"] != version:
+            data = self._next()
+            assert data is not None, f"the generation ended before version {version}"
+            chunk = _parse(data)
+        self.wait_for_tokens(len(chunk["output_ids"]) + more_tokens)
+
     def result(self) -> dict[str, Any]:
         """Read to the end and return the final reply; the cumulative chunks before it are not even parsed."""
         last = None

@@ -22,7 +22,7 @@ from transformers import (
 
 VOCAB = 320
 END_TOKEN = 2
-CONTEXT = 2048
+CONTEXT = 8192
 
 _KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -29,7 +29,7 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnd
     """An engine of few rows and little memory, so that work has to wait."""
     scratch = tmp_path_factory.mktemp("engine")
     build_model(scratch / "model")
-    arguments = ["--max-running", "12", "--max-total-tokens", "2000", "--max-prefill-tokens", "100"]
+    arguments = ["--max-running", "12", "--max-total-tokens", "8000", "--max-prefill-tokens", "100"]
     with embedded_engine(scratch / "model", scratch, "--weight-version", "0", *arguments) as engine:
         yield engine
 
@@ -143,7 +143,7 @@ def test_more_work_than_room_is_served_exactly(small_engine: EngineUnderTest) ->
     """Requests of mixed lengths that must wait, move and share rows come out as if each were alone."""
     draw = random.Random(1)
     prompts = [[draw.randrange(320) for _ in range(draw.choice([1, 3, 20, 60]))] for _ in range(40)]
-    params = [{"max_new_tokens": draw.choice([1, 2, 30, 90]), "ignore_eos": True} for _ in prompts]
+    params = [{"max_new_tokens": draw.choice([1, 2, 30, 90, 700]), "ignore_eos": True} for _ in prompts]
     body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
     dense = Dense(small_engine.model)
     for prompt, asked, reply in zip(prompts, params, small_engine.post("/generate", body), strict=True):
@@ -171,14 +171,14 @@ def test_samples_of_one_prompt_are_computed_once(small_engine: EngineUnderTest) 
 
 def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> None:
     """A request that could never be held is a 400 that says what could."""
-    error = small_engine.generate(PROMPT, max_new_tokens=1995, expect=400)
-    assert "max_new_tokens=1994" in str(error)
+    error = small_engine.generate(PROMPT, max_new_tokens=7995, expect=400)
+    assert "max_new_tokens=7994" in str(error)
 
 
 def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: EngineUnderTest, tmp_path: Path) -> None:
     """An in-place update that asks for a flush is refused before the weights are touched."""
     folder = write_changed_copy(small_engine.model, tmp_path / "v1", seed=1)
-    with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=1500) as stream:
+    with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=6000) as stream:
         small_engine.post("/pause_generation", {"mode": "in_place"})
         refusal = small_engine.update(folder, "1", flush_cache=True, expect=400)
         assert "flush_cache=false" in refusal["message"]
@@ -190,7 +190,7 @@ def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: Engine
 
 def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
     """abort_all_requests swaps at once; what ran returns what it has, under the old version."""
-    with small_engine.streaming(PROMPT, rid="8" * 32, max_new_tokens=1500) as stream:
+    with small_engine.streaming(PROMPT, rid="8" * 32, max_new_tokens=6000) as stream:
         small_engine.update(small_engine.model, "0b", abort_all_requests=True)
         reply = stream.result()
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
