@@ -110,9 +110,13 @@ class ScriptedProducer:
         """Stop answering; raises what the thread raised."""
         self._stop.set()
         self._thread.join(20.0)
-        self._bus.close()
+        self.close()
         if self.failure is not None:
             raise self.failure
+
+    def close(self) -> None:
+        """End the connection."""
+        self._bus.close()
 
     def renew_offer(self) -> None:
         """Say, every now and then, which rewards can be asked for."""

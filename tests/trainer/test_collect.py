@@ -1,0 +1,312 @@
+"""Issuing and collecting over real streams: every group is trained once, or dropped once with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deploy.quickstart_task import write_data, write_model
+from protocol import streams, subjects
+from protocol.connection import NatsSettings, S3Settings
+from protocol.errors import BlobStoreUnreachable
+from protocol.facts import DeadLetter, GroupScored, TaskIssued
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
+from tests.servers import wait_for
+from tests.trainer.producer import ScriptedProducer, recite
+from trainer.batcher import Batcher
+from trainer.chat_template import ChatTokenizer
+from trainer.collect import Collector
+from trainer.data_order import DataOrder
+from trainer.dataset import PromptSet
+from trainer.dispatch import Dispatch
+from trainer.doors import Doors
+from trainer.errors import CollectTimeout, TooManyDead
+from trainer.issue import Issuer
+from trainer.ledger import Ledger
+from trainer.settings import DataSettings, RewardSettings, RolloutSettings
+from trainer.tally import Tally
+
+ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)
+V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptSet:
+    """Forty prompts of the quickstart's task."""
+    folder = tmp_path_factory.mktemp("data")
+    write_model(folder / "model", seed=0)
+    write_data(folder, seed=0, num_sft=1, num_train=40, num_eval=1)
+    return PromptSet.open(
+        [folder / "train.jsonl"],
+        data=DataSettings(),
+        reward=RewardSettings(name="exact_match"),
+        tokenizer=ChatTokenizer.read(folder / "model"),
+    )
+
+
+class Intake:
+    """One life of the trainer's intake: issuer, collector, and what they share."""
+
+    def __init__(self, doors: Doors, prompts: PromptSet, ledger: Ledger | None = None, **options: float) -> None:
+        order = DataOrder(len(prompts), seed=0, shuffle=False)
+        self.tally = Tally()
+        self.ledger = ledger or Ledger()
+        self.dispatch = Dispatch(prompts, order=order, rollout=ROLLOUT, stop_token_ids=(2,))
+        self.issuer = Issuer(doors, self.dispatch, self.tally)
+        batcher = Batcher(
+            groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger
+        )
+        settings = {"deadline_s": 20.0, "max_dead": 100, "silent_s": 30.0, **options}
+        self.collector = Collector(doors, batcher=batcher, issued=self.issuer, **settings)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Intake:
+        self.collector.__enter__()
+        self.issuer.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.issuer.__exit__()
+        self.collector.__exit__()
+
+    def train(self, version: PolicyVersion) -> list[str]:
+        """Take a batch and say that it was trained."""
+        batch = self.collector.collect(version)
+        ids = [group.group_id for group in batch]
+        self.ledger.record(version, ids, max_staleness=ROLLOUT.max_staleness)
+        self.issuer.trained(ids, {0: sum(group.num_tokens for group in batch)})
+        self.collector.trained(ids)
+        return ids
+
+
+@pytest.fixture
+def doors(bus: Bus, blobs: Blobs, ring_streams: str) -> Doors:
+    """A bootstrapped run."""
+    return Doors(ring_streams, bus, blobs)
+
+
+class Answering:
+    """Answers tasks of a run by hand."""
+
+    def __init__(self, doors: Doors, producer: ScriptedProducer) -> None:
+        self._inbox = doors.bus.inbox(streams.tasks_consumer(doors.run_id, "train"), TaskIssued).wait()
+        self._producer = producer
+
+    def tasks(self, num_packs: int) -> list[TaskIssued]:
+        """Take so many task messages."""
+        taken: list[TaskIssued] = []
+
+        def enough() -> bool:
+            for delivery in self._inbox.fetch(num_packs - len(taken), 0.2).wait():
+                taken.append(delivery.fact)
+                delivery.ack().wait()
+            return len(taken) >= num_packs
+
+        wait_for(enough, f"{num_packs} task packs")
+        return taken
+
+    def scored(self, message: TaskIssued, version: PolicyVersion = V0) -> GroupScored:
+        """Store the answer of one message, unannounced."""
+        return self._producer.store(message, [recite(task, version) for task in message.tasks], version)
+
+    def answer(self, message: TaskIssued, version: PolicyVersion = V0) -> None:
+        """Store and announce the answer of one message."""
+        self._producer.announce(self.scored(message, version))
+
+
+@pytest.fixture
+def hand(doors: Doors, nats_settings: NatsSettings, s3_settings: S3Settings) -> Iterator[Answering]:
+    """Answers by hand."""
+    producer = ScriptedProducer(nats_settings, s3_settings, doors.run_id)
+    yield Answering(doors, producer)
+    producer.close()
+
+
+def test_room_is_used_as_soon_as_it_is_there(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """No more than two steps' groups are out; training a batch lets the next one out once its version is announced."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        first = hand.tasks(4)
+        assert len(intake.issuer.outstanding()) == 8
+        for message in first:
+            hand.answer(message)
+        trained = intake.train(V0)
+        assert trained == [f"e0.p{i}.a0" for i in range(4)]
+        intake.issuer.advance(V1, 100)
+        second = hand.tasks(2)
+        assert {task.issued_version for message in second for task in message.tasks} == {1}
+        assert intake.issuer.groups()["outstanding"] == 8
+
+
+def test_towards_the_end_nothing_is_issued_in_vain(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """With one step to go, only one step's groups are issued although there is room for two."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 4)
+        hand.tasks(2)
+        assert len(intake.issuer.outstanding()) == 4
+        assert doors.bus.stream_state(f"{doors.run_id}-tasks").wait().num_messages == 0
+
+
+def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
+    doors: Doors, prompts: PromptSet, hand: Answering
+) -> None:
+    """Until then a restarted trainer gets them again, and drops by id what its ledger knows."""
+    spec = streams.scored_consumer(doors.run_id, "train")
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        for message in hand.tasks(4):
+            hand.answer(message)
+        intake.train(V0)
+        covered = intake.collector.settled()
+        assert len(covered) == 2
+        assert doors.bus.stream_state(spec.stream).wait().num_messages == 4
+        rows, document = intake.ledger.rows(), intake.issuer.documents()[0]  # the checkpoint; then the crash
+    with Intake(doors, prompts, Ledger(rows)) as resumed:
+        resumed.dispatch.resume(document)
+        resumed.issuer.advance(V1, 100)
+        assert resumed.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
+        wait_for(lambda: resumed.tally.dropped_groups["duplicate"] == 4, "the trained groups to be refused")
+        resumed.collector.acknowledge(resumed.collector.settled())
+        assert doors.bus.stream_state(spec.stream).wait().num_messages == 0
+
+
+def test_a_group_that_comes_twice_is_trained_once(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """A second message about a waiting group is counted as a duplicate, and does not end the first one's hold."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        messages = hand.tasks(4)
+        scored = hand.scored(messages[0])
+        hand._producer.announce(scored)
+        hand._producer.announce(scored, msg_id="late-retry")
+        wait_for(lambda: intake.tally.dropped_groups["duplicate"] == 2, "the duplicates")
+        assert len(intake.collector.settled()) == 1  # the copy alone
+        hand.answer(messages[1])
+        assert len(intake.train(V0)) == 4
+        assert len(intake.collector.settled()) == 3
+
+
+def test_stale_groups_are_dropped_and_their_prompts_issued_again(
+    doors: Doors, prompts: PromptSet, hand: Answering
+) -> None:
+    """What is too old at the moment of use is counted in groups and tokens, and comes again as the next attempt."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        messages = hand.tasks(4)
+        for message in messages[:2]:
+            hand.answer(message, V0)
+        wait_for(lambda: intake.tally.groups_scored == 4, "four scored groups")
+        assert intake.collector.collect(V2, lambda: intake.tally.dropped_groups["stale"] == 4) == []
+        assert intake.tally.dropped_tokens["stale"] > 0
+        again = hand.tasks(2)
+        assert [task.group_id for message in again for task in message.tasks] == [f"e0.p{i}.a1" for i in range(4)]
+        for message in again:
+            hand.answer(message, V2)
+        assert intake.train(V2) == [f"e0.p{i}.a1" for i in range(4)]
+
+
+def test_a_prompt_that_is_always_stale_is_given_up(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """After max_attempts the prompt is not issued again, and counted."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 4)
+        for attempt in range(ROLLOUT.max_attempts):
+            for message in hand.tasks(2):
+                hand.answer(message, V0)
+            wait_for(lambda attempt=attempt: intake.tally.groups_scored == 4 * (attempt + 1), "scored groups")
+            stale = 4 * (attempt + 1)
+            intake.collector.collect(V2, lambda stale=stale: intake.tally.dropped_groups["stale"] == stale)
+        assert intake.issuer.groups()["given_up"] == 4
+
+
+def test_a_corrupt_pack_goes_to_the_dead_letters_and_its_groups_come_again(
+    doors: Doors, prompts: PromptSet, hand: Answering
+) -> None:
+    """An object that is not what its message promised is never trained on; the rest of the batch is."""
+    letters: list[DeadLetter] = []
+    doors.bus.tail(f"{doors.run_id}-dead", subjects.dead(doors.run_id), DeadLetter, letters.append).wait()
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        messages = hand.tasks(4)
+        good = hand.scored(messages[0])
+        corrupt = good.pack.model_copy(update={"sha256": "f" * 64})
+        hand._producer.announce(good.model_copy(update={"pack": corrupt}))
+        other = hand.scored(messages[1])  # the object holds other groups than the message says
+        hand._producer.announce(other.model_copy(update={"pack": hand.scored(messages[2]).pack}))
+        wait_for(lambda: len(letters) == 2, "the dead letters")
+        assert {letter.reason for letter in letters} == {"BlobCorrupt", "PackError"}
+        assert intake.tally.dropped_groups["unreadable"] == 4
+        for message in [messages[2], *hand.tasks(2)]:
+            hand.answer(message)
+        assert intake.train(V0) == ["e0.p0.a1", "e0.p1.a1", "e0.p4.a0", "e0.p5.a0"]
+
+
+def test_groups_that_vanish_are_issued_again(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """When every queue is empty and groups are still out, they are counted as lost and come again."""
+    with Intake(doors, prompts, silent_s=0.5) as intake:
+        intake.issuer.advance(V0, 4)
+        messages = hand.tasks(2)  # taken, acknowledged, and never answered: a worker that broke its promise
+        hand.answer(messages[0])
+        again = hand.tasks(1)
+        assert [task.group_id for task in again[0].tasks] == ["e0.p2.a1", "e0.p3.a1"]
+        assert intake.tally.dropped_groups["lost"] == 2
+        hand.answer(again[0])
+        assert intake.train(V0) == ["e0.p0.a0", "e0.p1.a0", "e0.p2.a1", "e0.p3.a1"]
+
+
+def test_dead_groups_make_room_and_too_many_end_the_run(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """Dead groups leave what is outstanding; when nothing else comes back, the error gives the last reason."""
+    with Intake(doors, prompts, max_dead=4) as intake:
+        intake.issuer.advance(V0, 100)
+        messages = hand.tasks(4)
+        for number, message in enumerate(messages[:2]):
+            letter = DeadLetter(
+                run_id=doors.run_id, stage="generated", subject="x", reason="RewardFailed",
+                detail="endpoint answered 500", group_ids=tuple(t.group_id for t in message.tasks), num_delivered=5,
+            )  # fmt: skip
+            doors.bus.publish(subjects.dead(doors.run_id, "generated"), letter, msg_id=f"d{number}").wait()
+        with pytest.raises(TooManyDead, match="RewardFailed: endpoint answered 500"):
+            intake.collector.collect(V0)
+        assert intake.tally.dropped_groups["dead"] == 4
+        hand.tasks(2)  # their places are taken by new prompts
+
+
+def test_waiting_too_long_says_for_whom(doors: Doors, prompts: PromptSet) -> None:
+    """The error names what is ready, what is out, where it waits, and that no worker is alive."""
+    with Intake(doors, prompts, deadline_s=0.5) as intake:
+        intake.issuer.advance(V0, 100)
+        wait_for(lambda: doors.bus.stream_state(f"{doors.run_id}-tasks").wait().num_messages == 4, "tasks")
+        with pytest.raises(CollectTimeout) as caught:
+            intake.collector.collect(V0)
+    text = str(caught.value)
+    assert "0 groups ready, 8 outstanding" in text
+    assert "tasks: 4 messages waiting, 0 in work" in text
+    assert "rollout workers alive: NONE" in text
+
+
+def test_a_foreign_group_is_counted_and_left_alone(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """A group whose id is not one of this run's data is refused with a reason."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        scored = hand.scored(hand.tasks(1)[0])
+        renamed = tuple(
+            g.model_copy(update={"generated": g.generated.model_copy(update={"group_id": f"stranger{i}"})})
+            for i, g in enumerate(scored.groups)
+        )
+        hand._producer.announce(scored.model_copy(update={"groups": renamed}))
+        wait_for(lambda: intake.tally.dropped_groups["foreign"] == 2, "the refusal")
+
+
+def test_storage_that_is_away_ends_the_wait_with_its_name(
+    doors: Doors, prompts: PromptSet, hand: Answering, own_s3: Callable
+) -> None:
+    """When packs cannot be fetched, the training thread gets the object store's error, not a timeout."""
+    storage = own_s3()
+    away = Doors(doors.run_id, doors.bus, Blobs(storage.settings, deadline_s=0.5))
+    with Intake(away, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        messages = hand.tasks(1)
+        storage.kill()
+        hand.answer(messages[0])
+        with pytest.raises(BlobStoreUnreachable, match=storage.settings.endpoint):
+            intake.collector.collect(V0)
