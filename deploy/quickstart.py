@@ -31,9 +31,10 @@ from deploy import quickstart_task as task
 from deploy.child import Child, DeployError
 from deploy.local import end_on_signals
 from deploy.ring import TRAINER, Ring, worker_name
-from protocol import logs
+from protocol import logs, streams
 from protocol.errors import PenstockError
 from protocol.transport.bus import Bus
+from rollout_service.settings import WorkerSettings
 
 GROUPS_PER_STEP = 48
 GROUP_SIZE = 8
@@ -41,6 +42,8 @@ SFT_STEPS = 60
 SFT_BATCH = 128
 HELD_OUT = 500
 _SFT_DEADLINE_S = 600.0
+_POLL_S = 0.2
+_KILL_PATIENCE_S = 10.0
 _ENDED_ON_REQUEST = 130
 
 _RUN_FILE = """\
@@ -145,7 +148,7 @@ def _run(options: Options, say: _Voice, asked_to_end: threading.Event) -> tuple[
             )
             with panel:
                 ring.start_trainer()
-                code = _watch(options, ring, panel, asked_to_end)
+                code = _watch(options, ring, bus, panel, asked_to_end)
             summary = panel.summary()
         if code:
             tail = ring.log(TRAINER).read_text(errors="replace")[-3000:]
@@ -200,15 +203,31 @@ def _warm_up(options: Options, run_file: Path, say: _Voice, asked_to_end: thread
     return True
 
 
-def _watch(options: Options, ring: Ring, panel: LivePanel, asked_to_end: threading.Event) -> int | None:
+def _watch(options: Options, ring: Ring, bus: Bus, panel: LivePanel, asked_to_end: threading.Event) -> int | None:
     """Wait for the trainer, killing a worker half way; None when the person asked to end."""
     to_kill = options.kill
-    while (code := ring.wait(0.2)) is None and not asked_to_end.is_set():
+    while (code := ring.wait(_POLL_S)) is None and not asked_to_end.is_set():
         if to_kill and panel.snapshot().step >= options.steps // 2:
             to_kill = False
+            _wait_until_all_hold_work(ring.run_id, bus, options.workers)
             pid = ring.kill_worker(0)
             panel.note(f"killed {worker_name(0)} (pid {pid}) on purpose with SIGKILL; its groups will come again")
     return code
+
+
+def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
+    """Wait for a moment in which every worker has a pack in hand, so that the kill is one that hurts.
+
+    Each holds at most ``worker.packs_in_flight``. The wait ends after some seconds all the same:
+    workers that wait for the trainer hold nothing.
+    """
+    consumer = streams.tasks_consumer(run_id, "train")
+    most_of_the_others = (num_workers - 1) * WorkerSettings.model_fields["packs_in_flight"].default
+    give_up = time.monotonic() + _KILL_PATIENCE_S
+    while bus.consumer_state(consumer).wait().num_ack_pending <= most_of_the_others:
+        if time.monotonic() > give_up:
+            return
+        time.sleep(_POLL_S / 20)
 
 
 def _tell(say: _Voice, summary: RunSummary, path: Path, following: Sequence[str]) -> None:

@@ -96,6 +96,7 @@ async def _wire(
         bus,
         figures,
         run_id=run_id,
+        worker_id=worker_id,
         task_attempts=settings.worker.task_attempts,
         retry_delay_s=settings.worker.retry_delay_s,
     )

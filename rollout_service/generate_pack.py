@@ -59,7 +59,7 @@ class PackGenerator:
             by_pin.setdefault(task.pinned_version, []).append(task)
         groups: list[Group] = []
         for pin, same in by_pin.items():
-            async with self._holding(None if pin is None else PolicyVersion(pin)):
+            async with self._holding(pin, issued_for=max(task.issued_version for task in same)):
                 with self._activity.working("generating"):
                     groups += await self._roll_out(same)
         return groups
@@ -85,12 +85,13 @@ class PackGenerator:
         return accepted
 
     @contextlib.asynccontextmanager
-    async def _holding(self, pin: PolicyVersion | None) -> AsyncIterator[None]:
+    async def _holding(self, pin: int | None, *, issued_for: int) -> AsyncIterator[None]:
         if pin is None:
+            await self._weights.catch_up(PolicyVersion(issued_for))
             await self._gate.free()
             yield
         else:
-            async with self._weights.pinned(pin):
+            async with self._weights.pinned(PolicyVersion(pin)):
                 yield
 
     async def _roll_out(self, tasks: Sequence[Task]) -> list[Group]:

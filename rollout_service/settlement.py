@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 
 import structlog
 
 from protocol import subjects
 from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
-from protocol.facts import DeadLetter, Task, TaskIssued, encode
+from protocol.facts import DeadLetter, RunEvent, Task, TaskIssued, encode
 from protocol.transport.bus import Bus
 from rollout_service.errors import EngineError, TaskRefused
 from rollout_service.figures import Figures
@@ -32,11 +34,14 @@ _PUBLISH_S = 15.0
 class Settlement:
     """Ends deliveries."""
 
-    def __init__(self, bus: Bus, figures: Figures, *, run_id: str, task_attempts: int, retry_delay_s: float) -> None:
+    def __init__(
+        self, bus: Bus, figures: Figures, *, run_id: str, worker_id: str, task_attempts: int, retry_delay_s: float
+    ) -> None:
         """``task_attempts`` deliveries, the first included; the delay doubles with each."""
         self._bus = bus
         self._figures = figures
         self._run_id = run_id
+        self._worker_id = worker_id
         self._task_attempts = task_attempts
         self._retry_delay_s = retry_delay_s
 
@@ -44,6 +49,8 @@ class Settlement:
     async def of(self, order: Order) -> AsyncIterator[None]:
         """Settle the pack according to how the block ends."""
         delivery = order.delivery
+        if delivery.num_delivered > 1:
+            self._note_return(order)
         try:
             yield
         except TaskRefused as err:
@@ -57,6 +64,30 @@ class Settlement:
             raise
         else:
             await self._tell(delivery.ack(), order, "acknowledge")
+
+    def _note_return(self, order: Order) -> None:
+        """Say in the run's events that a pack came again: its last holder died, or gave it back.
+
+        Nobody waits for it: an event that is lost costs a line in a panel.
+        """
+        num_groups = len(order.delivery.fact.tasks)
+        what = f"{num_groups} group{'s' if num_groups != 1 else ''}" if num_groups else f"pack {order.pack_id}"
+        event = RunEvent(
+            run_id=self._run_id,
+            source=self._worker_id,
+            kind="log",
+            at=time.time(),
+            data={
+                "text": f"{what} came again (delivery {order.delivery.num_delivered}), now with {self._worker_id}",
+                "pack_id": order.pack_id,
+                "num_groups": num_groups,
+                "num_delivered": order.delivery.num_delivered,
+            },
+        )
+        log.info("pack came again", pack_id=order.pack_id, num_delivered=order.delivery.num_delivered)
+        self._bus.publish(
+            subjects.events(self._run_id, "log"), event, msg_id=secrets.token_hex(16), deadline_s=_PUBLISH_S
+        )
 
     async def refuse(self, order: Order, tasks: Sequence[Task], reason: TaskRefused) -> None:
         """Write single tasks of a pack to the dead letters; the rest of the pack goes on."""

@@ -64,6 +64,22 @@ def test_versions_are_followed(ring_end: RingEnd, start_worker: StartWorker, fau
     assert len(checksums) == 4
 
 
+def test_a_pack_is_sampled_by_the_version_it_was_issued_for(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """A task that overtakes the news of its version waits for it: admission counts on its staleness."""
+    ring_end.publish(0)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.wait_applied("w0", 0)
+    ring_end.issue("pack-1", [make_task("e0.p1.a0", issued_version=1)])
+    ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=0)])
+    [first] = ring_end.collect_groups(1)  # does not wait behind the other
+    assert (first.group_id, versions_of([first])) == ("e0.p0.a0", {0})
+    ring_end.publish(1)
+    [second] = ring_end.collect_groups(1)
+    assert (second.group_id, versions_of([second])) == ("e0.p1.a0", {1})
+
+
 def test_versions_that_were_overtaken_are_skipped(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):

@@ -8,8 +8,8 @@ import numpy as np
 
 from deploy.bootstrap import bootstrap
 from deploy.child import Child
-from protocol import streams
-from protocol.facts import TaskList, encode_unbounded
+from protocol import streams, subjects
+from protocol.facts import RunEvent, TaskList, encode_unbounded
 from protocol.streams import StreamLimits
 from tests.groups import make_task
 from tests.rollout_service.faulty_engine import FaultyEngine
@@ -139,12 +139,18 @@ def test_a_killed_workers_pack_is_delivered_by_another(
     ring_end.publish(0)
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
     faulty_engine.flow.clear()
+    said: list[RunEvent] = []
+    ring_end.bus.tail(
+        f"{ring_end.run_id}-events", subjects.events(ring_end.run_id, "log"), RunEvent, said.append
+    ).wait()
     first = start_worker("w0", *attached(faulty_engine))
     faulty_engine.wait_for_requests(1)
     first.kill()
     faulty_engine.flow.set()
     start_worker("w1", *attached(faulty_engine))
     [delivery] = ring_end.collect(1)
+    wait_for(lambda: said, "the event")
+    assert said[0].data["text"] == "1 group came again (delivery 2), now with w1"
     assert (delivery.fact.worker_id, delivery.fact.pack_id) == ("w1", "pack-0")
     wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
     assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0

@@ -1,0 +1,89 @@
+"""The first thing a newcomer types, short: every service, one worker killed, and a report that adds up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.servers import require
+
+ROOT = Path(__file__).parents[2]
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """One short quickstart with a SIGKILL in the middle; its JSON line, with the folder of its run."""
+    require("nats-server")
+    require("rclone")
+    folder = tmp_path_factory.mktemp("runs")
+    done = subprocess.run(
+        [sys.executable, "-m", "console.main", "quickstart", "--json", "--steps", str(STEPS), "--dir", str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder / "quickstart"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_json_line_tells_what_happened(quickstart: dict):
+    """All steps were made on stale data too, evaluated on the same prompts, and every figure is there."""
+    assert quickstart["steps"] == STEPS
+    assert 0.0 < quickstart["accuracy_before"] < 1.0
+    assert 0.0 < quickstart["accuracy_after"] <= 1.0
+    assert quickstart["eval_prompts"] == 500
+    assert sum(quickstart["staleness_tokens"].values()) == quickstart["tokens_trained"] > 0
+    assert set(quickstart["staleness_tokens"]) <= {"0", "1", "2"}
+    assert quickstart["tokens_generated"] >= quickstart["tokens_trained"]
+    assert quickstart["versions_published"] == STEPS + 1
+    assert set(quickstart["idle_share"]) == {"rollout", "reward", "trainer"}
+    assert quickstart["cpu_s"] > 0
+    assert quickstart["wall_s"] > 0
+
+
+@pytest.mark.slow
+def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
+    """Every issued group was trained, dropped with a reason, or is a dead letter; none is unaccounted for."""
+    groups = quickstart["groups"]
+    assert groups["trained"] == 48 * STEPS
+    ended = groups["trained"] + sum(groups["dropped"].values()) + sum(groups["dead_lettered"].values())
+    assert groups["issued"] == ended
+    assert quickstart["workers"]["worker-0"]["num_lives"] == 2
+    assert any("SIGKILL" in incident for incident in quickstart["incidents"])
+    assert any("came again" in incident for incident in quickstart["incidents"])
+
+
+@pytest.mark.slow
+def test_the_report_is_there_to_read_and_to_look_at(quickstart: dict):
+    """Markdown, JSON and a picture stand in the run's folder, and the report says what to type next."""
+    folder = quickstart["folder"]
+    text = (folder / "report.md").read_text()
+    assert f"{quickstart['accuracy_before']:.3f} → {quickstart['accuracy_after']:.3f}" in text
+    assert "penstock chat quickstart" in text
+    assert json.loads((folder / "report.json").read_text())["steps"] == STEPS
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_model_folder_loads_with_transformers(quickstart: dict):
+    """What was trained is an ordinary Hugging Face folder."""
+    folder = quickstart["folder"] / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "sort 31415926"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.no_grad():
+        out = model.generate(**prompt, max_new_tokens=9, do_sample=False)
+    answer = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer.strip().isdigit()
