@@ -25,11 +25,14 @@ _POLL_S = 0.2
 _SAMPLED_ROWS = 1000
 
 
-def open_doors(settings: TrainerSettings) -> Doors:
-    """Connect to NATS and the object store; raises BusUnreachable, BusRefused, BlobStoreUnreachable or -Refused."""
-    bus = Bus.connect(settings.nats, name="trainer")
+def open_doors(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Doors:
+    """Connect to NATS and the object store.
+
+    Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused.
+    """
     blobs = Blobs(settings.s3)
     blobs.check()
+    bus = Bus.connect(settings.nats, name="trainer", deadline_s=deadline_s)
     return Doors(settings.run.id, bus, blobs)
 
 

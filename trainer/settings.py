@@ -172,8 +172,8 @@ class OptimizerSettings(Section):
     schedule: Schedule = Field(default="constant", description="What the learning rate does after the warm-up.")
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0, description="End of linear and cosine, as a share of lr.")
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are scaled down to this norm.")
-    zero_stage: Literal[0, 1, 2] = Field(
-        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 and gradients."
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 and gradients, 3 and parameters."
     )
     num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
     micro_batch_tokens: int = Field(

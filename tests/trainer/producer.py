@@ -89,7 +89,7 @@ class ScriptedProducer:
         self.author = author
         self.num_answered = 0
         self.versions: list[int] = []
-        self.paused = threading.Event()
+        self.limit: int | None = None  # answer no more groups than this
         self._run_id = run_id
         self._bus = Bus.connect(nats, name="producer")
         self._blobs = Blobs(s3)
@@ -154,9 +154,7 @@ class ScriptedProducer:
             ScoredGroup(generated=group.summary(number), rewards=rewards, scorer="producer")
             for number, (group, rewards) in enumerate(answers)
         )
-        return GroupScored(
-            run_id=self._run_id, pack_id=message.pack_id, worker_id="producer", pack=pack, groups=scored
-        )
+        return GroupScored(run_id=self._run_id, pack_id=message.pack_id, worker_id="producer", pack=pack, groups=scored)
 
     def announce(self, scored: GroupScored, msg_id: str = "") -> None:
         """Publish a scored pack."""
@@ -171,11 +169,11 @@ class ScriptedProducer:
             ]
             while not self._stop.is_set():
                 self.renew_offer()
-                if self.paused.is_set():
+                if self.limit is not None and self.num_answered >= self.limit:
                     self._stop.wait(0.05)
                     continue
                 for inbox in inboxes:
-                    for delivery in inbox.fetch(4, 0.05).wait():
+                    for delivery in inbox.fetch(1, 0.05).wait():
                         self._answer(delivery.fact)
                         delivery.ack().wait()
         except BaseException as err:  # noqa: BLE001  the test raises it

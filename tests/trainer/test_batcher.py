@@ -89,9 +89,7 @@ def test_tokens_are_counted_by_age() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30), max_staleness=st.integers(0, 3)
-)
+@given(arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30), max_staleness=st.integers(0, 3))
 def test_every_group_is_trained_or_dropped_or_waiting(arrivals: list[tuple[int, int]], max_staleness: int) -> None:
     """However groups arrive while the version grows, each ends in one place, and no batch holds a stale one."""
     box = batcher(max_staleness=max_staleness)

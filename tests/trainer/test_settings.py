@@ -65,7 +65,7 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["reward.name=my reward"], "should match pattern"),
         (["rollout.temperature=0"], "expected greater than 0"),
         (["algorithm.dual_clip=1"], "expected greater than 1"),
-        (["trainer.zero_stage=4"], "expected 0, 1 or 2, got 4"),
+        (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
     ],
 )
 def test_contradictions_say_the_fix(overrides: list[str], reply: str):

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from deploy.bootstrap import bootstrap, delete_run
 from deploy.quickstart_task import write_data, write_model
 from protocol.connection import NatsSettings, S3Settings
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
 from tests.servers import wait_for
 from tests.trainer.producer import Sampler, ScriptedProducer, write_run_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ class Trainer:
     def log(self) -> str:
         return self._log.read_text()
 
-    def wait(self, expected: int = 0, deadline_s: float = 90.0) -> str:
+    def wait(self, expected: int = 0, deadline_s: float = 150.0) -> str:
         """Wait for the end; fails with the log when the exit code is another."""
         code = self.process.wait(deadline_s)
         assert code == expected, self.log[-4000:]
@@ -125,3 +130,65 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
     assert model(tokens).logits.shape[-1] == 55
     for name, tensor in load_file(exported / "model.safetensors").items():
         torch.testing.assert_close(last[name], tensor, rtol=0, atol=0)
+
+
+def test_stopped_killed_and_resumed_equals_uninterrupted(
+    run_folder: Path, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
+    run_id: str, trainers: list[Trainer],
+) -> None:  # fmt: skip
+    """A run that is asked to stop, goes on, is killed with SIGKILL and goes on again ends in the same weights, bit for bit."""
+
+    def run(name: str, drive: Callable[[Path, ScriptedProducer], None]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        bootstrap(bus, blobs, name)
+        run_file = write_run_file(
+            run_folder / f"{name}.toml", nats=nats_settings, s3=s3_settings,
+            sections=sections(
+                run_folder, name, steps=6,
+                rollout={"groups_per_message": 2, "max_staleness": 0, "max_attempts": 4},
+                trainer={"checkpoint_every": 2},
+            ),
+        )  # fmt: skip
+        with ScriptedProducer(nats_settings, s3_settings, name) as producer:
+            drive(run_file, producer)
+        delete_run(bus, name)
+        losses = [row["loss"] for row in metrics(run_folder, name)]
+        return losses, load_file(run_folder / "runs" / name / "model" / "model.safetensors")
+
+    def uninterrupted(run_file: Path, _: ScriptedProducer) -> None:
+        trainers.append(Trainer(run_file))
+        trainers[-1].wait()
+
+    def interrupted(run_file: Path, producer: ScriptedProducer) -> None:
+        name = run_file.stem
+        producer.limit = 12  # three steps
+        trainers.append(Trainer(run_file))
+        wait_for(lambda: len(metrics(run_folder, name)) == 3, "three steps", 120.0)
+        trainers[-1].process.send_signal(signal.SIGTERM)
+        trainers[-1].wait(expected=128 + signal.SIGTERM)
+        assert (run_folder / "runs" / name / "checkpoints" / "step00000003").is_dir()
+        producer.limit = 20  # two more; the checkpoint after step 4 is the last
+        trainers.append(Trainer(run_file))
+        wait_for(lambda: len(metrics(run_folder, name)) == 5, "five steps", 120.0)
+        trainers[-1].process.kill()
+        trainers[-1].process.wait()
+        producer.limit = None
+        trainers.append(Trainer(run_file))
+        log = trainers[-1].wait()
+        assert "step00000004" in log
+
+    losses, weights = run(run_id, uninterrupted)
+    resumed_losses, resumed_weights = run(f"{run_id}-again", interrupted)
+    assert len(losses) == 6
+    assert resumed_losses == losses
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, resumed_weights[name]), name
+    summary = json.loads((run_folder / "runs" / f"{run_id}-again" / "trainer.json").read_text())
+    assert summary["groups"]["trained"] == 24  # each effect once
+
+
+def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path, trainers: list[Trainer]) -> None:
+    """An unknown key ends with exit code 2, its line, and the nearest right name."""
+    run_file = run_folder / "run.toml"
+    run_file.write_text('[model]\npath = "model"\n[trainer]\nlearning_rat = 1e-3\n')
+    trainers.append(Trainer(run_file))
+    assert "run.toml:4" in trainers[0].wait(expected=2)

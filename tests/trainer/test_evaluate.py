@@ -1,0 +1,120 @@
+"""Evaluations: pinned to one version, counted only as a whole, without stopping anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.quickstart_task import write_data, write_model
+from protocol import subjects
+from protocol.connection import NatsSettings, S3Settings
+from protocol.facts import DeadLetter, Sampling, Task
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
+from tests.servers import wait_for
+from tests.trainer.producer import Answer, ScriptedProducer, recite
+from trainer.chat_template import ChatTokenizer
+from trainer.dataset import PromptSet
+from trainer.doors import Doors
+from trainer.errors import EvaluationFailed
+from trainer.evaluate import EvalResult, Evaluator, pass_at_k
+from trainer.publish import Publisher, Snapshot
+from trainer.settings import DataSettings, EvalSettings, RewardSettings
+
+V3, V4 = PolicyVersion(3), PolicyVersion(4)
+
+
+class Scene:
+    """An evaluator with what it needs: held-out prompts, a publisher, somebody who answers."""
+
+    def __init__(self, doors: Doors, folder: Path, producer: ScriptedProducer) -> None:
+        write_model(folder / "model", seed=0)
+        write_data(folder, seed=0, num_sft=1, num_train=1, num_eval=70)
+        prompts = PromptSet.open(
+            [folder / "eval.jsonl"], data=DataSettings(), reward=RewardSettings(name="exact_match"),
+            tokenizer=ChatTokenizer.read(folder / "model"),
+        )  # fmt: skip
+        self.doors = doors
+        self.producer = producer
+        self.results: list[EvalResult] = []
+        self.publisher = Publisher(doors, model_folder=folder / "model", keep_versions=4)
+        self.evaluator = Evaluator(
+            doors, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
+            sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
+            on_result=self.results.append,
+        )  # fmt: skip
+
+    def publish(self, version: PolicyVersion) -> None:
+        self.publisher.submit(Snapshot(version, 3, {"a": torch.zeros(2)}, 2, "float32", must_publish=True))
+
+
+@pytest.fixture
+def scene(
+    bus: Bus, blobs: Blobs, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+) -> Iterator[Scene]:
+    """A bootstrapped run with an evaluator at work."""
+    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+        scene = Scene(Doors(ring_streams, bus, blobs), tmp_path, producer)
+        with scene.evaluator:
+            yield scene
+        scene.publisher.close()
+
+
+def half_right(task: Task, version: PolicyVersion) -> Answer:
+    """One of two completions is right, for every other prompt."""
+    group, _ = recite(task, version)
+    return group, (1.0, 0.0) if int(task.group_id.rsplit("p", 1)[1]) % 2 else (0.0, 0.5)
+
+
+def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) -> None:
+    """Every prompt comes back from the pinned version though newer ones are out; accuracy counts full rewards."""
+    scene.producer.author = half_right
+    scene.evaluator.start(V3, 3)  # not published yet: nothing is issued before
+    scene.publish(V3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publish(V4)
+    scene.evaluator.wait(V3)
+    wait_for(lambda: scene.results, "the result")
+    result = scene.results[0]
+    assert set(scene.producer.versions) == {3}
+    assert (result.version, result.step, result.num_prompts, result.num_samples) == (3, 3, 70, 2)
+    assert result.accuracy == pytest.approx(0.25)
+    assert result.reward_mean == pytest.approx(0.375)
+    assert result.pass_at == {1: pytest.approx(0.25), 2: pytest.approx(0.5)}
+
+
+def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
+    """A worker that ignores the pin makes the evaluation fail, by name; its numbers are not reported."""
+    scene.producer.author = lambda task, version: recite(task, PolicyVersion(version - 1))
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    with pytest.raises(EvaluationFailed, match=r"sampled by versions 2 to 2; the worker ignored the pin"):
+        scene.evaluator.wait(V3)
+    assert not scene.results
+
+
+def test_a_dead_group_makes_the_evaluation_fail(scene: Scene) -> None:
+    """An evaluation that lost a group has no accuracy; the reason of the dead letter is in the error."""
+    scene.producer.limit = 0
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    letter = DeadLetter(
+        run_id=scene.doors.run_id, stage="tasks", subject="x", reason="VersionGone", detail="no weights of 3",
+        group_ids=("eval.v3.p1",), num_delivered=3,
+    )  # fmt: skip
+    scene.doors.bus.publish(subjects.dead(scene.doors.run_id, "tasks"), letter, msg_id="d").wait()
+    with pytest.raises(EvaluationFailed, match="VersionGone: no weights of 3"):
+        scene.evaluator.wait(V3)
+    wait_for(lambda: scene.evaluator.num_failed == 1, "the failure to be counted")
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """pass@k from n samples with c correct is the share of k-subsets with at least one correct."""
+    assert pass_at_k(4, 0, 2) == 0.0
+    assert pass_at_k(4, 1, 1) == pytest.approx(0.25)
+    assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
+    assert pass_at_k(4, 3, 4) == 1.0
