@@ -3,6 +3,10 @@
 Rank 0 plans which rows go into which micro-batch of which rank (`plan_micro_batches`), every rank
 builds its own (`build`). Rows are padded on the right and need no attention mask: a causal model
 never looks there, and the padding's outputs are never read.
+
+Where it pays, the rows of one prompt share it: the prompt stands once, the completions behind it, and
+a mask lets each completion see the prompt and itself alone. The log-probabilities and gradients are
+the same; for short completions of short prompts a step computes less than half as many tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ import torch
 from torch import Tensor
 
 from trainer.errors import BatchDoesNotFit
+
+MAX_SHARED_TOKENS = 1024  # of a prompt with its completions: the mask grows with the square
+SHARING_PAYS_BELOW = 0.8  # of the tokens computed row by row: a mask makes attention somewhat dearer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,12 +41,14 @@ class Row:
 class MicroBatch:
     """What one forward and backward pass needs; R rows padded to T tokens, N sampled tokens."""
 
-    input_ids: Tensor  # [R, T] int64, each row without its last token
+    input_ids: Tensor  # [R, T] int64, each trajectory without its last token
     predictors: Tensor  # [N] int64, flat position whose output predicts the sampled token
     targets: Tensor  # [N] int64
     behaviour_logprobs: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     weights: Tensor  # [N] float32
+    position_ids: Tensor | None = None  # [R, T] int64, where rows share prompts; None: 0, 1, 2, …
+    attention_mask: Tensor | None = None  # [R, 1, T, T] bool, who sees whom; None: causal
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move every tensor to a device."""
@@ -50,6 +59,8 @@ class MicroBatch:
             self.behaviour_logprobs.to(device),
             self.advantages.to(device),
             self.weights.to(device),
+            None if self.position_ids is None else self.position_ids.to(device),
+            None if self.attention_mask is None else self.attention_mask.to(device),
         )
 
 
@@ -112,25 +123,80 @@ def _share(pieces: list[list[int]], lengths: Sequence[int], num_ranks: int) -> l
 
 def build(rows: Sequence[Row]) -> MicroBatch:
     """Build the tensors of one micro-batch; no rows give one that contributes nothing to the gradient."""
+    sampled = [np.flatnonzero(row.loss_mask) for row in rows]
+    layout = _shared_prompts(rows, sampled) or _row_by_row(rows, sampled)
+    return MicroBatch(
+        input_ids=torch.from_numpy(layout.input_ids),
+        predictors=_flat(layout.predictors, torch.int64),
+        targets=_flat([row.token_ids[where] for row, where in zip(rows, sampled, strict=True)], torch.int64),
+        behaviour_logprobs=_flat(
+            [row.behaviour_logprobs[where] for row, where in zip(rows, sampled, strict=True)], torch.float32
+        ),
+        advantages=_flat(
+            [np.full(len(where), row.advantage) for row, where in zip(rows, sampled, strict=True)], torch.float32
+        ),
+        weights=_flat(
+            [np.full(len(where), row.weight) for row, where in zip(rows, sampled, strict=True)], torch.float32
+        ),
+        position_ids=None if layout.position_ids is None else torch.from_numpy(layout.position_ids),
+        attention_mask=None if layout.attention_mask is None else torch.from_numpy(layout.attention_mask[:, None]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """Where every token of a micro-batch stands."""
+
+    input_ids: npt.NDArray[np.int64]  # [R, T]
+    predictors: list[npt.NDArray[np.int64]]  # for each trajectory, the flat positions that predict its tokens
+    position_ids: npt.NDArray[np.int64] | None = None  # [R, T]
+    attention_mask: npt.NDArray[np.bool_] | None = None  # [R, T, T]
+
+
+def _row_by_row(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]]) -> _Layout:
     longest = max((len(row.token_ids) - 1 for row in rows), default=1)  # the last token predicts nothing
     input_ids = np.zeros((max(1, len(rows)), longest), dtype=np.int64)
-    predictors, targets, behaviour, advantages, weights = [], [], [], [], []
     for number, row in enumerate(rows):
         input_ids[number, : len(row.token_ids) - 1] = row.token_ids[:-1]
-        sampled = np.flatnonzero(row.loss_mask)
-        predictors.append(number * longest + sampled - 1)
-        targets.append(row.token_ids[sampled])
-        behaviour.append(row.behaviour_logprobs[sampled])
-        advantages.append(np.full(len(sampled), row.advantage))
-        weights.append(np.full(len(sampled), row.weight))
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        predictors=_flat(predictors, torch.int64),
-        targets=_flat(targets, torch.int64),
-        behaviour_logprobs=_flat(behaviour, torch.float32),
-        advantages=_flat(advantages, torch.float32),
-        weights=_flat(weights, torch.float32),
-    )
+    return _Layout(input_ids, [number * longest + where - 1 for number, where in enumerate(sampled)])
+
+
+def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]]) -> _Layout | None:
+    """Lay the rows of one prompt behind it; None where that does not pay or a row is not prompt and completion."""
+    bundles: dict[bytes, list[int]] = {}
+    for number, (row, where) in enumerate(zip(rows, sampled, strict=True)):
+        if len(where) == 0 or where[-1] - where[0] + 1 != len(where) or where[-1] != len(row.token_ids) - 1:
+            return None
+        bundles.setdefault(row.token_ids[: where[0]].tobytes(), []).append(number)
+    prompts = [int(sampled[members[0]][0]) for members in bundles.values()]
+    lengths = [
+        prompt + sum(len(sampled[number]) - 1 for number in members)
+        for prompt, members in zip(prompts, bundles.values(), strict=True)
+    ]
+    area = len(lengths) * max(lengths, default=0)
+    plain_area = len(rows) * max((len(row.token_ids) - 1 for row in rows), default=0)
+    if not lengths or max(lengths) > MAX_SHARED_TOKENS or area > SHARING_PAYS_BELOW * plain_area:
+        return None
+    shape = (len(lengths), max(lengths))
+    input_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    mask = np.zeros((*shape, shape[1]), dtype=np.bool_)
+    mask[:] = np.eye(shape[1], dtype=np.bool_)  # padding sees itself: a row of nothing would be NaN
+    predictors: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(rows)
+    for place, (prompt, members) in enumerate(zip(prompts, bundles.values(), strict=True)):
+        input_ids[place, :prompt] = rows[members[0]].token_ids[:prompt]
+        position_ids[place, :prompt] = np.arange(prompt)
+        mask[place, :prompt, :prompt] = np.tri(prompt, dtype=np.bool_)
+        start = prompt
+        for number in members:
+            size = len(sampled[number]) - 1  # the last token predicts nothing
+            end = start + size
+            input_ids[place, start:end] = rows[number].token_ids[prompt:-1]
+            position_ids[place, start:end] = prompt + np.arange(size)
+            mask[place, start:end, :prompt] = True
+            mask[place, start:end, start:end] = np.tri(size, dtype=np.bool_)
+            predictors[number] = place * shape[1] + np.concatenate([[prompt - 1], np.arange(start, end)])
+            start = end
+    return _Layout(input_ids, predictors, position_ids, mask)
 
 
 def _flat(parts: list[np.ndarray], dtype: torch.dtype) -> Tensor:

@@ -46,19 +46,31 @@ class CompletionScorer(nn.Module):
         self._temperature = temperature
         self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
 
-    def forward(self, input_ids: Tensor, predictors: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """Score sampled tokens.
 
         Args:
             input_ids: [R, T] int64, rows padded on the right; a causal model needs no mask for that.
             predictors: [N] int64, flat positions in ``input_ids`` whose output predicts the target.
             targets: [N] int64, the sampled tokens.
+            position_ids: [R, T] int64, where completions share a prompt; None: 0, 1, 2, …
+            attention_mask: [R, 1, T, T] bool, who sees whom there; None: causal.
 
         Returns:
             [N] float32 ``log softmax(logits / temperature)[target]``, with gradient.
         """
         backbone = self.language_model.base_model
-        hidden = backbone(input_ids=input_ids, attention_mask=None, use_cache=False).last_hidden_state
+        hidden = backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, predictors)
         if len(targets) <= self._chunk_tokens:
             return self._score(hidden, targets)

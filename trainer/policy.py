@@ -93,7 +93,7 @@ class Policy:
         for number, batch in enumerate(micro_batches, start=1):
             batch = batch.to(self.device)
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            outcome = objective(self._engine(batch.input_ids, batch.predictors, batch.targets), batch)
+            outcome = objective(self._score(batch), batch)
             self._engine.backward(outcome.loss * self._ranks.num_ranks)  # DeepSpeed averages over ranks
             loss += float(outcome.loss.detach())
             for name, value in outcome.sums.items():
@@ -119,8 +119,16 @@ class Policy:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch without a gradient; [N] float32."""
         with torch.no_grad():
-            moved = batch.to(self.device)
-            return self._engine(moved.input_ids, moved.predictors, moved.targets)
+            return self._score(batch.to(self.device))
+
+    def _score(self, batch: MicroBatch) -> Tensor:
+        return self._engine(
+            batch.input_ids,
+            batch.predictors,
+            batch.targets,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+        )
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the whole model to the CPU under its Hugging Face names; empty on the other ranks.
