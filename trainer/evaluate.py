@@ -33,6 +33,7 @@ log = structlog.get_logger("trainer.evaluate")
 
 _SAMPLES_PER_PACK = 64
 _FETCH_WAIT_S = 0.5
+_UNPUBLISHED_WAIT_S = 0.05  # an upload is about to end
 CORRECT = 1.0 - 1e-6  # a completion counts as correct from this reward on
 
 
@@ -159,11 +160,14 @@ class Evaluator:
                 self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
                 self._changed.notify_all()
 
-    def wait(self, version: PolicyVersion) -> None:
-        """Wait until an evaluation is over; raises EvaluationFailed when it failed or took too long."""
+    def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until an evaluation is over, or ``should_stop`` says so.
+
+        Raises EvaluationFailed when it failed or took too long.
+        """
         with self._changed:
             evaluation = self._evaluations[version]
-            while not evaluation.is_over:
+            while not evaluation.is_over and not should_stop():
                 if self._crash is not None:
                     raise self._crash
                 self._changed.wait(_FETCH_WAIT_S)
@@ -190,7 +194,8 @@ class Evaluator:
                 evaluations = self._open()
             for evaluation in evaluations:
                 self._issue_when_published(evaluation)
-            for delivery in self._inbox.fetch(16, _FETCH_WAIT_S).wait():
+            patience_s = _FETCH_WAIT_S if all(e.is_issued for e in evaluations) else _UNPUBLISHED_WAIT_S
+            for delivery in self._inbox.fetch(16, patience_s).wait():
                 self._receive(delivery)
             for evaluation in evaluations:
                 self._finish(evaluation)
@@ -247,15 +252,14 @@ class Evaluator:
 
     def _finish(self, evaluation: _Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
-        with self._changed:
-            if not evaluation.is_over and elapsed_s > self._deadline_s:
-                evaluation.failure = (
-                    f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
-                    f"{self._num_prompts} groups did not come back within {self._deadline_s:.0f} s. "
-                    f"{waiting.describe(self._bus, self._run_id)}"
-                )
-            if not evaluation.is_over:
-                return
+        if not evaluation.is_over and elapsed_s > self._deadline_s:
+            evaluation.failure = (
+                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
+                f"{self._num_prompts} groups did not come back within {self._deadline_s:.0f} s. "
+                f"{waiting.describe(self._bus, self._run_id)}"  # never with the lock held: the bus's thread wants it
+            )
+        if not evaluation.is_over:
+            return
         if evaluation.failure:
             self.num_failed += 1
             log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)

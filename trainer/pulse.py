@@ -59,8 +59,10 @@ class Pulse:
         self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record)).wait()
 
     def _beat(self) -> None:
-        while not self._stop.wait(streams.HEARTBEAT_PERIOD_S):
+        while True:
             try:
                 self.beat()
             except BusUnreachable as err:
                 log.debug("no heartbeat", error=str(err))
+            if self._stop.wait(streams.HEARTBEAT_PERIOD_S):
+                return

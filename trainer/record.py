@@ -4,7 +4,7 @@
 |--------|------------------------|---------------------------------------------------------------------------|
 | `step` | each optimizer step    | see `trainer/metrics.py`                                                  |
 | `eval` | each evaluation        | those of `EvalResult`                                                     |
-| `drop` | groups were discarded  | ``groups``, ``tokens`` by reason, since the last such event               |
+| `drop` | groups were discarded  | ``groups`` by reason (`trainer/drops.py`), since the last such event      |
 | `state`| the run's phase changes| ``text``, ``total_steps``, ``finished``                                   |
 """
 

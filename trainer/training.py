@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import structlog
@@ -55,9 +56,11 @@ class Training:
     _evaluated: PolicyVersion | None = None
     _fields: dict[str, object] | None = None  # of the step that was just made, until it is reported
     _wait_s: float = 0.0
+    _dropped: Counter[str] = field(default_factory=Counter)  # as last reported, by reason
 
     def __post_init__(self) -> None:
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
+        self._dropped = Counter(self.tally.dropped_groups)
 
     @property
     def num_steps_done(self) -> int:
@@ -139,9 +142,19 @@ class Training:
             self._evaluate()
 
     def report(self) -> None:
-        """Write down the step that was just made."""
+        """Write down the step that was just made, and what was dropped since the one before."""
         if self._fields is not None:
-            self.recorder.event("step", {**self._fields, "groups": self.issuer.groups()})
+            groups = self.issuer.groups()
+            dropped = Counter(groups["dropped"])
+            if dropped != self._dropped:
+                self.recorder.event("drop", {"step": self.num_steps_done, "groups": dict(dropped - self._dropped)})
+                self._dropped = dropped
+            self.recorder.event("step", {**self._fields, "groups": groups})
+            self.pulse.figures = {
+                "step": float(self.num_steps_done),
+                "groups_trained": float(groups["trained"]),
+                "groups_outstanding": float(groups["outstanding"]),
+            }
             self._fields = None
 
     def checkpoint_if_due(self) -> None:
@@ -197,7 +210,7 @@ class Training:
     def _await_evaluation(self) -> None:
         assert self.evaluator is not None
         assert self._evaluated is not None
-        self.evaluator.wait(self._evaluated)
+        self.evaluator.wait(self._evaluated, self._should_stop)
 
     def _should_stop(self) -> bool:
         self.publisher.check()

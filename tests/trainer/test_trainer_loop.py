@@ -50,11 +50,12 @@ def sections(folder: Path, run_id: str, *, steps: int, **more: dict) -> dict[str
 class Trainer:
     """One life of ``python -m trainer train``."""
 
-    def __init__(self, run_file: Path, *overrides: str) -> None:
+    def __init__(self, run_file: Path, num_ranks: int = 1) -> None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         self._log = run_file.with_name(f"trainer-{os.urandom(3).hex()}.log")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer", "train", str(run_file), *overrides],
+                [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "trainer", "train", str(run_file)],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -184,6 +185,26 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
         assert torch.equal(tensor, resumed_weights[name]), name
     summary = json.loads((run_folder / "runs" / f"{run_id}-again" / "trainer.json").read_text())
     assert summary["groups"]["trained"] == 24  # each effect once
+
+
+def test_two_ranks_run_and_resume(
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+) -> None:
+    """Under torchrun, rank 0 leads and the other follows: steps, checkpoint, export; and both go on from there."""
+    for steps in (2, 3):
+        run_file = write_run_file(
+            run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+            sections=sections(
+                run_folder, ring_streams, steps=steps,
+                trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
+            ),
+        )  # fmt: skip
+        with ScriptedProducer(nats_settings, s3_settings, ring_streams):
+            trainers.append(Trainer(run_file, num_ranks=2))
+            trainers[-1].wait()
+    assert [row["step"] for row in metrics(run_folder, ring_streams)] == [1, 2, 3]
+    assert (run_folder / "runs" / ring_streams / "model" / "model.safetensors").exists()
+    assert (run_folder / "runs" / ring_streams / "checkpoints" / "step00000003").is_dir()
 
 
 def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path, trainers: list[Trainer]) -> None:
