@@ -136,7 +136,7 @@ def _table(groups: Sequence[Group]) -> pa.Table:
 def _open(data: bytes) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
-    except (pa.ArrowException, OSError) as err:
+    except (pa.ArrowException, OSError, ValueError) as err:
         raise PackError(f"not a Parquet object ({err}); {len(data)} bytes") from None
     tag = (file.metadata.metadata or {}).get(b"schema", b"").decode("utf-8", "replace")
     if tag != SCHEMA_TAG:
@@ -151,7 +151,7 @@ def _read(file: pq.ParquetFile, row_groups: Sequence[int] | None, columns: list[
             raise PackError(f"row group {number} of a pack that has {file.num_row_groups}")
     try:
         table = file.read_row_groups(wanted, columns=columns, use_threads=False).combine_chunks()
-    except (pa.ArrowException, OSError, KeyError) as err:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as err:
         raise PackError(f"row groups {wanted} are not readable: {err}") from None
     tables, start = [], 0
     for number in wanted:

@@ -64,6 +64,8 @@ _LOOP_GRACE_S = 30.0  # a call that outlives its own deadline by this much has l
 _MAX_IN_FLIGHT = 64  # requests at a time: more makes the server slower, not faster
 _MISSING_GRACE_S = 1.0
 _TAIL_PULL_S = 10.0
+_LINGER_S = 5.0  # the longest single pull request
+_LATE_S = 0.25  # how late the server's word that it has expired may come
 _MAX_LETTER_PAYLOAD = 28 * 1024  # what a dead letter keeps, so that it always fits into a message itself
 _MAX_LETTER_IDS = 128
 _NOTHING_THERE = ("404", "408")
@@ -217,9 +219,13 @@ class _Pull:
         async with self._turn:
             deadline = time.monotonic() + wait_s
             if not self._arrived and max_messages > 1:
-                await self._request({"batch": max_messages, "no_wait": True}, max_messages, deadline)
+                until = min(deadline, time.monotonic() + _LINGER_S)
+                await self._request({"batch": max_messages, "no_wait": True}, max_messages, until)
             while not self._arrived and (left := deadline - time.monotonic()) > 0:
-                await self._request({"batch": 1, "expires": int(left * 1e9)}, 1, deadline)
+                # a request that the server forgot (its stream was deleted that moment) is asked again soon
+                linger = min(left, _LINGER_S)
+                until = min(deadline, time.monotonic() + linger + _LATE_S)
+                await self._request({"batch": 1, "expires": int(linger * 1e9)}, 1, until)
             return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
 
     async def _request(self, body: dict[str, Any], enough: int, deadline: float) -> None:
