@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test check setup clean
+.PHONY: quickstart test check setup clean bench-quickstart
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
@@ -18,6 +18,9 @@ check: $(STAMP)  ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+bench-quickstart: $(STAMP)  ## the quickstart for seeds 0, 1, 2: learning, wall and CPU seconds
+	$(BIN)/python benchmarks/quickstart.py
 
 setup: $(STAMP)  ## only the virtual environment
 

@@ -68,6 +68,9 @@ groups_per_message = 12     # tiny groups share a message and an object
 max_staleness = 2
 max_new_tokens = {max_new_tokens}
 
+[algorithm]
+negative_weight = 0.5       # failures of an older version teach less than its successes
+
 [reward]
 name = "exact_match"
 

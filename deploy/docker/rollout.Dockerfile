@@ -20,7 +20,9 @@ CMD ["rollout_service"]
 
 FROM worker AS embedded
 USER 0
-# torch first: its CPU build is small, any other pulls gigabytes
-RUN pip install -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch \
+# torch first: its CPU build is small, any other pulls gigabytes. Pass the URL of an index with CPU
+# builds as TORCH_INDEX to get it; without one pip takes what its own index offers.
+ARG TORCH_INDEX=
+RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
     && pip install -c constraints.txt '.[engine]'
 USER 10001
