@@ -1,6 +1,6 @@
 """What a message and an object cost: microseconds of wall time and of CPU, here and in the servers.
 
-    python -m benchmarks.transport [--calls 500] [--kilobytes 100]
+python -m benchmarks.transport [--calls 500] [--kilobytes 100]
 """
 
 from __future__ import annotations
