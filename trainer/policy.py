@@ -116,20 +116,6 @@ class Policy:
             maxima=dict(zip(maxima, top, strict=True)),
         )
 
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch without a gradient; [N] float32."""
-        with torch.no_grad():
-            return self._score(batch.to(self.device))
-
-    def _score(self, batch: MicroBatch) -> Tensor:
-        return self._engine(
-            batch.input_ids,
-            batch.predictors,
-            batch.targets,
-            position_ids=batch.position_ids,
-            attention_mask=batch.attention_mask,
-        )
-
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the whole model to the CPU under its Hugging Face names; empty on the other ranks.
 
@@ -170,6 +156,15 @@ class Policy:
             )
         torch.set_rng_state(restored)
         self.steps_done = int(state["steps_done"])
+
+    def _score(self, batch: MicroBatch) -> Tensor:
+        return self._engine(
+            batch.input_ids,
+            batch.predictors,
+            batch.targets,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+        )
 
     def _plain_grad_norm(self) -> float:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""

@@ -184,7 +184,10 @@ class ScriptedProducer:
         tasks = message.tasks
         if message.tasks_blob is not None:
             tasks = decode(self._blobs.get(message.tasks_blob), TaskList).tasks
-        version = head if tasks[0].pinned_version is None else PolicyVersion(tasks[0].pinned_version)
+        issued = PolicyVersion(tasks[0].issued_version)  # as old as a worker may be; the head, if that is not known
+        version = issued if issued in self._manifests else head
+        if tasks[0].pinned_version is not None:
+            version = PolicyVersion(tasks[0].pinned_version)
         self.announce(self.store(message, [self.author(task, version) for task in tasks], version))
         self.num_answered += len(tasks)
         self.versions.append(version)
