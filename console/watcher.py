@@ -18,7 +18,9 @@ from console.snapshot import QueueDepths
 from protocol import streams, subjects
 from protocol.errors import BusError, WireError
 from protocol.facts import DeadLetter, Fact, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, decode
-from protocol.transport.bus import Bus, Entry, KeyValue, Pending
+from protocol.transport.bus import Bus
+from protocol.transport.key_value import Entry, KeyValue
+from protocol.transport.pending import Pending
 
 log = structlog.get_logger("console.watcher")
 _POLL_S = 1.0

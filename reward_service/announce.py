@@ -10,7 +10,8 @@ from typing import Any
 from protocol import subjects, trace
 from protocol.errors import MessageTooLarge
 from protocol.facts import DeadLetter, GeneratedGroup, GroupGenerated, GroupScored, RunEvent, ScoredGroup, encode
-from protocol.transport.bus import Bus, Delivery
+from protocol.transport.bus import Bus
+from protocol.transport.delivery import Delivery
 
 STAGE = "generated"
 _MAX_PAYLOAD_BYTES = 48 * 1024  # a letter that cannot hold its message says so by an empty payload

@@ -26,7 +26,8 @@ from protocol.errors import (
 )
 from protocol.facts import GeneratedGroup, GroupGenerated
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Delivery, Inbox
+from protocol.transport.delivery import Delivery
+from protocol.transport.inbox import Inbox
 from reward_service import pack_texts
 from reward_service.announce import Announcer
 from reward_service.catalogue import Catalogue

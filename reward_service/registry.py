@@ -16,7 +16,7 @@ import structlog
 from pydantic import ValidationError
 
 from protocol.errors import CompareAndSwapFailed
-from protocol.transport.bus import KeyValue
+from protocol.transport.key_value import KeyValue
 from reward_service.endpoint import Endpoint
 from reward_service.errors import EndpointRefused, NameTaken
 

@@ -15,7 +15,8 @@ from protocol.errors import BusUnreachable
 from protocol.facts import Heartbeat, encode
 from protocol.rewards_offered import RewardsOffered
 from protocol.streams import HEARTBEAT_PERIOD_S, ConsumerSpec, heartbeat_key
-from protocol.transport.bus import Bus, KeyValue
+from protocol.transport.bus import Bus
+from protocol.transport.key_value import KeyValue
 from reward_service.catalogue import Catalogue
 from reward_service.figures import Figures
 from reward_service.registry import Registry

@@ -17,7 +17,8 @@ from protocol.errors import PenstockError
 from protocol.facts import Split, TaskIssued
 from protocol.logs import configure
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus, Inbox
+from protocol.transport.bus import Bus
+from protocol.transport.inbox import Inbox
 from rollout_service import loop
 from rollout_service.announce_pack import PackAnnouncer
 from rollout_service.attached_engine import AttachedEngine

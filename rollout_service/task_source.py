@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.facts import Split, TaskIssued
-from protocol.transport.bus import Delivery, Inbox
+from protocol.transport.delivery import Delivery
+from protocol.transport.inbox import Inbox
 from rollout_service.engine import Engine
 
 _FETCH_S = 1.0  # a fetch that NATS never answers, because it was killed, costs this much

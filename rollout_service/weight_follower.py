@@ -18,7 +18,8 @@ import structlog
 from protocol import streams, subjects
 from protocol.errors import BusUnreachable
 from protocol.facts import BlobRef, Head, RunEvent, WeightsApplied, WeightsPublished, decode
-from protocol.transport.bus import Bus, KeyValue
+from protocol.transport.bus import Bus
+from protocol.transport.key_value import KeyValue
 from protocol.versions import PolicyVersion, is_newer
 from rollout_service.engine import Engine
 from rollout_service.errors import TaskRefused, WeightsUnusable

@@ -26,7 +26,8 @@ from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError,
 from protocol.facts import DeadLetter, GroupScored, ScoredGroup
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Delivery, Inbox
+from protocol.transport.delivery import Delivery
+from protocol.transport.inbox import Inbox
 from protocol.versions import PolicyVersion
 from trainer import waiting
 from trainer.batcher import Batcher, Drop

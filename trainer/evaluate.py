@@ -19,7 +19,8 @@ from protocol import blob_keys, streams, subjects
 from protocol.errors import PenstockError
 from protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup
 from protocol.trace import new_trace
-from protocol.transport.bus import Delivery, Inbox
+from protocol.transport.delivery import Delivery
+from protocol.transport.inbox import Inbox
 from protocol.versions import PolicyVersion
 from trainer import waiting
 from trainer.dataset import PromptSet

@@ -15,7 +15,8 @@ import structlog
 from protocol import blob_keys, subjects
 from protocol.errors import PenstockError
 from protocol.trace import new_trace
-from protocol.transport.bus import Pending, Receipt
+from protocol.transport.pending import Pending
+from protocol.transport.publication import Receipt
 from protocol.versions import PolicyVersion
 from trainer.batcher import Drop
 from trainer.dispatch import Dispatch

@@ -22,7 +22,7 @@ from protocol import blob_keys, streams, subjects
 from protocol.errors import BusUnreachable, CompareAndSwapFailed, PenstockError
 from protocol.facts import BlobRef, Head, WeightsPublished, decode, encode
 from protocol.transport.blobs import BlobStat
-from protocol.transport.bus import KeyValue
+from protocol.transport.key_value import KeyValue
 from protocol.versions import PolicyVersion
 from protocol.weights import ModelFile, WeightsManifest
 from trainer.doors import Doors

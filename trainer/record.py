@@ -23,7 +23,9 @@ import structlog
 from protocol import subjects
 from protocol.errors import PenstockError
 from protocol.facts import RunEvent
-from protocol.transport.bus import Bus, Pending, Receipt
+from protocol.transport.bus import Bus
+from protocol.transport.pending import Pending
+from protocol.transport.publication import Receipt
 
 log = structlog.get_logger("trainer.record")
 

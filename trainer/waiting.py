@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from protocol import streams
 from protocol.errors import PenstockError
 from protocol.facts import Heartbeat, decode
-from protocol.transport.bus import Bus, ConsumerState
+from protocol.transport.bus import Bus
+from protocol.transport.stream_admin import ConsumerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,11 @@ from protocol.errors import (
 from protocol.facts import DeadLetter, RunEvent, TaskIssued, WeightsPublished, decode
 from protocol.streams import ConsumerSpec, StreamLimits, StreamSpec
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus, Delivery, Inbox, Pending, Receipt
+from protocol.transport.bus import Bus
+from protocol.transport.delivery import Delivery
+from protocol.transport.inbox import Inbox
+from protocol.transport.pending import Pending
+from protocol.transport.publication import Receipt
 from tests.groups import make_task, make_task_issued
 from tests.servers import wait_for
 
@@ -215,6 +219,18 @@ def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams
     for _ in range(20):
         take_one(inbox, 5.0).give_back(0.0).wait()
     assert take_one(inbox, 5.0).num_delivered == 21
+
+
+def test_a_message_that_comes_back_at_once_is_held_again(bus: Bus, ring_streams: str) -> None:
+    """What comes back while it is still being given back is held, and so kept alive, like any other."""
+    issue(bus, ring_streams, 1)
+    inbox = task_inbox(bus, ring_streams)
+    delivery = take_one(inbox)
+    for _ in range(20):
+        waiting = inbox.fetch(1, 5.0)
+        delivery.give_back(0.0).wait()
+        (delivery,) = waiting.wait()
+        assert inbox.num_held == 1
 
 
 # ── dead letters ──────────────────────────────────────────────────────────────────────────────────

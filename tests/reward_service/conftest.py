@@ -14,7 +14,8 @@ from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, ScoredGroup
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus, Inbox
+from protocol.transport.bus import Bus
+from protocol.transport.inbox import Inbox
 from tests import groups as builders
 from tests.reward_service.processes import Behaviour, EndpointServer, Service
 from tests.servers import wait_for

@@ -27,7 +27,9 @@ from protocol.facts import (
 )
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus, Delivery, Inbox
+from protocol.transport.bus import Bus
+from protocol.transport.delivery import Delivery
+from protocol.transport.inbox import Inbox
 from protocol.versions import PolicyVersion
 from protocol.weights import ModelFile, WeightsManifest
 from tests.rollout_service.faulty_engine import FaultyEngine

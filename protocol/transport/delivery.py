@@ -1,0 +1,113 @@
+"""One message in this process's hands: it is acknowledged, given back or dead-lettered, and then it is over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import nats.errors
+from nats.aio.msg import Msg
+
+from protocol import subjects
+from protocol.facts import DeadLetter, Fact
+from protocol.streams import ConsumerSpec
+from protocol.transport.nats_connection import ATTEMPT_S, Connection
+from protocol.transport.pending import Pending
+from protocol.transport.publication import publish
+
+F = TypeVar("F", bound=Fact)
+
+_DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
+_MAX_LETTER_PAYLOAD = 28 * 1024  # what a dead letter keeps, so that it always fits into a message itself
+_MAX_LETTER_DETAIL = 2000
+_MAX_LETTER_IDS = 128
+
+
+class Delivery(Generic[F]):
+    """One message held by this process. Exactly one of ack, give_back and dead_letter ends it."""
+
+    __slots__ = ("_connection", "_msg", "_release", "_spec", "fact", "num_delivered", "sequence", "traceparent")
+
+    def __init__(
+        self, connection: Connection, spec: ConsumerSpec, msg: Msg, fact: F, release: Callable[[Delivery[F]], None]
+    ) -> None:
+        """Hold a decoded message; ``release`` is called when it is held no longer, maybe twice."""
+        self._connection = connection
+        self._spec = spec
+        self._msg = msg
+        self._release = release
+        self.fact = fact
+        self.num_delivered = msg.metadata.num_delivered or 1
+        self.sequence = msg.metadata.sequence.stream
+        self.traceparent = (msg.headers or {}).get("traceparent", "")
+
+    def ack(self) -> Pending[None]:
+        """Say that the message's effect is durable; it never comes again."""
+        return self._end(lambda: _acknowledge(self._connection, self._spec, lambda: self._msg), "acknowledge")
+
+    def give_back(self, delay_s: float) -> Pending[None]:
+        """Return the message, to be delivered again (to anybody) after ``delay_s``."""
+        return self._end(lambda: self._nak(delay_s), "give back")
+
+    def dead_letter(self, reason: str, detail: str) -> Pending[None]:
+        """Store the message among the dead letters with its reason, then end it."""
+        return self._end(
+            lambda: bury(self._connection, self._spec, self._msg, reason, detail, _group_ids(self.fact)), "dead-letter"
+        )
+
+    def renew(self, msg: Msg) -> None:
+        """Take over the handle of a redelivery of the same message."""
+        self._msg = msg
+        self.num_delivered = msg.metadata.num_delivered or self.num_delivered
+
+    async def keep_alive(self) -> None:
+        """Tell the server that this reader still works on the message; its wait for the end starts anew."""
+        with contextlib.suppress(nats.errors.Error):  # the next round renews
+            await self._msg.in_progress()
+
+    def _end(self, action: Callable[[], Awaitable[None]], what: str) -> Pending[None]:
+        async def run() -> None:
+            try:
+                await action()
+            finally:
+                self._release(self)
+
+        return self._connection.call(run(), f"{what} a message of {self._spec.durable}")
+
+    async def _nak(self, delay_s: float) -> None:
+        self._release(self)  # first: it may be back before the next line ends
+        with contextlib.suppress(nats.errors.ConnectionClosedError):  # a lost nak is only a later redelivery
+            await self._msg.nak(delay=delay_s)
+
+
+async def bury(
+    connection: Connection, spec: ConsumerSpec, msg: Msg, reason: str, detail: str, group_ids: tuple[str, ...] = ()
+) -> None:
+    """Store a message among the dead letters of its run, once however often this is tried, then end it."""
+    meta = msg.metadata
+    letter = DeadLetter(
+        run_id=spec.run_id,
+        stage=spec.stage,
+        subject=msg.subject,
+        reason=reason,
+        detail=detail[:_MAX_LETTER_DETAIL],
+        group_ids=group_ids[:_MAX_LETTER_IDS],
+        num_delivered=meta.num_delivered or 1,
+        payload=msg.data if len(msg.data) <= _MAX_LETTER_PAYLOAD else b"",
+    )
+    msg_id = f"{spec.stream}:{meta.sequence.stream}"
+    await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=_DURABLE_S)
+    await _acknowledge(connection, spec, lambda: msg)
+
+
+async def _acknowledge(connection: Connection, spec: ConsumerSpec, newest: Callable[[], Msg]) -> None:
+    """End a message and see the server confirm it; each try asks for the ``newest`` handle anew."""
+    await connection.retry(
+        lambda: newest().ack_sync(timeout=ATTEMPT_S), what=f"acknowledgement to {spec.stream}", deadline_s=_DURABLE_S
+    )
+
+
+def _group_ids(fact: Fact) -> tuple[str, ...]:
+    groups = getattr(fact, "tasks", None) or getattr(fact, "groups", None) or ()
+    return tuple(getattr(g, "group_id", None) or g.generated.group_id for g in groups)

@@ -1,0 +1,125 @@
+"""A durable consumer's reader: fetches, keeps alive what is held, refuses poison."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Generic, TypeVar
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.msg import Msg
+
+from protocol.errors import BusError, MissingStream, WireError
+from protocol.facts import Fact, decode
+from protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
+from protocol.transport.delivery import Delivery, bury
+from protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
+from protocol.transport.pending import Pending
+from protocol.transport.pull import Pull, PullRefused
+
+F = TypeVar("F", bound=Fact)
+log = structlog.get_logger("protocol.bus")
+
+
+class Inbox(Generic[F]):
+    """The messages of one durable consumer, which other processes may read too."""
+
+    def __init__(self, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> None:
+        """Use `Bus.inbox` instead."""
+        self._connection = connection
+        self._fact = fact
+        self._pull = Pull(connection, spec.stream, spec.durable)
+        self._held: dict[int, Delivery[F]] = {}
+        self.spec = spec
+
+    @classmethod
+    async def bind(cls, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> Inbox[F]:
+        """Bind to a consumer that is there; raises MissingStream when it was not created."""
+        await _require_consumer(connection, spec)
+        inbox = cls(connection, spec, fact)
+        await inbox._pull.open()
+        connection.spawn(inbox._keep_alive())
+        return inbox
+
+    def fetch(self, max_messages: int, wait_s: float) -> Pending[list[Delivery[F]]]:
+        """Take up to ``max_messages``, waiting at most ``wait_s`` for the first; empty when there is none.
+
+        Returns as soon as there is at least one. While NATS is down the result is empty too, after
+        ``wait_s``: the caller's loop goes on and `Bus.down_s` says for how long it has been so.
+        Calls on one inbox take turns. Raises MissingStream when the consumer was deleted.
+        """
+        return self._connection.call(self._fetch(max_messages, wait_s), f"fetch from {self.spec.durable}", wait_s)
+
+    @property
+    def num_held(self) -> int:
+        """Messages fetched and not yet ended."""
+        return len(self._held)
+
+    async def _fetch(self, max_messages: int, wait_s: float) -> list[Delivery[F]]:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                messages = await self._pull.take(max_messages, max(0.0, deadline - time.monotonic()))
+            except (PullRefused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
+                await _require_consumer(self._connection, self.spec)
+                log.debug("no messages", consumer=self.spec.durable, reason=str(err))
+                await asyncio.sleep(min(wait_s, 0.2))
+                messages = []
+            # no await from here on: a cancelled fetch must not keep messages that nobody gets
+            received = [self._receive(msg) for msg in messages]
+            deliveries = [delivery for delivery in received if delivery is not None]
+            if deliveries or time.monotonic() >= deadline:
+                return deliveries
+
+    def _receive(self, msg: Msg) -> Delivery[F] | None:
+        held = self._held.get(msg.metadata.sequence.stream)
+        if held is not None:
+            held.renew(msg)
+            return None
+        try:
+            fact = decode(msg.data, self._fact)
+        except WireError as err:
+            log.warning("poison message", subject=msg.subject, error=str(err))
+            self._connection.spawn(self._bury_poison(msg, err))
+            return None
+        delivery = Delivery(self._connection, self.spec, msg, fact, self._release)
+        self._held[delivery.sequence] = delivery
+        return delivery
+
+    def _release(self, delivery: Delivery[F]) -> None:
+        if self._held.get(delivery.sequence) is delivery:  # given back, it may be here again already
+            del self._held[delivery.sequence]
+
+    async def _bury_poison(self, msg: Msg, error: WireError) -> None:
+        try:
+            await bury(self._connection, self.spec, msg, type(error).__name__, str(error))
+        except BusError as err:  # it comes again after ack_wait, and with it the next try
+            log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
+
+    async def _keep_alive(self) -> None:
+        """Renew every held message, for as long as the bus lives."""
+        period = self.spec.ack_wait_s / KEEPALIVES_PER_ACK_WAIT
+        while True:
+            await asyncio.sleep(period)
+            for delivery in list(self._held.values()):
+                if self._connection.is_up:  # else the next round renews
+                    await delivery.keep_alive()
+
+
+async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
+    """Raise MissingStream when NATS answers and the consumer is not there; silent while NATS is away."""
+    if not connection.is_up:
+        return
+    try:
+        await connection.retry(
+            lambda: connection.js.consumer_info(spec.stream, spec.durable, timeout=ATTEMPT_S),
+            what=f"consumer {spec.durable} of {spec.stream}",
+            deadline_s=REQUEST_S,
+        )
+    except nats.js.errors.NotFoundError:
+        raise MissingStream(
+            f"stream {spec.stream} has no consumer {spec.durable}; "
+            f"create it with: python -m deploy.bootstrap --run {spec.run_id}"
+        ) from None

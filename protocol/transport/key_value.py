@@ -1,0 +1,136 @@
+"""One key-value bucket. Values are bytes; compare-and-swap by revision."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.aio.msg import Msg
+from nats.js.kv import KeyValue as NatsKeyValue
+
+from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream
+from protocol.transport.nats_connection import ATTEMPT_S, NO_ANSWER, REQUEST_S, Connection
+from protocol.transport.pending import Pending
+
+T = TypeVar("T")
+
+_MAX_ENTRIES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One value of a key-value bucket; ``revision`` is what compare-and-swap compares."""
+
+    key: str
+    value: bytes
+    revision: int
+
+
+class KeyValue:
+    """One key-value bucket. Nothing is tried twice: a swap whose answer was lost may have happened."""
+
+    def __init__(self, connection: Connection, bucket: str, store: NatsKeyValue) -> None:
+        """Use `Bus.key_value` instead."""
+        self._connection = connection
+        self._store = store
+        self.bucket = bucket
+
+    @classmethod
+    async def bind(cls, connection: Connection, bucket: str) -> KeyValue:
+        """Bind to a bucket that is there; raises MissingStream when it was not created."""
+        try:
+            store = await connection.retry(
+                lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
+            )
+        except (nats.js.errors.BucketNotFoundError, nats.js.errors.NotFoundError):
+            raise MissingStream(f"no bucket {bucket}; create it with: python -m deploy.bootstrap") from None
+        return cls(connection, bucket, store)
+
+    def get(self, key: str) -> Pending[Entry | None]:
+        """Read a key; None when it is not there."""
+        return self._call(lambda: self._get(key), f"read {self.bucket}/{key}")
+
+    def put(self, key: str, value: bytes) -> Pending[int]:
+        """Write a key whatever it holds; returns the revision."""
+        return self._call(lambda: self._store.put(key, value), f"write {self.bucket}/{key}")
+
+    def swap(self, key: str, value: bytes, expected_revision: int | None) -> Pending[int]:
+        """Write a key only if it still has ``expected_revision`` (None: only if it does not exist).
+
+        Raises CompareAndSwapFailed when somebody else was first.
+        """
+        return self._call(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
+
+    def delete(self, key: str) -> Pending[bool]:
+        """Remove a key."""
+        return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
+
+    def entries(self) -> Pending[list[Entry]]:
+        """Read all keys that are there."""
+        return self._call(self._entries, f"list {self.bucket}")
+
+    def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
+        async def run() -> T:
+            try:
+                async with asyncio.timeout(REQUEST_S):
+                    await self._connection.wait_until_up()
+                    return await action()
+            except nats.js.errors.NoStreamResponseError:
+                raise MissingStream(f"{what}: the bucket is gone; create it with: python -m deploy.bootstrap") from None
+            except NO_ANSWER as err:
+                raise BusUnreachable(self._connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
+
+        return self._connection.call(run(), what, REQUEST_S)
+
+    async def _get(self, key: str) -> Entry | None:
+        try:
+            entry = await self._store.get(key)
+        except nats.js.errors.NotFoundError:
+            return None
+        return Entry(key, entry.value or b"", entry.revision or 0)
+
+    async def _swap(self, key: str, value: bytes, expected: int | None) -> int:
+        try:
+            if expected is None:
+                return await self._store.create(key, value)
+            return await self._store.update(key, value, last=expected)
+        except (nats.js.errors.KeyWrongLastSequenceError, nats.js.errors.BadRequestError) as err:
+            raise CompareAndSwapFailed(
+                f"{self.bucket}/{key}: expected revision {expected}, somebody else moved it ({err})"
+            ) from None
+
+    async def _entries(self) -> list[Entry]:
+        """One request for all keys (ADR-31); the client library makes a consumer and a request for each key."""
+        prefix = f"$KV.{self.bucket}."
+        request = {"multi_last": [f"{prefix}>"], "batch": _MAX_ENTRIES}
+        return [
+            Entry(headers["Nats-Subject"].removeprefix(prefix), msg.data, int(headers["Nats-Sequence"]))
+            for msg in await _direct_get(self._connection, f"KV_{self.bucket}", request)
+            if (headers := msg.headers or {}) and headers.get("KV-Operation") not in {"DEL", "PURGE"}
+        ]
+
+
+async def _direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
+    """Read messages of a stream without a consumer (ADR-31); the answer ends with a status message."""
+    reply = connection.client.new_inbox()
+    sub = await connection.client.subscribe(reply)
+    found: list[Msg] = []
+    try:
+        await connection.client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=reply)
+        while True:
+            msg = await sub.next_msg(timeout=ATTEMPT_S)
+            status = (msg.headers or {}).get("Status")
+            if status == "503":
+                raise nats.js.errors.NoStreamResponseError
+            if status is not None:  # 204 end of batch, 404 nothing there
+                return found
+            found.append(msg)
+    finally:
+        with contextlib.suppress(nats.errors.Error):
+            await sub.unsubscribe()

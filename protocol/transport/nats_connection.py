@@ -1,0 +1,246 @@
+"""The one connection that all parts of a bus share: its thread, its client, and what it does when NATS is away.
+
+Everything here but `call`, `close` and the properties runs on the connection's own loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import nats.errors
+import nats.js.errors
+import structlog
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from protocol.connection import NatsSettings
+from protocol.errors import BusRefused, BusUnreachable
+from protocol.transport.pending import LoopThread, Pending
+
+T = TypeVar("T")
+log = structlog.get_logger("protocol.bus")
+
+ATTEMPT_S = 4.0  # one try of one request; a killed server never answers requests in flight
+REQUEST_S = 2 * ATTEMPT_S  # one request with its further tries
+CALL_S = 3 * ATTEMPT_S  # what the caller of one request waits before the bus's thread is to blame
+RETRY_S = 0.1  # first pause between tries, doubled up to RETRY_MAX_S
+RETRY_MAX_S = 2.0
+NO_ANSWER = (
+    TimeoutError,
+    nats.errors.TimeoutError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.OutboundBufferLimitError,
+)
+_MAX_IN_FLIGHT = 64  # requests at a time: more makes the server slower, not faster
+
+
+class Connection:
+    """One connection to NATS, living in its own thread.
+
+    Attributes:
+        client: The client library's connection.
+        js: Its JetStream calls.
+        num_lives: How often the connection came or went; who sees it change has lost what only the
+            old server process knew (requests in flight, consumers in memory).
+    """
+
+    def __init__(self, settings: NatsSettings, *, name: str) -> None:
+        """Prepare a connection; `open` makes it."""
+        self._settings = settings
+        self._name = name
+        self._thread = LoopThread(f"bus-{name}")
+        self._in_flight = asyncio.Semaphore(_MAX_IN_FLIGHT)
+        self._up = asyncio.Event()
+        self._watchers: set[asyncio.Event] = set()
+        self._down_since: float | None = None
+        self._last_error = ""
+        self._denials = 0
+        self.client = Client()
+        self.js: JetStreamContext = None  # type: ignore[assignment]
+        self.num_lives = 0
+
+    def open(self, deadline_s: float) -> None:
+        """Connect, waiting at most ``deadline_s``; raises BusUnreachable or BusRefused."""
+        self._thread.start()
+        try:
+            self.call(self._connect(deadline_s), f"connect to {self.url}", deadline_s).wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Flush and close the connection and end the thread; idempotent."""
+        self._thread.close(self._farewell)
+
+    @property
+    def url(self) -> str:
+        """Where this connection leads, for messages."""
+        return self._settings.url
+
+    @property
+    def down_s(self) -> float:
+        """Seconds since the connection was lost; 0.0 while it is up."""
+        return 0.0 if self._down_since is None else time.monotonic() - self._down_since
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a message that is sent now leaves at once."""
+        return self.client.is_connected
+
+    def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float = CALL_S) -> Pending[T]:
+        """Run a coroutine on the connection's loop; raises BusUnreachable when it is closed."""
+        return self._thread.call(action, what, deadline_s)
+
+    def spawn(self, action: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the background for as long as the connection lives."""
+        self._thread.spawn(action)
+
+    def watch(self, event: asyncio.Event) -> None:
+        """Set ``event`` whenever the connection comes or goes."""
+        self._watchers.add(event)
+
+    def unwatch(self, event: asyncio.Event) -> None:
+        """End a `watch`."""
+        self._watchers.discard(event)
+
+    async def wait_until_up(self) -> None:
+        """Return when NATS is there; the caller sets the deadline."""
+        await self._up.wait()
+
+    def explain(self, text: str) -> str:
+        """Add to an error's text for how long NATS has been away, and what it said last."""
+        away = f"; NATS at {self._settings.url} has been away for {self.down_s:.0f} s" if self._down_since else ""
+        last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
+        return f"{text}{away}{last}"
+
+    async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
+        """Try a request until it is answered; an answer that is an error is the caller's to judge.
+
+        Raises BusRefused when this user may not ask, BusUnreachable when nobody answered in time.
+        """
+        deadline = time.monotonic() + deadline_s
+        pause = RETRY_S
+        denials = self._denials
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    await self._up.wait()
+                async with self._in_flight:
+                    return await attempt()
+            except NO_ANSWER as err:
+                if self._denials > denials:  # the server tells only the connection, not the request
+                    raise BusRefused(self.explain(f"{what} was refused")) from None
+                if time.monotonic() + pause > deadline or self.client.is_closed:
+                    raise BusUnreachable(
+                        self.explain(f"no answer to {what} within {deadline_s:.0f} s ({type(err).__name__})")
+                    ) from None
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_MAX_S)
+
+    async def _connect(self, deadline_s: float) -> None:
+        options: dict[str, Any] = {}
+        if self._settings.user:
+            options = {"user": self._settings.user, "password": self._settings.secret()}
+        deadline = time.monotonic() + deadline_s
+        pause = RETRY_S
+        while True:
+            try:
+                await self._connect_once(options)
+                break
+            except Exception as err:  # noqa: BLE001 - the client raises bare OSError, its own errors, and more
+                text = f"{self._last_error} {err}".lower()
+                if "authorization" in text or "authentication" in text:
+                    raise BusRefused(
+                        f"NATS at {self._settings.url} refused user {self._settings.user or '(none)'}: "
+                        "check nats.user and nats.password (or nats.password_file)"
+                    ) from None
+                if time.monotonic() + pause > deadline:
+                    raise BusUnreachable(
+                        f"no NATS server at {self._settings.url} within {deadline_s:.0f} s ({type(err).__name__}: "
+                        f"{err}); is it running? For one machine: penstock up"
+                    ) from None
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_MAX_S)
+        self.js = self.client.jetstream(timeout=ATTEMPT_S)
+        await self._require_jetstream()
+
+    async def _connect_once(self, options: dict[str, Any]) -> None:
+        client = Client()
+        try:
+            await client.connect(
+                self._settings.url,
+                name=self._name,
+                connect_timeout=2,
+                allow_reconnect=False,
+                reconnect_time_wait=0.2,  # type: ignore[arg-type]  # a float is fine, the hint is too narrow
+                max_reconnect_attempts=1,  # unlimited, the first connection would be tried for ever
+                ping_interval=5,
+                max_outstanding_pings=3,
+                inbox_prefix=f"_INBOX_{self._settings.user or 'any'}.{secrets.token_hex(4)}",
+                error_cb=self._on_error,
+                disconnected_cb=self._on_down,
+                reconnected_cb=self._on_up,
+                **options,
+            )
+        except BaseException:
+            await client.close()
+            raise
+        client.options.update(allow_reconnect=True, max_reconnect_attempts=-1)  # from now on, for ever
+        self.client = client
+        self._down_since = None
+        self._up.set()
+
+    async def _require_jetstream(self) -> None:
+        try:
+            await self.js.account_info()
+        except nats.js.errors.APIError as err:
+            if err.code == 503:
+                raise BusRefused(
+                    f"NATS at {self._settings.url} has JetStream switched off; start it with -js"
+                ) from None
+        except nats.errors.NoRespondersError:
+            raise BusRefused(f"NATS at {self._settings.url} has JetStream switched off; start it with -js") from None
+        except nats.errors.TimeoutError:
+            log.debug("account info is not readable for this user", url=self._settings.url)
+
+    async def _on_error(self, err: Exception) -> None:
+        self._last_error = str(err) or type(err).__name__
+        if "permissions violation" in self._last_error.lower():
+            self._denials += 1
+        log.debug("nats", name=self._name, error=self._last_error)
+
+    async def _on_down(self) -> None:
+        if self._thread.is_closing:
+            return
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            log.warning("NATS is away", url=self._settings.url, name=self._name)
+        self._up.clear()
+        for answer in list(self.client._resp_map.values()):  # they would run into their own timeouts
+            if not answer.done():
+                answer.set_exception(nats.errors.ConnectionReconnectingError())
+        self._changed()
+
+    async def _on_up(self) -> None:
+        log.info("NATS is back", url=self._settings.url, name=self._name, away_s=round(self.down_s, 1))
+        self._down_since = None
+        self._up.set()
+        self._changed()
+
+    def _changed(self) -> None:
+        self.num_lives += 1
+        for event in self._watchers:
+            event.set()
+
+    async def _farewell(self) -> None:
+        if self.is_up:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.client.flush(timeout=2), 3.0)
+        await self.client.close()

@@ -1,0 +1,102 @@
+"""Pull requests to one consumer over one subscription; the client library's own ``fetch`` waits too long.
+
+A pull returns as soon as there is something, never leaves an unfinished request behind that would
+take messages away from an idle reader, and sends a request again when the server came back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import time
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from protocol.transport.nats_connection import Connection
+
+_LINGER_S = 5.0  # the longest single pull request
+_LATE_S = 0.25  # how late the server's word that it has expired may come
+_NOTHING_THERE = ("404", "408")
+
+
+class PullRefused(Exception):
+    """The server ended a pull request for another reason than that there is nothing."""
+
+
+class Pull:
+    """The pull requests of one reader; its calls take turns."""
+
+    def __init__(self, connection: Connection, stream: str, consumer: str) -> None:
+        """Prepare for a consumer; `open` subscribes."""
+        self._connection = connection
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._reply = connection.client.new_inbox()
+        self._number = 0
+        self._arrived: collections.deque[Msg] = collections.deque()
+        self._ended: Msg | None = None  # the status message that ended the current request
+        self._news = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._sub: Subscription | None = None
+
+    async def open(self) -> None:
+        """Subscribe to the answers."""
+        self._sub = await self._connection.client.subscribe(f"{self._reply}.*", cb=self._on_message)
+        self._connection.watch(self._news)
+
+    async def close(self) -> None:
+        """Unsubscribe; what has arrived meanwhile is lost to this reader."""
+        self._connection.unwatch(self._news)
+        if self._sub is not None:
+            with contextlib.suppress(nats.errors.Error):
+                await self._sub.unsubscribe()
+
+    async def take(self, max_messages: int, wait_s: float) -> list[Msg]:
+        """Take what is there, or wait for the first message; raises PullRefused for anything but "nothing there"."""
+        async with self._turn:
+            deadline = time.monotonic() + wait_s
+            if not self._arrived and max_messages > 1:
+                until = min(deadline, time.monotonic() + _LINGER_S)
+                await self._request({"batch": max_messages, "no_wait": True}, max_messages, until)
+            while not self._arrived and (left := deadline - time.monotonic()) > 0:
+                # a request that the server forgot (its stream was deleted that moment) is asked again soon
+                linger = min(left, _LINGER_S)
+                until = min(deadline, time.monotonic() + linger + _LATE_S)
+                await self._request({"batch": 1, "expires": int(linger * 1e9)}, 1, until)
+            return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
+
+    async def _on_message(self, msg: Msg) -> None:
+        if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):
+            self._arrived.append(msg)
+        elif msg.subject == f"{self._reply}.{self._number}" and msg.headers["Status"] != "100":
+            self._ended = msg
+        self._news.set()
+
+    async def _request(self, body: dict[str, Any], enough: int, deadline: float) -> None:
+        """Send one request and wait for its messages, its end, the connection's end, or the deadline."""
+        if not self._connection.is_up:
+            await self._wait_for_news(deadline)
+            return
+        self._number += 1
+        self._ended = None
+        reply = f"{self._reply}.{self._number}"
+        await self._connection.client.publish(self._subject, json.dumps(body).encode(), reply=reply)
+        lives = self._connection.num_lives
+        while len(self._arrived) < enough and self._ended is None:
+            if not await self._wait_for_news(deadline) or lives != self._connection.num_lives:
+                return
+        if self._ended is not None and self._ended.headers and self._ended.headers["Status"] not in _NOTHING_THERE:
+            raise PullRefused(f"{self._ended.headers['Status']} {self._ended.headers.get('Description', '')}")
+
+    async def _wait_for_news(self, deadline: float) -> bool:
+        self._news.clear()
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,145 @@
+"""Streams, consumers and buckets: create them from their specs, ask how full they are, delete them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import nats.js.errors
+from nats.js import api
+
+from protocol.errors import BusError, MissingStream
+from protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
+from protocol.transport.key_value import KeyValue
+from protocol.transport.nats_connection import REQUEST_S, Connection
+
+T = TypeVar("T")
+
+_STREAMS_PER_PAGE = 256  # the server's own limit for one answer
+_MAX_BUCKET_BYTES = 64 * 1024 * 1024
+_ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """How much a stream holds."""
+
+    num_messages: int
+    num_bytes: int
+    first_sequence: int
+    last_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """What is waiting and what is held, as the broker counts it."""
+
+    num_pending: int
+    num_ack_pending: int
+    num_redelivered: int
+
+
+async def stream_state(connection: Connection, stream: str) -> StreamState:
+    """Ask how much a stream holds; raises MissingStream."""
+    info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")
+    state = info.state
+    return StreamState(state.messages, state.bytes, state.first_seq, state.last_seq)
+
+
+async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
+    """Ask what waits for a consumer and what its readers hold; raises MissingStream."""
+    info = await _ask(
+        connection,
+        lambda: connection.js.consumer_info(spec.stream, spec.durable),
+        f"consumer {spec.durable} of {spec.stream}",
+    )
+    return ConsumerState(info.num_pending or 0, info.num_ack_pending or 0, info.num_redelivered or 0)
+
+
+async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
+    """Have all unacknowledged messages of a consumer delivered again at once; raises MissingStream."""
+    await _ask(
+        connection,
+        lambda: connection.js.reset_consumer(spec.stream, spec.durable),
+        f"consumer {spec.durable} of {spec.stream}",
+    )
+
+
+async def stream_names(connection: Connection) -> list[str]:
+    """List all streams this user may see."""
+    names: list[str] = []
+    while True:
+        page = await _ask(connection, partial(connection.js.streams_info, offset=len(names)), "list of streams")
+        names += [info.config.name or "" for info in page]
+        if len(page) < _STREAMS_PER_PAGE:
+            return names
+
+
+async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
+    """Create a stream, or change the one that is there into what the spec says."""
+    config = api.StreamConfig(
+        name=spec.name,
+        subjects=list(spec.subjects),
+        storage=api.StorageType.FILE,
+        num_replicas=1,
+        retention=api.RetentionPolicy.WORK_QUEUE if spec.retention == "workqueue" else api.RetentionPolicy.LIMITS,
+        discard=api.DiscardPolicy.NEW if spec.retention == "workqueue" else api.DiscardPolicy.OLD,
+        max_msgs=spec.max_msgs,
+        max_bytes=spec.max_bytes,
+        max_age=spec.max_age_s or None,
+        max_msg_size=spec.max_msg_bytes,
+        duplicate_window=spec.duplicate_window_s,
+    )
+    what = f"stream {spec.name}"
+    try:
+        await connection.retry(lambda: connection.js.add_stream(config), what=what, deadline_s=REQUEST_S)
+    except nats.js.errors.BadRequestError as err:
+        if err.err_code != _ERR_OTHER_CONFIG:
+            raise BusError(f"{what}: {err}") from None
+        await _ask(connection, lambda: connection.js.update_stream(config), what)
+    except nats.js.errors.APIError as err:
+        raise BusError(f"{what}: {err}") from None
+
+
+async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
+    """Create or change a durable consumer; raises MissingStream when its stream is not there."""
+    config = api.ConsumerConfig(
+        durable_name=spec.durable,
+        filter_subject=spec.filter_subject,
+        ack_policy=api.AckPolicy.EXPLICIT,
+        ack_wait=spec.ack_wait_s,
+        max_ack_pending=spec.max_ack_pending,
+        max_deliver=-1,
+        deliver_policy=api.DeliverPolicy.ALL,
+    )
+    await _ask(connection, lambda: connection.js.add_consumer(spec.stream, config), f"consumer {spec.durable}")
+
+
+async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
+    """Create a bucket when it is not there; one that is there stays as it is."""
+    config = api.KeyValueConfig(
+        bucket=spec.bucket, history=spec.history, ttl=spec.ttl_s or None, max_bytes=_MAX_BUCKET_BYTES, direct=True
+    )
+    try:
+        await KeyValue.bind(connection, spec.bucket)
+    except MissingStream:
+        await _ask(connection, lambda: connection.js.create_key_value(config), f"bucket {spec.bucket}")
+
+
+async def delete_stream(connection: Connection, stream: str) -> bool:
+    """Delete a stream and all it holds; False when it was not there."""
+    try:
+        return bool(await _ask(connection, lambda: connection.js.delete_stream(stream), f"stream {stream}"))
+    except MissingStream:
+        return False
+
+
+async def _ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what: str) -> T:
+    try:
+        return await connection.retry(attempt, what=what, deadline_s=REQUEST_S)
+    except nats.js.errors.NotFoundError:
+        raise MissingStream(f"no {what}; create it with: python -m deploy.bootstrap") from None
+    except nats.js.errors.APIError as err:
+        raise BusError(f"{what}: {err}") from None
