@@ -25,12 +25,12 @@ def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the command line of a training run: one process, several ranks, or the whole ring.
 
     With ``--local`` NATS, S3, the reward service and the workers are started too, by
-    ``deploy.ring``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
+    ``deploy.train_local``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
     is above 1; torchrun would take the script's own flags for its own, hence the ``--``.
     Raises ConfigError when the run file or num_ranks cannot be read.
     """
     if LOCAL in arguments:
-        return module("deploy.ring", *(a for a in arguments if a != LOCAL))
+        return module("deploy.train_local", *(a for a in arguments if a != LOCAL))
     ranks = num_ranks(arguments, environ)
     if ranks == 1:
         return module("trainer", "train", *arguments)

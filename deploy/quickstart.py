@@ -31,6 +31,7 @@ from deploy import quickstart_task as task
 from deploy.child import Child, DeployError
 from deploy.local import end_on_signals
 from deploy.ring import TRAINER, Ring, worker_name
+from deploy.train_local import next_steps
 from protocol import logs, streams
 from protocol.errors import PenstockError
 from protocol.transport.bus import Bus
@@ -154,8 +155,7 @@ def _run(options: Options, say: _Voice, asked_to_end: threading.Event) -> tuple[
                 code = _watch(options, ring, bus, panel, asked_to_end)
             summary = panel.summary()
         if code:
-            tail = ring.log(TRAINER).read_text(errors="replace")[-3000:]
-            raise DeployError(f"the trainer ended with exit code {code}; its log ends with\n{tail}")
+            raise DeployError(f"the trainer ended with exit code {code}; its log ends with\n{ring.log_tail(TRAINER)}")
     return code, summary, ring.usage.cpu_s
 
 
@@ -246,9 +246,10 @@ def _tell(say: _Voice, summary: RunSummary, path: Path, following: Sequence[str]
 
 
 def _next_steps(options: Options) -> list[str]:
+    chat, *rest = next_steps(options.folder)
     return [
-        f"penstock chat {options.run_id} --prompt 'sort 31415926'",
-        f"penstock runs show {options.run_id}",
+        f"{chat} --prompt 'sort 31415926'",
+        *rest,
         f"penstock train {options.folder / 'run.toml'} --local run.id=mine trainer.lr=3e-4",
         "penstock reward serve examples/my_reward.py",
     ]

@@ -1,6 +1,4 @@
-"""Everything one run needs, on this machine: ``penstock train --local``.
-
-    python -m deploy.ring run.toml [--workers N] [section.key=value ...]
+"""Everything one run needs, on this machine; `deploy/train_local.py` and `deploy/quickstart.py` drive it.
 
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
@@ -10,11 +8,9 @@ started again; the trainer's end is the end of the ring. Whatever ends this proc
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +19,10 @@ from pathlib import Path
 from console import launch
 from deploy.bootstrap import ConnectionSettings, bootstrap
 from deploy.child import Child, DeployError, adopt_orphans, end_orphans
-from deploy.local import LocalStack, connection_environment, end_on_signals
+from deploy.local import LocalStack, connection_environment
 from deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
-from protocol import logs
 from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import ConfigError, PenstockError
+from protocol.errors import ConfigError
 from protocol.runfile import load, split_arguments
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -84,6 +79,7 @@ class Ring:
         reward = load(RewardSettings, files=files, overrides=overrides, environ=self._environ)
         load(RolloutSettings, files=files, overrides=overrides, environ=self._environ)
         self.run_id = trainer.run.id
+        self.total_steps = trainer.trainer.steps
         self.folder = trainer.run.folder.absolute()
         self.nats: NatsSettings = connection.settings.nats
         self.s3: S3Settings = connection.settings.s3
@@ -278,39 +274,3 @@ def _with_absolute_files(arguments: Sequence[str]) -> list[str]:
 def _cpu_s() -> float:
     usages = (resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a ring to the trainer's end; returns the trainer's exit code."""
-    parser = argparse.ArgumentParser(
-        prog="penstock train --local",
-        description="Every service of one run on this machine. Other arguments: run files and section.key=value.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--workers", type=int, default=2, help="number of rollout workers (default: 2)")
-    options, rest = parser.parse_known_args(arguments)
-    logs.configure("ring")
-    asked_to_end = end_on_signals()
-    try:
-        with Ring(rest, num_workers=options.workers) as ring:
-            ring.start()
-            print(f"run {ring.run_id}: logs in {ring.log(TRAINER).parent}", file=sys.stderr)
-            print(f"watch it: penstock watch {ring.run_id}", file=sys.stderr)
-            code = None
-            while code is None and not asked_to_end.is_set():
-                code = ring.wait(0.2)
-            last_words = ring.log_tail(TRAINER)
-    except PenstockError as err:
-        print(f"ring: {err}", file=sys.stderr)
-        return 1
-    if code is None:
-        print("ring: ended on request; the run resumes when it is started again", file=sys.stderr)
-        return 130
-    if code:
-        print(f"ring: the trainer ended with exit code {code}; its log ends with\n{last_words}", file=sys.stderr)
-    print(f"ring: {ring.usage.wall_s:.1f} s of wall time, {ring.usage.cpu_s:.1f} s of CPU time", file=sys.stderr)
-    return code if code >= 0 else 128 - code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

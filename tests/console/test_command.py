@@ -144,7 +144,7 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
 
 def test_train_local_starts_the_whole_ring():
     """--local is ours; the ring gets the rest."""
-    assert launch.train(["run.toml", "--local", "a.b=1"], {})[2:] == ["deploy.ring", "run.toml", "a.b=1"]
+    assert launch.train(["run.toml", "--local", "a.b=1"], {})[2:] == ["deploy.train_local", "run.toml", "a.b=1"]
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two", "1.5", "true"])

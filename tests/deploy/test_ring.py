@@ -89,7 +89,7 @@ def test_a_ring_trains_to_the_end_though_a_worker_dies(run_file: Path, tmp_path:
 def test_all_processes_end_with_the_ring(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the ring leave no server, no service and no engine."""
     with subprocess.Popen(
-        [sys.executable, "-m", "deploy.ring", str(run_file), "--workers", "1", "trainer.steps=100000"],
+        [sys.executable, "-m", "deploy.train_local", str(run_file), "--workers", "1", "trainer.steps=100000"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -119,7 +119,7 @@ def test_services_use_the_servers_that_the_run_file_names(
 def test_the_trainers_refusal_is_the_rings_end(run_file: Path, tmp_path: Path) -> None:
     """When the trainer cannot start, the ring ends with its exit code and its last words."""
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.ring", str(run_file), "--workers=1", f"model.path={tmp_path}/nowhere"],
+        [sys.executable, "-m", "deploy.train_local", str(run_file), "--workers=1", f"model.path={tmp_path}/nowhere"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -15,9 +16,14 @@ from deploy.servers import S3Server
 from protocol import rewards_offered, streams
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import Heartbeat, RewardRequest, decode, encode
+from protocol.group_pack import GroupTexts
 from protocol.streams import StreamLimits
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
+from reward_service.built_in import PureReward
+from reward_service.errors import RewardCrashed
+from reward_service.rewards.verdict import Verdict
+from reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
@@ -111,9 +117,9 @@ def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
     wire.wait_idle()
 
 
-def test_a_pack_that_trips_our_own_code_dies_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """An exception nobody foresaw is logged, tried again and dead-lettered; the service goes on with other packs."""
-    service = start_service("reward_service.endpoint_attempts=2")
+def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """JSON nested beyond reason is a dead letter at once; the service goes on with other packs."""
+    service = start_service()
     deep = RewardRequest.model_construct(
         name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
     )
@@ -122,11 +128,34 @@ def test_a_pack_that_trips_our_own_code_dies_alone(wire: Wire, start_service: Ca
     wire.announce([make_group("good", size=4, texts=TEXTS)], pack_id="good")
     wire.wait_scored("good")
     (letter,) = wire.wait_dead("deep")
-    assert letter.reason == "RewardCrashed"
-    assert "RecursionError" in letter.detail
-    assert letter.num_delivered == 2
+    assert letter.reason == "PackError"
+    assert "not JSON" in letter.detail
     wire.wait_idle()
     assert service.alive()
+
+
+async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
+    """An exception nobody foresaw becomes an error of the group that met it, with the reward's name."""
+
+    def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
+        if truth == "bad":
+            raise ZeroDivisionError("nobody foresaw this")
+        return [Verdict(1.0)] * len(completions)
+
+    groups = [
+        GroupTexts(
+            group_id=truth,
+            prompt_text="",
+            completions=("x",),
+            finish_reasons=("stop",),
+            reward=RewardRequest(name="ours", ground_truth=json.dumps(truth)),
+        )
+        for truth in ("good", "bad")
+    ]
+    good, bad = await PureReward("ours", judge).score(groups, attempt=1)
+    assert isinstance(good, GroupScores)
+    assert isinstance(bad, RewardCrashed)
+    assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)
 
 
 def test_a_killed_service_loses_no_group(

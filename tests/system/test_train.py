@@ -49,25 +49,26 @@ def _verl_row(number: int, split: str) -> dict:
     }
 
 
-def _train(run_file: Path, *overrides: str) -> None:
+def _train(run_file: Path, *overrides: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "console.main", "train", str(run_file), "--local", "--workers", "1", *overrides],
+        [sys.executable, "-m", "console.main", "train", str(run_file), "--local", "--workers", "1", "--json", *overrides],
         cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_verl_parquet_is_trained_to_the_end_and_resumed(run_file: Path, tmp_path: Path, run_id: str):
     """Three steps with the math reward, then three more from the checkpoint: each step happens once, in order."""
-    _train(run_file)
+    assert _train(run_file)["steps"] == 3
+    assert _train(run_file, "trainer.steps=6")["steps"] == 6
     folder = tmp_path / "runs" / run_id
-    assert json.loads((folder / "trainer.json").read_text())["steps"] == 3
-    _train(run_file, "trainer.steps=6")
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert {event["num_prompts"] for event in events if event["kind"] == "eval"} == {4}
     totals = json.loads((folder / "trainer.json").read_text())
     assert totals["groups"]["trained"] == 6 * 4
     assert (folder / "model" / "model.safetensors").exists()
+    assert "6 steps" in (folder / "report.md").read_text()
