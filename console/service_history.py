@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from protocol.facts import Heartbeat
 
+# Totals that only grow within a life; anything else in a heartbeat may fall without meaning anything.
+COUNTERS = frozenset({"tokens_generated", "groups_generated", "groups_scored", "groups_trained"})
 _RATE_WINDOW_S = 8.0  # rates are means over this long: several optimizer steps of a small model
 
 
@@ -101,19 +103,12 @@ class ServiceHistory:
     def _is_new_life(self, beat: Heartbeat) -> bool:
         if beat.cpu_s < self.beat.cpu_s:
             return True
-        return any(
-            value < self.beat.figures.get(name, 0.0) for name, value in beat.figures.items() if _is_counter(name)
-        )
+        return any(beat.figures.get(name, 0.0) < self.beat.figures.get(name, 0.0) for name in COUNTERS)
 
     def _bank(self) -> None:
         self._banked_busy_s, self._banked_idle_s = self.busy_s, self.idle_s
         self._banked_cpu_s += self.beat.cpu_s
-        for name, value in self.beat.figures.items():
-            if _is_counter(name):
-                self._banked[name] = self._banked.get(name, 0.0) + value
+        for name in COUNTERS:
+            self._banked[name] = self._banked.get(name, 0.0) + self.beat.figures.get(name, 0.0)
         self._origin = _Marks()
         self.num_lives += 1
-
-
-def _is_counter(figure: str) -> bool:
-    return figure.startswith(("tokens_generated", "tokens_scored", "groups_"))

@@ -62,10 +62,10 @@ class Issuer:
             self._closing = True
             self._changed.notify_all()
 
-    def outstanding(self) -> frozenset[str]:
-        """Return the ids issued and neither trained nor dropped."""
+    def outstanding(self) -> tuple[str, ...]:
+        """Return the ids issued and neither trained nor dropped, in order: what is issued again must not depend on hashes."""
         with self._changed:
-            return frozenset(str(key) for key in self._dispatch.state.outstanding)
+            return tuple(str(key) for key in sorted(self._dispatch.state.outstanding))
 
     def expects(self, group_id: str) -> bool:
         """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id."""

@@ -44,6 +44,20 @@ def test_generated_groups_are_those_of_the_training():
     assert view.summary().groups.generated == 520
 
 
+def test_a_gauge_that_falls_is_no_new_life():
+    """Only totals tell a restart: the trainer's outstanding groups may fall as they like."""
+    view = RunView("r")
+    for at, outstanding in ((0.0, 144), (1.0, 0), (2.0, 96)):
+        beats = [
+            recorded.beat(
+                "trainer", "trainer", at, busy_s=at, idle_s=0.0, cpu_s=10.0 + at, groups_outstanding=outstanding
+            )
+        ]
+        view.fold_heartbeats(beats, at)
+    assert view.snapshot(2.0).services[0].num_lives == 1
+    assert view.summary().cpu_s == 12.0
+
+
 def test_a_kill_and_a_return_are_incidents_in_order():
     """A worker whose heartbeat stands still is gone; one that beats again is back."""
     texts = [i.text for i in recorded.whole_run().incidents]
