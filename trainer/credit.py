@@ -87,7 +87,8 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int) -> CreditRule:
         # a batch of which nothing is left keeps everything: its advantages teach nothing, its figures count
         weights[list(kept.places) or slice(None)] = 1.0
         weights = weights * _sample_weights(settings, shaped, index, lengths)
-        return Credit(found.tolist(), weights.tolist(), shaped.tolist(), kept.skipped)
+        skipped = kept.skipped if kept.places else Counter[Skipped]()
+        return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped)
 
     return rule
 

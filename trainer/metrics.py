@@ -10,7 +10,7 @@
 | `clip_fraction`            | share    | sampled tokens whose gradient the clip took away                   |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
-| `skipped_share`            | share    | trajectories that a filter left out of the step                    |
+| `skipped`                  | rows     | trajectories that filters left out of the step, by reason          |
 | `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before the step                    |
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
 | `kl_behaviour`             | nats     | KL(behaviour ‖ current) per token, estimator k3                    |

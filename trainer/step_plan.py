@@ -60,7 +60,7 @@ class StepPlan:
     rows: tuple[PlannedRow, ...]
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
     version: int = 0  # of the weights that are trained; tokens of older ones have an age
-    num_skipped: int = 0  # trajectories that a filter left out
+    skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
 
     def to_wire(self) -> list[Any]:
         """Return the plan as MessagePack types."""
@@ -69,19 +69,19 @@ class StepPlan:
             [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
             [[list(rows) for rows in rank] for rank in self.micro_batches],
             self.version,
-            self.num_skipped,
+            [list(pair) for pair in self.skipped],
         ]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
         """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches, version, num_skipped = wire
+        packs, rows, micro_batches, version, skipped = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
             micro_batches=tuple(tuple(tuple(rows) for rows in rank) for rank in micro_batches),
             version=version,
-            num_skipped=num_skipped,
+            skipped=tuple((reason, count) for reason, count in skipped),
         )
 
 
@@ -142,7 +142,8 @@ def make_plan(
             place += 1
     cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks)
     micro_batches = tuple(tuple(tuple(mb) for mb in rank) for rank in cut)
-    return StepPlan(tuple(references), tuple(rows), micro_batches, version, len(counts) - len(rows))
+    skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
+    return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
 
 
 def _scored(group: ReadyGroup) -> Scored:

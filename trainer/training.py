@@ -125,9 +125,8 @@ class Training:
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version)
         ids = [group.group_id for group in batch]
-        skipped = plan.num_skipped / (plan.num_skipped + len(plan.rows))
         self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
-        self._fields["skipped_share"] = skipped
+        self._fields["skipped"] = dict(plan.skipped)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
         self.issuer.trained(ids, ages)
         self.collector.trained(ids)
