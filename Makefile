@@ -5,13 +5,16 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test check setup clean bench-quickstart
+.PHONY: quickstart test check setup clean bench-quickstart bench-staleness
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
 
 test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 	$(BIN)/python -m pytest
+
+bench-staleness: $(STAMP)  ## which corrections survive stale samples: the missing runs, the table and the plot (hours)
+	$(BIN)/python -m benchmarks.staleness --all --report
 
 check: $(STAMP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ max_staleness = 2
 max_new_tokens = {max_new_tokens}
 
 [algorithm]
-negative_weight = 0.5       # failures of an older version teach less than its successes
+name = "grpo"               # with defaults made for samples of older versions, see docs/algorithms.md
 
 [reward]
 name = "exact_match"

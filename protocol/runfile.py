@@ -69,7 +69,7 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """Settings, and for every dotted key who gave it: ``default``, ``run.toml:12``, ``environment X``, ``override``."""
+    """Settings, and for every dotted key who gave it: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
 
     settings: S
     origins: dict[str, str]
@@ -117,9 +117,18 @@ def load(
         mistakes += _explain(settings_class, err, chosen, known=wrong_types)
     else:
         if not mistakes:
-            origins = {path: chosen[path].origin if path in chosen else "default" for path, _ in values_of(settings)}
+            origins = {
+                path: chosen[path].origin if path in chosen else _unsaid(settings, path)
+                for path, _ in values_of(settings)
+            }
             return Loaded(settings, {".".join(path): origin for path, origin in origins.items()})
     raise ConfigError("\n".join(mistakes))
+
+
+def _unsaid(settings: BaseModel, path: KeyPath) -> str:
+    """Say who chose a value that no source gave: a section may fill in more than defaults, such as a preset's."""
+    origin_of = getattr(getattr(settings, path[0], None), "origin_of", None)
+    return origin_of(path[1]) if origin_of is not None and len(path) > 1 else "default"
 
 
 def values_of(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:

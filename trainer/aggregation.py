@@ -1,4 +1,4 @@
-"""From a loss per token to one number: the four ways to weigh tokens and sequences; pure.
+"""From a loss per token to one number: the ways to weigh tokens and sequences; pure.
 
 A mode is a weight per sequence, and the loss is ``sum over tokens of weight(sequence) * loss(token)``.
 The denominators count the **whole** batch, over all micro-batches and all ranks, so that splitting a
@@ -10,9 +10,11 @@ batch differently changes nothing, neither the loss nor its gradient.
 | `seq-mean-token-mean`     | 1 / (B · length_i)                 | GRPO as published                 |
 | `seq-mean-token-sum`      | 1 / B                              | REINFORCE over sequences          |
 | `seq-mean-token-sum-norm` | 1 / (B · L)                        | Dr. GRPO, arXiv 2503.20783        |
+| `prompt-mean`             | 1 / (P · tokens of its prompt)     | ScaleRL, arXiv 2510.13786         |
+| `token-sum`               | 1                                  | a sum; the learning rate divides  |
 
-N: sampled tokens of the batch. B: sequences with at least one sampled token. L: a constant, the
-longest completion the run allows; verl's default, the padded length of the micro-batch, would make
+N: sampled tokens of the batch. B: sequences with at least one sampled token. P: prompts with at
+least one sampled token. L: a constant, the longest completion the run allows; verl's default, the padded length of the micro-batch, would make
 the loss depend on the padding.
 """
 
@@ -21,7 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean", "token-sum"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +35,20 @@ class Denominators:
     num_tokens: int  # sampled tokens
     num_sequences: int  # sequences with at least one sampled token
     max_completion_tokens: int  # the constant L
+    num_prompts: int = 1  # prompts with at least one sampled token
 
     def __post_init__(self) -> None:
-        if min(self.num_tokens, self.num_sequences, self.max_completion_tokens) < 1:
+        if min(self.num_tokens, self.num_sequences, self.max_completion_tokens, self.num_prompts) < 1:
             raise ValueError(f"every denominator must be at least 1, got {self}")
 
 
-def sequence_weight(mode: Aggregation, num_tokens: int, batch: Denominators) -> float:
-    """Return the weight of every sampled token of a sequence that has ``num_tokens`` of them."""
+def sequence_weight(
+    mode: Aggregation, num_tokens: int, batch: Denominators, *, prompt_tokens: int | None = None
+) -> float:
+    """Return the weight of every sampled token of a sequence that has ``num_tokens`` of them.
+
+    ``prompt_tokens`` counts those of all sequences of the same prompt; only `prompt-mean` asks for it.
+    """
     match mode:
         case "token-mean":
             return 1.0 / batch.num_tokens
@@ -48,3 +58,9 @@ def sequence_weight(mode: Aggregation, num_tokens: int, batch: Denominators) -> 
             return 1.0 / batch.num_sequences
         case "seq-mean-token-sum-norm":
             return 1.0 / (batch.num_sequences * batch.max_completion_tokens)
+        case "prompt-mean":
+            if prompt_tokens is None:
+                raise ValueError("prompt-mean needs the number of tokens of the sequence's prompt")
+            return 1.0 / (batch.num_prompts * prompt_tokens)
+        case "token-sum":
+            return 1.0

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import torch
 
 from protocol.activity import Activity, cpu_seconds
 from protocol.errors import ConfigError
 from protocol.facts import Sampling
 from protocol.transport.blobs import Blobs
 from trainer import checkpoint, loop
-from trainer.algorithms import ALGORITHMS
+from trainer.algorithms import objective
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
 from trainer.checkpoint import TrainerState
@@ -32,8 +33,7 @@ from trainer.errors import UnsupportedModel
 from trainer.evaluate import Evaluator
 from trainer.issue import Issuer
 from trainer.ledger import Ledger
-from trainer.objective import policy_gradient
-from trainer.policy import Optimisation, load_policy
+from trainer.policy import Optimisation, load_policy, load_reference
 from trainer.preflight import check_rewards, check_run_is_ours, open_doors
 from trainer.publish import Publisher
 from trainer.pulse import Pulse
@@ -123,10 +123,12 @@ def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
         gradient_checkpointing=settings.model.gradient_checkpointing,
     )
     policy = load_policy(settings.model.path, how, ranks, temperature=settings.rollout.temperature)
-    options = settings.algorithm.model_dump(
-        include={"clip_low", "clip_high", "dual_clip", "token_tis_cap", "negative_weight"}
-    )
-    return Crew(policy, ranks, blobs, policy_gradient(ALGORITHMS[settings.algorithm.name].loss, options))
+    algorithm, reference = settings.algorithm, None
+    if algorithm.kl_coefficient:
+        device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
+        folder = algorithm.reference_path or settings.model.path
+        reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
+    return Crew(policy, ranks, blobs, objective(algorithm), reference)
 
 
 @contextlib.contextmanager
@@ -150,7 +152,12 @@ def _training(
     recorder.rewind(resumed.metrics_bytes if resumed else 0)
     activity = Activity()
     issuer = Issuer(doors, dispatch, tally)
-    batcher = Batcher(groups_per_step=rollout.groups_per_step, max_staleness=rollout.max_staleness, ledger=ledger)
+    batcher = Batcher(
+        groups_per_step=rollout.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        ledger=ledger,
+        needs_signal=settings.algorithm.dynamic_sampling,
+    )
     training = Training(
         settings=settings,
         crew=crew,

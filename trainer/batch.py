@@ -12,8 +12,9 @@ the same; for short completions of short prompts a step computes less than half 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import BatchDoesNotFit
+from trainer.losses.tokens import Sequences
 
 MAX_SHARED_TOKENS = 1024  # of a prompt with its completions: the mask grows with the square
 SHARING_PAYS_BELOW = 0.8  # of the tokens computed row by row: a mask makes attention somewhat dearer
@@ -35,6 +37,8 @@ class Row:
     behaviour_logprobs: npt.NDArray[np.float32]  # [T]; all 0.0 for supervised rows
     advantage: float
     weight: float  # of each sampled token in the loss (`trainer/aggregation.py`)
+    ages: npt.NDArray[np.int32] | None = None  # [T] versions between sampling and training; None: all 0
+    sft_weight: float = 0.0  # of each sampled token in the cross-entropy that is mixed in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,21 +51,24 @@ class MicroBatch:
     behaviour_logprobs: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     weights: Tensor  # [N] float32
+    sequence: Tensor  # [N] int64, which trajectory the token belongs to
+    ages: Tensor  # [N] float32, versions between sampling and training
+    sft_weights: Tensor  # [N] float32, of the cross-entropy that is mixed in
+    num_sequences: int  # trajectories, those without a sampled token included
     position_ids: Tensor | None = None  # [R, T] int64, where rows share prompts; None: 0, 1, 2, …
     attention_mask: Tensor | None = None  # [R, 1, T, T] bool, who sees whom; None: causal
+    proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
+    reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+
+    @property
+    def sequences(self) -> Sequences:
+        """Which token belongs to which trajectory."""
+        return Sequences(self.sequence, self.num_sequences)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move every tensor to a device."""
-        return MicroBatch(
-            self.input_ids.to(device),
-            self.predictors.to(device),
-            self.targets.to(device),
-            self.behaviour_logprobs.to(device),
-            self.advantages.to(device),
-            self.weights.to(device),
-            None if self.position_ids is None else self.position_ids.to(device),
-            None if self.attention_mask is None else self.attention_mask.to(device),
-        )
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor)})
 
 
 def plan_micro_batches(lengths: Sequence[int], *, budget_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
@@ -125,19 +132,27 @@ def build(rows: Sequence[Row]) -> MicroBatch:
     """Build the tensors of one micro-batch; no rows give one that contributes nothing to the gradient."""
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     layout = _shared_prompts(rows, sampled) or _row_by_row(rows, sampled)
+
+    def each(value: Callable[[int, Row], float], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Give every sampled token a value of its trajectory."""
+        parts = [np.full(len(where), value(n, row)) for n, (row, where) in enumerate(zip(rows, sampled, strict=True))]
+        return _flat(parts, dtype)
+
+    def taken(values: Callable[[Row], npt.NDArray[Any]], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Give every sampled token its own value of an array over the trajectory."""
+        return _flat([values(row)[where] for row, where in zip(rows, sampled, strict=True)], dtype)
+
     return MicroBatch(
         input_ids=torch.from_numpy(layout.input_ids),
         predictors=_flat(layout.predictors, torch.int64),
-        targets=_flat([row.token_ids[where] for row, where in zip(rows, sampled, strict=True)], torch.int64),
-        behaviour_logprobs=_flat(
-            [row.behaviour_logprobs[where] for row, where in zip(rows, sampled, strict=True)], torch.float32
-        ),
-        advantages=_flat(
-            [np.full(len(where), row.advantage) for row, where in zip(rows, sampled, strict=True)], torch.float32
-        ),
-        weights=_flat(
-            [np.full(len(where), row.weight) for row, where in zip(rows, sampled, strict=True)], torch.float32
-        ),
+        targets=taken(lambda row: row.token_ids, torch.int64),
+        behaviour_logprobs=taken(lambda row: row.behaviour_logprobs),
+        advantages=each(lambda _, row: row.advantage),
+        weights=each(lambda _, row: row.weight),
+        sequence=each(lambda number, _: number, torch.int64),
+        ages=taken(lambda row: np.zeros(len(row.token_ids)) if row.ages is None else row.ages),
+        sft_weights=each(lambda _, row: row.sft_weight),
+        num_sequences=max(1, len(rows)),
         position_ids=None if layout.position_ids is None else torch.from_numpy(layout.position_ids),
         attention_mask=None if layout.attention_mask is None else torch.from_numpy(layout.attention_mask[:, None]),
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from protocol.versions import PolicyVersion, is_fresh, staleness
 from trainer.drops import DropReason
+from trainer.filters import differs
 from trainer.ledger import Ledger
 from trainer.step_plan import ReadyGroup
 
@@ -29,8 +30,9 @@ class Drop:
 class Batcher:
     """Holds groups between their arrival and their use. Not thread-safe: its owner locks."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, ledger: Ledger) -> None:
-        """Start empty."""
+    def __init__(self, *, groups_per_step: int, max_staleness: int, ledger: Ledger, needs_signal: bool = False) -> None:
+        """Start empty; with ``needs_signal`` groups whose rewards are all equal are not held."""
+        self._needs_signal = needs_signal
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._ledger = ledger
@@ -50,9 +52,12 @@ class Batcher:
         """Say whether a group that arrives is here already, or was trained."""
         return group_id in self._ledger or self.holds(group_id)
 
-    def offer(self, group: ReadyGroup) -> None:
-        """Take in a group that is wanted and has been fetched."""
+    def offer(self, group: ReadyGroup) -> Drop | None:
+        """Take in a group that is wanted and has been fetched; returns why not, when it teaches nothing."""
+        if self._needs_signal and not differs(group.scored.rewards):
+            return self._drop(group, DropReason.NO_SIGNAL)
         self._ready[group.group_id] = group
+        return None
 
     def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
         """Return the batch to train at ``version`` (empty: not enough yet) and what is too old for it.

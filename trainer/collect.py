@@ -224,8 +224,8 @@ class Collector:
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
         with self._changed:
-            for scored, group in zip(wanted, groups, strict=True):
-                self._batcher.offer(ReadyGroup(scored, message.pack, group))
+            offered = [ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True)]
+            self._drop([drop for group in offered if (drop := self._batcher.offer(group)) is not None])
             self.num_scored += len(wanted)
             self._dead_in_a_row = 0
             self._changed.notify_all()

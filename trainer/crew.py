@@ -7,6 +7,7 @@ things in the same order until rank 0 says `dismiss`. Each rank fetches and buil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,30 @@ from protocol import group_pack
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from trainer.batch import MicroBatch, build
-from trainer.objective import Objective
+from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
+from trainer.reference import Reference
 from trainer.step_plan import ReadyGroup, StepPlan, rows_of
 
 
 class Crew:
     """One policy on all ranks, led by rank 0."""
 
-    def __init__(self, policy: Policy, ranks: Ranks, blobs: Blobs, objective: Objective) -> None:
-        """Join; the same call on every rank."""
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        blobs: Blobs,
+        objective: PolicyGradient,
+        reference: Reference | None = None,
+    ) -> None:
+        """Join; the same call on every rank. An objective with a KL term needs the reference."""
         self.policy = policy
         self._ranks = ranks
         self._blobs = blobs
         self._objective = objective
+        self._reference = reference
 
     @property
     def num_ranks(self) -> int:
@@ -86,8 +96,16 @@ class Crew:
 
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
         mine = plan.micro_batches[self._ranks.rank]
-        batches: list[MicroBatch] = [build(rows_of(plan, rows, groups)) for rows in mine]
+        batches = [self._complete(build(rows_of(plan, rows, groups))) for rows in mine]
         return self.policy.train_step(batches, self._objective)
+
+    def _complete(self, batch: MicroBatch) -> MicroBatch:
+        """Add the log-probabilities of other policies that the objective compares with."""
+        if self._objective.needs_proximal:
+            batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
+        if self._reference is not None and self._objective.needs_reference:
+            batch = replace(batch, reference_logprobs=self._reference.logprobs(batch))
+        return batch
 
     def _fetch(self, plan: StepPlan) -> dict[tuple[int, int], Group]:
         """Fetch the groups that this rank's rows belong to, and no others."""

@@ -14,4 +14,5 @@ class DropReason(StrEnum):
     FUTURE = "future"  # sampled by a version this trainer has not reached: from a rolled-back life
     UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
     DEAD = "dead"  # it went to the dead letters of another service
+    NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
     LOST = "lost"  # every queue is empty and it never arrived

@@ -28,7 +28,7 @@ from trainer.task_packs import TaskPack
 log = structlog.get_logger("trainer.issue")
 
 # A dead group was tried as often as the service that buried it tries; the others may do better next time.
-_FINAL = frozenset({DropReason.DEAD})
+_FINAL = frozenset({DropReason.DEAD, DropReason.NO_SIGNAL})
 
 
 class Issuer:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import UnsupportedModel
+from trainer.losses.supervised import entropy
 
 MAX_LOGITS = 32 * 1024 * 1024  # elements of one chunk: 128 MiB in float32
 
@@ -54,6 +55,7 @@ class CompletionScorer(nn.Module):
         *,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        with_entropy: bool = False,
     ) -> Tensor:
         """Score sampled tokens.
 
@@ -63,9 +65,10 @@ class CompletionScorer(nn.Module):
             targets: [N] int64, the sampled tokens.
             position_ids: [R, T] int64, where completions share a prompt; None: 0, 1, 2, …
             attention_mask: [R, 1, T, T] bool, who sees whom there; None: causal.
+            with_entropy: Also return the entropy of every position's distribution, in nats.
 
         Returns:
-            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient.
+            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2, N] with the entropies.
         """
         backbone = self.language_model.base_model
         hidden = backbone(
@@ -73,17 +76,18 @@ class CompletionScorer(nn.Module):
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, predictors)
         if len(targets) <= self._chunk_tokens:
-            return self._score(hidden, targets)
+            return self._score(hidden, targets, with_entropy)
         chunks = [
-            checkpoint(self._score, some_hidden, some_targets, use_reentrant=False)
+            checkpoint(self._score, some_hidden, some_targets, with_entropy, use_reentrant=False)
             for some_hidden, some_targets in zip(
                 hidden.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True
             )
         ]
-        return torch.cat(chunks)
+        return torch.cat(chunks, dim=-1)
 
-    def _score(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _score(self, hidden: Tensor, targets: Tensor, with_entropy: bool) -> Tensor:
         logits = self.language_model.get_output_embeddings()(hidden).float()
         if self._temperature != 1.0:
             logits = logits / self._temperature
-        return -F.cross_entropy(logits, targets, reduction="none")
+        logprobs = -F.cross_entropy(logits, targets, reduction="none")
+        return torch.stack([logprobs, entropy(logits)]) if with_entropy else logprobs

@@ -9,10 +9,15 @@
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate of this step                   |
 | `clip_fraction`            | share    | sampled tokens whose gradient the clip took away                   |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
-| `ratio_mean`, `ratio_max`  |          | behaviour ratio, current / behaviour, before the step              |
+| `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
+| `skipped`                  | rows     | trajectories that filters left out of the step, by reason          |
+| `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before the step                    |
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
 | `kl_behaviour`             | nats     | KL(behaviour ‖ current) per token, estimator k3                    |
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
+| `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
+| `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
+| `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
 | `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
@@ -66,11 +71,13 @@ def step_fields(
         "lr": figures.lr,
         "clip_fraction": sums["clipped"] / num_tokens,
         "dual_clip_fraction": sums["dual_clipped"] / num_tokens,
+        "rejected_fraction": sums["rejected"] / num_tokens,
         "ratio_mean": sums["ratio"] / num_tokens,
         "ratio_max": figures.maxima["ratio"],
         "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]),
         "kl_behaviour": sums["kl_k3"] / num_tokens,
         "entropy": sums["surprise"] / num_tokens,
+        **_optional(sums, num_tokens),
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
@@ -81,3 +88,15 @@ def step_fields(
         "step_s": timing.step_s,
         "publish_s": timing.publish_s,
     }
+
+
+def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+    """Return the figures of parts that are on."""
+    found = {
+        name: sums[key] / num_tokens
+        for name, key in (("policy_entropy", "entropy"), ("kl_reference", "kl_reference"))
+        if key in sums
+    }
+    if sums.get("ess_weight_squared"):
+        found["ess_lr"] = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+    return found

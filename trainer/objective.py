@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.batch import MicroBatch
-from trainer.losses import PolicyLoss
+from trainer.corrections import (
+    Bound,
+    Level,
+    Statistic,
+    age_band,
+    divergence,
+    importance_weights,
+    inside,
+    learning_rate_factor,
+    log_weights,
+    not_vetoed,
+    opsm,
+    weigh_negatives,
+)
+from trainer.kl import KlForm, kl_estimate, kl_penalty
+from trainer.losses import LossTerms, PolicyLoss, Sequences, Tokens
+from trainer.losses.tokens import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,41 +41,228 @@ class Outcome:
     maxima: Mapping[str, Tensor]
 
 
-Objective = Callable[[Tensor, MicroBatch], Outcome]
+class Objective(Protocol):
+    """What a policy minimises, and what it must compute for that."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether entropies come with the log-probabilities."""
+        ...
+
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
+        """Return the loss of a micro-batch from log-probabilities (and entropies) [N] that carry a gradient."""
+        ...
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Return what the step's learning rate is multiplied by, from the sums of the whole batch."""
+        ...
 
 
-def policy_gradient(policy_loss: PolicyLoss, options: Mapping[str, Any]) -> Objective:
-    """Return the objective of reinforcement learning with a loss of `trainer/losses.py`.
+@dataclass(frozen=True, slots=True)
+class ImportanceCorrection:
+    """Weights against the mismatch of trainer (or stale sampler) and behaviour policy."""
 
-    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``ratio``, ``ratio_squared`` (for the
-    effective sample size), ``kl_k3`` (estimates KL(behaviour || current), non-negative by term) and
-    ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of what sampled).
+    level: Level = "token"
+    bound: Bound = "truncate"
+    high: float = 2.0
+    low: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Tokens or sequences that count nothing because they are too far from the behaviour policy."""
+
+    statistic: Statistic
+    high: float
+    low: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgeBand:
+    """A hard band around the clip that narrows with a sample's age."""
+
+    clip_low: float
+    clip_high: float
+    cap: float = 4.0
+    decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KlTerm:
+    """A pull to the reference policy inside the loss."""
+
+    form: KlForm
+    coefficient: float
+    unbiased: bool = False  # weigh by the ratio, for stale samples
+
+
+@dataclass(frozen=True, slots=True)
+class EssRule:
+    """The learning rate of a step, scaled by how much of the batch still counts (arXiv 2602.17616)."""
+
+    level: Level = "root"
+    power: float = 0.5
+    floor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGradient:
+    """The objective of reinforcement learning: a loss, and the corrections around it.
+
+    In this order: negative advantages are weighed; the loss takes its ratio against the anchor; every
+    token's loss is multiplied by importance weights and rejections; KL and entropy are added; the
+    weights of the aggregation sum it up; cross-entropy on successes, which has weights of its own, is
+    mixed in.
+
+    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected``, ``ratio``, ``ratio_squared``,
+    ``kl_k3`` (estimates KL(behaviour || current), non-negative by term), ``surprise`` (minus the behaviour
+    log-probability: its mean estimates the entropy of what sampled), ``entropy`` and ``kl_reference``
+    where they are computed, and ``ess_count``, ``ess_weight``, ``ess_weight_squared`` (effective sample size).
     """
 
-    def objective(logprobs: Tensor, batch: MicroBatch) -> Outcome:
-        terms = policy_loss(logprobs, batch.behaviour_logprobs, batch.advantages, **options)
+    loss: PolicyLoss
+    options: Mapping[str, Any] = field(default_factory=dict)
+    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    negative_weight: float = 1.0
+    stale_weight: float = 1.0  # a further factor on negative advantages of tokens that an older version sampled
+    importance: ImportanceCorrection | None = None
+    rejection: Rejection | None = None
+    veto: float | None = None
+    opsm_delta: float | None = None
+    age_band: AgeBand | None = None
+    kl: KlTerm | None = None
+    entropy_coefficient: float = 0.0
+    ess: EssRule | None = None
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether micro-batches must carry recomputed log-probabilities."""
+        return self.anchor == "proximal"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether micro-batches must carry the reference policy's log-probabilities."""
+        return self.kl is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the policy must compute entropies with a gradient."""
+        return self.entropy_coefficient != 0.0
+
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
+        """Return the loss of a micro-batch, whose log-probabilities [N] (and entropies) carry the gradient."""
+        sequences = batch.sequences
+        anchor = batch.behaviour_logprobs if self.anchor == "behaviour" else _given(batch.proximal_logprobs, "proximal")
+        advantages = weigh_negatives(
+            batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
+        )
+        terms = self.loss(Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences), **self.options)
+        held = logprobs.detach()
+        to_behaviour = held - batch.behaviour_logprobs
+        weights, rejected = self._corrections(to_behaviour, batch, sequences)
+        losses = terms.loss * weights
+        sums = _figures(terms, to_behaviour, batch, rejected)
+        if self.kl is not None:
+            reference = _given(batch.reference_logprobs, "reference")
+            ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+            penalty = kl_penalty(logprobs, reference, self.kl.form, ratio=ratio if self.kl.unbiased else None)
+            losses = losses + self.kl.coefficient * penalty
+            sums["kl_reference"] = kl_estimate(held, reference, "k3").sum()
+        if self.needs_entropy:
+            bonus = _given(entropies, "entropy")
+            losses = losses - self.entropy_coefficient * bonus
+            sums["entropy"] = bonus.detach().sum()
+        if self.ess is not None:
+            sums |= _effective_sums(to_behaviour, sequences, self.ess.level)
         ratio = terms.ratio
         return Outcome(
-            loss=(terms.loss * batch.weights).sum(),
-            sums={
-                "tokens": torch.tensor(float(len(ratio))),
-                "clipped": terms.clipped.sum(),
-                "dual_clipped": terms.dual_clipped.sum(),
-                "ratio": ratio.sum(),
-                "ratio_squared": ratio.square().sum(),
-                "kl_k3": (ratio - 1.0 - ratio.log()).sum(),
-                "surprise": -batch.behaviour_logprobs.sum(),
-            },
+            loss=(losses * batch.weights).sum() - (logprobs * batch.sft_weights).sum(),
+            sums=sums,
             maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0)},
         )
 
-    return objective
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Return what the learning rate of this step is multiplied by, from the sums of the whole batch."""
+        if self.ess is None or not sums.get("ess_weight_squared"):
+            return 1.0
+        share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+        return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
+
+    def _corrections(self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Return the weight of every token [N] and which were rejected [N]."""
+        mismatch = to_behaviour
+        if batch.proximal_logprobs is not None:
+            mismatch = batch.proximal_logprobs - batch.behaviour_logprobs
+        weights = torch.ones_like(mismatch)
+        keep = torch.ones_like(mismatch, dtype=torch.bool)
+        if self.importance is not None:
+            rule = self.importance
+            weights = importance_weights(
+                mismatch, sequences, level=rule.level, bound=rule.bound, high=rule.high, low=rule.low
+            )
+            keep &= weights > 0
+        if self.rejection is not None:
+            keep &= inside(
+                mismatch, sequences, self.rejection.statistic, high=self.rejection.high, low=self.rejection.low
+            )
+        if self.veto is not None:
+            keep &= not_vetoed(mismatch, sequences, self.veto)
+        if self.opsm_delta is not None:
+            keep &= opsm(to_behaviour, batch.advantages, sequences, self.opsm_delta)
+        if self.age_band is not None:
+            band = self.age_band
+            keep &= age_band(
+                to_behaviour.exp(), batch.advantages, batch.ages,
+                clip_low=band.clip_low, clip_high=band.clip_high, cap=band.cap, decay=band.decay,
+            )  # fmt: skip
+        return weights * keep, ~keep
 
 
-def cross_entropy(logprobs: Tensor, batch: MicroBatch) -> Outcome:
+def _given(values: Tensor | None, whose: str) -> Tensor:
+    if values is None:
+        raise ValueError(f"the objective needs {whose} values, and the micro-batch carries none")
+    return values
+
+
+def _figures(terms: LossTerms, to_behaviour: Tensor, batch: MicroBatch, rejected: Tensor) -> dict[str, Tensor]:
+    ratio = terms.ratio
+    return {
+        "tokens": torch.tensor(float(len(ratio))),
+        "clipped": terms.clipped.sum(),
+        "dual_clipped": terms.dual_clipped.sum(),
+        "rejected": rejected.sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": ratio.square().sum(),
+        "kl_k3": divergence(to_behaviour, "k3").sum(),
+        "surprise": -batch.behaviour_logprobs.sum(),
+    }
+
+
+def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) -> dict[str, Tensor]:
+    weights = log_weights(to_behaviour.double(), sequences, level).exp()
+    if level != "token":
+        present = sequences.lengths(weights) > 0
+        weights = sequences.mean(weights)[present]
+    return {
+        "ess_count": torch.tensor(float(len(weights))),
+        "ess_weight": weights.sum(),
+        "ess_weight_squared": weights.square().sum(),
+    }
+
+
+class CrossEntropy:
     """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
-    return Outcome(
-        loss=-(logprobs * batch.weights).sum(),
-        sums={"tokens": torch.tensor(float(len(logprobs)))},
-        maxima={},
-    )
+
+    needs_entropy = False
+
+    def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
+        """Return the loss of a micro-batch."""
+        return Outcome(
+            loss=-(logprobs * batch.weights).sum(),
+            sums={"tokens": torch.tensor(float(len(logprobs)))},
+            maxima={},
+        )
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Leave the learning rate alone."""
+        return 1.0

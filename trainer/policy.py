@@ -25,6 +25,7 @@ from trainer.errors import CheckpointError, UnsupportedModel
 from trainer.logprobs import CompletionScorer
 from trainer.objective import Objective
 from trainer.ranks import Ranks
+from trainer.reference import Reference
 from trainer.schedule import lr_factor
 from trainer.settings import Schedule
 
@@ -86,14 +87,15 @@ class Policy:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
-        ranks and micro-batches simply add up.
+        ranks and micro-batches simply add up. The objective may scale the step's learning rate by what
+        all micro-batches came to.
         """
-        lr = self._engine.get_lr()[0]
         loss, sums, maxima = 0.0, dict[str, float](), dict[str, float]()
         for number, batch in enumerate(micro_batches, start=1):
             batch = batch.to(self.device)
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            outcome = objective(self._score(batch), batch)
+            logprobs, entropies = self._score(batch, with_entropy=objective.needs_entropy)
+            outcome = objective(logprobs, batch, entropies)
             self._engine.backward(outcome.loss * self._ranks.num_ranks)  # DeepSpeed averages over ranks
             loss += float(outcome.loss.detach())
             for name, value in outcome.sums.items():
@@ -103,10 +105,11 @@ class Policy:
             if number < len(micro_batches):
                 self._engine.step()
         by_hand = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
-        self._engine.step()
+        total = self._ranks.sum([loss, *sums.values()])
+        lr = self._scale_lr(objective.lr_factor(dict(zip(sums, total[1:], strict=True))))
+        self._engine.step()  # the scheduler sets the next step's rate
         self.steps_done += 1
         norm = self._engine.get_global_grad_norm()
-        total = self._ranks.sum([loss, *sums.values()])
         top = self._ranks.maximum(list(maxima.values()))
         return StepFigures(
             loss=total[0],
@@ -157,14 +160,28 @@ class Policy:
         torch.set_rng_state(restored)
         self.steps_done = int(state["steps_done"])
 
-    def _score(self, batch: MicroBatch) -> Tensor:
-        return self._engine(
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch without a gradient; [N] float32."""
+        with torch.no_grad():
+            return self._score(batch.to(self.device), with_entropy=False)[0]
+
+    def _score(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities [N], and entropies [N] where they are wanted."""
+        scores = self._engine(
             batch.input_ids,
             batch.predictors,
             batch.targets,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,
+            with_entropy=with_entropy,
         )
+        return (scores[0], scores[1]) if with_entropy else (scores, None)
+
+    def _scale_lr(self, factor: float) -> float:
+        """Multiply the rate of the step that is about to be made; returns it."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] *= factor
+        return self._engine.get_lr()[0]
 
     def _plain_grad_norm(self) -> float:
         """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
@@ -212,6 +229,11 @@ def load_policy(model_folder: Path, how: Optimisation, ranks: Ranks, *, temperat
     )
     engine.train()
     return Policy(engine, scorer, ranks)
+
+
+def load_reference(folder: Path, how: Optimisation, device: torch.device, *, temperature: float) -> Reference:
+    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does."""
+    return Reference(CompletionScorer(_load_model(folder, how), temperature), device)
 
 
 def _load_model(folder: Path, how: Optimisation) -> nn.Module:

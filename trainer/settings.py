@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
 from protocol.facts import Identifier
-from trainer.aggregation import Aggregation
+from trainer.algorithm_settings import AlgorithmSettings
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -136,29 +136,6 @@ class RewardSettings(Section):
         default=None, description="Reward of rows that by_source does not name; none: chosen by the row's data_source."
     )
     by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
-
-
-class AlgorithmSettings(Section):
-    """From rewards to gradients."""
-
-    name: Literal["grpo"] = Field(default="grpo", description="Advantage estimator and loss (trainer/algorithms.py).")
-    clip_low: float = Field(default=0.2, gt=0.0, le=1.0, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(default=0.2, gt=0.0, description="The ratio is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        default=1.2,
-        gt=1.0,
-        description="Bound of the ratio for negative advantages; what keeps stale data safe; none: off.",
-    )
-    token_tis_cap: float | None = Field(
-        default=None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
-    )
-    negative_weight: float = Field(
-        default=1.0, ge=0.0, description="Factor on negative advantages; 0.5 helps from max_staleness 4 on."
-    )
-    normalise_by_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")
-    aggregation: Aggregation = Field(
-        default="token-mean", description="How tokens and sequences are weighed in the loss."
-    )
 
 
 class OptimizerSettings(Section):

@@ -19,7 +19,7 @@ from trainer.chat_template import ChatTokenizer
 from trainer.data_order import DataOrder
 from trainer.dataset import Turn, TurnSet
 from trainer.model_folder import write_model_folder
-from trainer.objective import cross_entropy
+from trainer.objective import CrossEntropy
 from trainer.policy import Optimisation, Policy, StepFigures, load_policy
 from trainer.progress import ProgressLine
 from trainer.ranks import Ranks
@@ -94,7 +94,7 @@ def train_on(policy: Policy, turns: list[Turn], *, budget_tokens: int, ranks: Ra
         [len(row.token_ids) for row in rows], budget_tokens=budget_tokens, num_ranks=ranks.num_ranks
     )
     micro_batches = [build([rows[number] for number in part]) for part in plan[ranks.rank]]
-    return policy.train_step(micro_batches, cross_entropy)
+    return policy.train_step(micro_batches, CrossEntropy())
 
 
 def _optimisation(settings: TrainerSettings) -> Optimisation:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from protocol.facts import BlobRef, ScoredGroup
-from protocol.trajectory import Group
-from trainer.advantages import AdvantageEstimator
+from protocol.trajectory import Group, Trajectory
 from trainer.aggregation import Aggregation, Denominators, sequence_weight
 from trainer.batch import Row, plan_micro_batches
+from trainer.credit import CreditRule, Scored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,7 @@ class PlannedRow:
     trajectory: int
     advantage: float
     weight: float  # of each of its sampled tokens in the loss
+    sft_weight: float = 0.0  # of each of them in the cross-entropy that is mixed in
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,68 +59,103 @@ class StepPlan:
     packs: tuple[BlobRef, ...]
     rows: tuple[PlannedRow, ...]
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
+    version: int = 0  # of the weights that are trained; tokens of older ones have an age
+    skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
 
     def to_wire(self) -> list[Any]:
         """Return the plan as MessagePack types."""
         return [
             [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
-            [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight] for r in self.rows],
+            [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
             [[list(rows) for rows in rank] for rank in self.micro_batches],
+            self.version,
+            [list(pair) for pair in self.skipped],
         ]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
         """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches = wire
+        packs, rows, micro_batches, version, skipped = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
             micro_batches=tuple(tuple(tuple(rows) for rows in rank) for rank in micro_batches),
+            version=version,
+            skipped=tuple((reason, count) for reason, count in skipped),
         )
 
 
 def make_plan(
     groups: Sequence[ReadyGroup],
     *,
-    advantages: AdvantageEstimator,
-    normalise_by_std: bool,
+    credit: CreditRule,
     aggregation: Aggregation,
     max_completion_tokens: int,
     budget_tokens: int,
     num_ranks: int,
+    version: int = 0,
+    sft_coefficient: float = 0.0,
 ) -> StepPlan:
-    """Plan one step: advantages within each group, weights over the whole batch, rows over the ranks.
+    """Plan one step: what every trajectory counts, weights over the whole batch, rows over the ranks.
 
     Args:
         groups: The batch; the order of the plan's rows follows it.
-        advantages: Estimator of `trainer/algorithms.py`.
-        normalise_by_std: Passed to the estimator.
+        credit: Advantages, filters and sample weights (`trainer/credit.py`).
         aggregation: How tokens and sequences are weighed.
         max_completion_tokens: The constant L of `seq-mean-token-sum-norm`.
         budget_tokens: Most tokens of a micro-batch.
         num_ranks: Number of ranks.
+        version: Of the weights that are trained.
+        sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
 
     Raises:
         BatchDoesNotFit: A trajectory is longer than a micro-batch may be.
     """
+    found = credit([_scored(group) for group in groups])
     counts = [n for group in groups for n in group.scored.generated.completion_tokens]
-    denominators = Denominators(sum(counts), sum(n > 0 for n in counts), max_completion_tokens)
+    kept = [n if w > 0 else 0 for n, w in zip(counts, found.weights, strict=True)]
+    by_group = _sums(groups, kept)
+    denominators = Denominators(
+        max(1, sum(kept)), max(1, sum(n > 0 for n in kept)), max_completion_tokens, max(1, sum(n > 0 for n in by_group))
+    )
+    success_tokens = sum(n for n, r in zip(kept, found.rewards, strict=True) if r > 0)
     packs: dict[str, int] = {}
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
     lengths: list[int] = []
-    for group in groups:
+    place = 0
+    for group, prompt_tokens in zip(groups, by_group, strict=True):
         if group.pack.key not in packs:
             packs[group.pack.key] = len(references)
             references.append(group.pack)
         summary = group.scored.generated
-        credit = advantages(torch.tensor(group.scored.rewards, dtype=torch.float64), normalise_by_std=normalise_by_std)
-        for number, (advantage, num_tokens) in enumerate(zip(credit.tolist(), summary.completion_tokens, strict=True)):
-            weight = sequence_weight(aggregation, max(1, num_tokens), denominators)
-            rows.append(PlannedRow(packs[group.pack.key], summary.row_group, number, advantage, weight))
-            lengths.append(len(group.group.trajectories[number].token_ids))
-    plan = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks)
-    return StepPlan(tuple(references), tuple(rows), tuple(tuple(tuple(mb) for mb in rank) for rank in plan))
+        for number in range(len(summary.completion_tokens)):
+            factor, reward = found.weights[place], found.rewards[place]
+            if factor > 0.0:
+                weight = factor * sequence_weight(
+                    aggregation, max(1, kept[place]), denominators, prompt_tokens=max(1, prompt_tokens)
+                )
+                sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
+                row = PlannedRow(packs[group.pack.key], summary.row_group, number, found.advantages[place], weight, sft)
+                rows.append(row)
+                lengths.append(len(group.group.trajectories[number].token_ids))
+            place += 1
+    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks)
+    micro_batches = tuple(tuple(tuple(mb) for mb in rank) for rank in cut)
+    skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
+    return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
+
+
+def _scored(group: ReadyGroup) -> Scored:
+    summary = group.scored.generated
+    truncated = [reason == "length" for reason in summary.finish_reasons]
+    return Scored(group.scored.rewards, summary.completion_tokens, truncated)
+
+
+def _sums(groups: Sequence[ReadyGroup], counts: Sequence[int]) -> list[int]:
+    """Add up one count per trajectory by group."""
+    remaining = iter(counts)
+    return [sum(next(remaining) for _ in group.scored.generated.completion_tokens) for group in groups]
 
 
 def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[int, int], Group]) -> list[Row]:
@@ -134,6 +171,16 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 behaviour_logprobs=trajectory.behaviour_logprobs,
                 advantage=planned.advantage,
                 weight=planned.weight,
+                ages=_ages(trajectory, plan.version),
+                sft_weight=planned.sft_weight,
             )
         )
     return rows
+
+
+def _ages(trajectory: Trajectory, version: int) -> npt.NDArray[np.int32]:
+    """Return how many versions old each token is, [T]; 0 where the policy did not sample it."""
+    ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
+    for run in trajectory.version_runs:
+        ages[run.start : run.end] = max(0, version - run.version)
+    return ages

@@ -12,10 +12,10 @@ import structlog
 from protocol.activity import Activity
 from protocol.versions import PolicyVersion, next_version
 from trainer import checkpoint
-from trainer.algorithms import ALGORITHMS
 from trainer.batcher import staleness_tokens
 from trainer.checkpoint import TrainerState
 from trainer.collect import Collector
+from trainer.credit import credit_rule
 from trainer.crew import Crew
 from trainer.evaluate import EvalResult, Evaluator
 from trainer.issue import Issuer
@@ -113,18 +113,20 @@ class Training:
         with self.activity.working("training"):
             plan = make_plan(
                 batch,
-                advantages=ALGORITHMS[algorithm.name].advantages,
-                normalise_by_std=algorithm.normalise_by_std,
+                credit=credit_rule(algorithm, longest=self.settings.rollout.max_new_tokens),
                 aggregation=algorithm.aggregation,
                 max_completion_tokens=self.settings.rollout.max_new_tokens,
                 budget_tokens=self.settings.trainer.micro_batch_tokens,
                 num_ranks=self.crew.num_ranks,
+                version=self.version,
+                sft_coefficient=algorithm.sft_coefficient,
             )
             figures = self.crew.step(plan, batch)
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version)
         ids = [group.group_id for group in batch]
         self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
+        self._fields["skipped"] = dict(plan.skipped)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
         self.issuer.trained(ids, ages)
         self.collector.trained(ids)

@@ -15,9 +15,10 @@ from protocol import group_pack
 from protocol.connection import S3Settings
 from protocol.facts import GroupScored, decode
 from protocol.transport.blobs import Blobs
-from trainer.algorithms import ALGORITHMS
+from trainer.algorithm_settings import AlgorithmSettings
+from trainer.algorithms import objective
+from trainer.credit import credit_rule
 from trainer.crew import Crew
-from trainer.objective import policy_gradient
 from trainer.policy import Optimisation, load_policy
 from trainer.ranks import Ranks
 from trainer.step_plan import ReadyGroup, make_plan
@@ -34,16 +35,12 @@ def how(zero_stage: int, dtype: str) -> Optimisation:
     )  # fmt: skip
 
 
-def objective() -> object:
-    return policy_gradient(ALGORITHMS["grpo"].loss, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.2})
-
-
 def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path) -> dict:
     """Four steps, a checkpoint after two of them; returns what must not depend on the number of ranks."""
     groups = group_pack.decode(blobs.get(message.pack))
     ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
     plan = make_plan(
-        ready, advantages=ALGORITHMS["grpo"].advantages, normalise_by_std=True, aggregation="token-mean",
+        ready, credit=credit_rule(AlgorithmSettings(), longest=10), aggregation="token-mean",
         max_completion_tokens=10, budget_tokens=160, num_ranks=crew.num_ranks,
     )  # fmt: skip
     figures = []
@@ -74,7 +71,7 @@ def main() -> None:
     results = {}
     for stage, dtype in CASES:
         policy = load_policy(Path(model), how(stage, dtype), ranks, temperature=1.0)
-        crew = Crew(policy, ranks, blobs, objective())  # type: ignore[arg-type]
+        crew = Crew(policy, ranks, blobs, objective(AlgorithmSettings()))
         if ranks.is_leader:
             message = decode((Path(model).parent / f"{run_id}.scored").read_bytes(), GroupScored)
             target = Path(folder) / f"{stage}-{dtype}"

@@ -94,8 +94,10 @@ def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest
     file.write_text("[model]\npath = 'm'\n")
     assert main(["config", str(file), "trainer.lr=0.5"]) == 0
     printed = capsys.readouterr().out
-    assert f'model.path = "m"                       # {file}:2\n' in printed
-    assert "trainer.lr = 0.5                       # override\n" in printed
+    rows = {line.split(" = ")[0]: line.split() for line in printed.splitlines()}
+    assert rows["model.path"] == ["model.path", "=", '"m"', "#", f"{file}:2"]
+    assert rows["trainer.lr"] == ["trainer.lr", "=", "0.5", "#", "override"]
+    assert rows["algorithm.loss"] == ["algorithm.loss", "=", '"ppo_clip"', "#", "preset", "grpo"]
     assert main(["config", str(file), "--json", "--trainer.lr", "0.5"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["settings"]["trainer"]["lr"] == 0.5

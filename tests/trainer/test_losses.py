@@ -1,172 +1,173 @@
-"""The loss, the advantages and the aggregation against public implementations, outputs and gradients."""
+"""What every policy loss promises, whatever the data: finite, right on-policy, and blind to how it was batched."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from trainer.advantages import grpo
-from trainer.aggregation import Denominators, sequence_weight
-from trainer.losses import ppo_clip
+from tests.trainer.tokens import lengths, sample, seeds
+from trainer.losses import (
+    PolicyLoss,
+    Sequences,
+    Tokens,
+    ce_gppo,
+    cispo,
+    double_sided,
+    dppo,
+    dppo_tv_ratio,
+    dro,
+    gmpo,
+    gspo,
+    gspo_token,
+    minirl,
+    ppo_clip,
+    product_clip,
+    reinforce,
+    sapo,
+    topr,
+    topr_token,
+    vespo,
+)
 
-VECTORS = json.loads((Path(__file__).parent.parent / "data" / "loss_conformance.json").read_text())
-BASE = {name: torch.tensor(value, dtype=torch.float64) for name, value in VECTORS["inputs"].items()}
-MASK = BASE["response_mask"].bool()
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
-
-def _cases(part: str) -> list:
-    return [pytest.param(case, id=case["id"]) for case in VECTORS["cases"] if part in case["id"]]
-
-
-def _weights(mode: str, batch: Denominators) -> Tensor:
-    """One weight for each token of the masked matrix."""
-    rows = [sequence_weight(mode, int(n), batch) for n in MASK.sum(1)]
-    return (torch.tensor(rows, dtype=torch.float64)[:, None] * MASK)[MASK]
-
-
-def _denominators(options: dict) -> Denominators:
-    return Denominators(
-        num_tokens=options.get("batch_num_tokens", int(MASK.sum())),
-        num_sequences=options.get("global_batch_size", len(MASK)),
-        max_completion_tokens=options.get("loss_scale_factor", MASK.shape[1]),
-    )
-
-
-@pytest.mark.parametrize("case", _cases("verl/agg"))
-def test_aggregation_equals_verl(case: dict) -> None:
-    """Each mode gives verl's value and gradient, also with denominators that count other ranks' data."""
-    options = case["options"]
-    losses = BASE[case["inputs"]["loss_mat"]].clone().requires_grad_()
-    loss = (losses[MASK] * _weights(options["loss_agg_mode"], _denominators(options))).sum()
-    loss = loss * options.get("dp_size", 1)  # verl undoes the averaging over ranks inside; our policy does it outside
-    loss.backward()
-    torch.testing.assert_close(loss.item(), case["outputs"]["loss"], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(losses.grad, torch.tensor(case["grads"]["loss_mat"], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("case", _cases("/adv/"))
-def test_grpo_advantages_equal_verl(case: dict) -> None:
-    """Group-relative advantages are verl's, with and without the division by the standard deviation."""
-    rewards = BASE["token_level_rewards"].sum(1)
-    groups = BASE["group_index"]
-    expected = torch.tensor(case["outputs"]["advantages"], dtype=torch.float64)
-    for group in groups.unique():
-        ours = grpo(rewards[groups == group], normalise_by_std=case["options"]["norm_adv_by_std_in_grpo"])
-        torch.testing.assert_close(ours, expected[groups == group], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", [*_cases("verl/pg"), *_cases("formula/"), *_cases("openrlhf/")])
-def test_clipped_loss_equals_public_implementations(case: dict) -> None:
-    """The clipped loss with dual clip has the value and gradient of verl, OpenRLHF and ROLL."""
-    options = case["options"]
-    current = BASE["log_prob"].clone().requires_grad_()
-    eps = options.get("pg_clip", 0.2)
-    terms = ppo_clip(
-        current[MASK],
-        BASE["old_log_prob"][MASK],
-        BASE[case["inputs"]["advantages"]][MASK],
-        clip_low=options.get("clip_ratio_low", options.get("clip_eps_low", eps)),
-        clip_high=options.get("clip_ratio_high", options.get("clip_eps_high", eps)),
-        dual_clip=options.get("clip_ratio_c", options.get("dual_clip", 3.0) if "dual" not in options else 1.4),
-    )
-    loss = (terms.loss * _weights(options.get("loss_agg_mode", "token-mean"), _denominators({}))).sum()
-    loss.backward()
-    torch.testing.assert_close(loss.item(), case["outputs"]["loss"], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(current.grad, torch.tensor(case["grads"]["log_prob"], dtype=torch.float64))
+# Losses that look at one sequence at a time; clip_cov and kl_cov look at the whole batch by definition.
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": partial(ppo_clip, **CLIP),
+    "ppo_clip dual": partial(ppo_clip, **CLIP, dual_clip=1.5, token_tis_cap=2.0),
+    "ce_gppo": partial(ce_gppo, **CLIP, beta_low=0.75, beta_high=1.0),
+    "sapo": partial(sapo, tau_positive=1.0, tau_negative=1.05),
+    "dppo tv": partial(dppo, divergence="tv", limit_low=0.2, limit_high=0.2, cap=20.0),
+    "dppo kl": partial(dppo, divergence="kl", limit_low=0.05, limit_high=0.05, cap=20.0),
+    "dppo_tv_ratio": partial(dppo_tv_ratio, limit_low=0.2, limit_high=0.2, drift=1e-3),
+    "gspo": partial(gspo, **CLIP),
+    "gspo dual": partial(gspo, **CLIP, dual_clip=1.5),
+    "gspo_token": partial(gspo_token, **CLIP),
+    "gmpo": partial(gmpo, clip_low=0.4, clip_high=0.4),
+    "reinforce": reinforce,
+    "cispo": partial(cispo, cap=4.0),
+    "minirl": partial(minirl, clip_low=0.2, clip_high=0.27, cap=5.0),
+    "topr_token": topr_token,
+    "double_sided": partial(double_sided, **CLIP),
+    "dro": partial(dro, beta=0.1),
+    "vespo": partial(vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0),
+}
+# Their value for a sequence is one number, given back for each of its tokens: the gradient is right per sequence.
+BY_SEQUENCE: dict[str, PolicyLoss] = {
+    "topr": topr,
+    "product_clip": partial(product_clip, **CLIP),
+}
+ALL = LOSSES | BY_SEQUENCE
 
 
-def test_loss_at_the_behaviour_policy_is_the_plain_policy_gradient() -> None:
-    """Where current equals behaviour, every option leaves the gradient -A per token."""
-    current = torch.tensor([-0.3, -1.2, -2.0], dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([1.5, -0.5, 0.0], dtype=torch.float64)
-    ppo_clip(
-        current, current.detach(), advantages, clip_low=0.2, clip_high=0.2, dual_clip=1.2, token_tis_cap=2.0
-    ).loss.sum().backward()
-    assert current.grad is not None
-    torch.testing.assert_close(current.grad, -advantages)
+@pytest.mark.parametrize("name", ALL)
+@settings(deadline=None, max_examples=8)
+@given(rows=lengths, seed=seeds, spread=st.sampled_from([0.0, 0.3, 5.0, 400.0]))
+def test_any_input_gives_finite_losses_and_gradients(name: str, rows: list[int], seed: int, spread: float) -> None:
+    """One-token rows, rows without tokens and absurd ratios give neither infinity nor NaN."""
+    given_ = sample(rows, seed, spread=spread)
+    terms = ALL[name](given_.tokens)
+    terms.loss.sum().backward()
+    assert torch.isfinite(terms.loss).all()
+    assert torch.isfinite(terms.ratio).all()
+    assert given_.current.grad is not None
+    assert torch.isfinite(given_.current.grad).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(deadline=None, max_examples=8)
+@given(rows=lengths, seed=seeds)
+def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(
+    name: str, rows: list[int], seed: int
+) -> None:
+    """Where current, anchor and behaviour are equal, the gradient of a token is minus its advantage."""
+    given_ = sample(rows, seed, stale=False)
+    LOSSES[name](given_.tokens).loss.sum().backward()
+    torch.testing.assert_close(given_.current.grad, -given_.advantages)
+
+
+@pytest.mark.parametrize("name", BY_SEQUENCE)
+@settings(deadline=None, max_examples=8)
+@given(rows=lengths, seed=seeds)
+def test_on_policy_losses_of_whole_sequences_do_so_too(name: str, rows: list[int], seed: int) -> None:
+    """The product's gradient reaches every token of the sequence, whose loss is counted once."""
+    given_ = sample(rows, seed, stale=False)
+    once = given_.sequences.spread(given_.sequences.lengths(given_.current).clamp(min=1.0))
+    weights = 1.0 / once if name == "product_clip" else torch.ones_like(once)
+    (BY_SEQUENCE[name](given_.tokens).loss * weights).sum().backward()
+    torch.testing.assert_close(given_.current.grad, -given_.advantages)
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(deadline=None, max_examples=8)
+@given(rows=lengths, seed=seeds, cut=st.integers(0, 6), order=st.randoms(use_true_random=False))
+def test_splitting_and_permuting_sequences_changes_nothing(
+    name: str, rows: list[int], seed: int, cut: int, order: object
+) -> None:
+    """A batch in one micro-batch, in two, or in another order has the same loss and gradient for every token."""
+    whole = sample(rows, seed)
+    terms = ALL[name](whole.tokens)
+    terms.loss.sum().backward()
+    shuffled = list(range(len(rows)))
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    loss, grad = torch.zeros_like(terms.loss), torch.zeros_like(terms.loss)
+    for part in (shuffled[:cut], shuffled[cut:]):
+        places = torch.cat(
+            [torch.nonzero(whole.sequences.index == s).flatten() for s in part] or [torch.empty(0).long()]
+        )
+        leaf = whole.current.detach()[places].requires_grad_()
+        sequences = Sequences.of_lengths(torch.tensor([rows[s] for s in part], dtype=torch.int64))
+        again = ALL[name](
+            Tokens(leaf, whole.anchor[places], whole.behaviour[places], whole.advantages[places], sequences)
+        )
+        again.loss.sum().backward()
+        loss[places], grad[places] = again.loss.detach(), leaf.grad if leaf.grad is not None else 0.0
+    torch.testing.assert_close(loss, terms.loss.detach())
+    torch.testing.assert_close(grad, whole.current.grad)
+
+
+def _tokens(ratio: list[float], advantages: list[float]) -> Tokens:
+    """One sequence whose tokens have these ratios to an anchor of probability e^-3."""
+    anchor = torch.full((len(ratio),), -3.0, dtype=torch.float64)
+    current = (anchor + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
+    credit = torch.tensor(advantages, dtype=torch.float64)
+    return Tokens(current, anchor, anchor, credit, Sequences.of_lengths(torch.tensor([len(ratio)])))
 
 
 def test_token_truncation_caps_the_weight_in_the_gradient() -> None:
     """A failed token that became five times likelier pushes with weight 2, not 5, under a cap of 2."""
-    behaviour = torch.tensor([-2.0, -2.0], dtype=torch.float64)
-    current = (behaviour + torch.tensor([5.0, 0.9]).log()).requires_grad_()
-    advantages = torch.tensor([-1.0, -1.0], dtype=torch.float64)
-    terms = ppo_clip(current, behaviour, advantages, clip_low=0.2, clip_high=0.2, token_tis_cap=2.0)
-    terms.loss.sum().backward()
-    assert current.grad is not None
-    torch.testing.assert_close(current.grad, torch.tensor([2.0, 0.9], dtype=torch.float64))
+    tokens = _tokens([5.0, 0.9], [-1.0, -1.0])
+    ppo_clip(tokens, clip_low=0.2, clip_high=0.2, token_tis_cap=2.0).loss.sum().backward()
+    torch.testing.assert_close(tokens.current.grad, torch.tensor([2.0, 0.9], dtype=torch.float64))
 
 
 def test_which_clip_applied_is_told_apart() -> None:
     """The clip and the dual clip are counted separately, each only where it took the gradient away."""
-    # ratio:                    1.5, A>0: clip   1.5, A<0: dual 1.2   0.5, A<0: clip   0.5, A>0: free   1.1: free
-    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
-    current = ratio.log().requires_grad_()
-    terms = ppo_clip(
-        current, torch.zeros(5, dtype=torch.float64), advantages, clip_low=0.2, clip_high=0.2, dual_clip=1.2
-    )
+    # ratio: 1.5, A>0: clip; 1.5, A<0: dual 1.2; 0.5, A<0: clip; 0.5, A>0: free; 1.1: free
+    tokens = _tokens([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, -1.0, 1.0, -1.0])
+    terms = ppo_clip(tokens, clip_low=0.2, clip_high=0.2, dual_clip=1.2)
     terms.loss.sum().backward()
     assert terms.clipped.tolist() == [True, False, True, False, False]
     assert terms.dual_clipped.tolist() == [False, True, False, False, False]
-    assert current.grad is not None
-    torch.testing.assert_close(current.grad, torch.tensor([0.0, 0.0, 0.0, -0.5, 1.1], dtype=torch.float64))
+    torch.testing.assert_close(tokens.current.grad, torch.tensor([0.0, 0.0, 0.0, -0.5, 1.1], dtype=torch.float64))
 
 
-def test_negative_weight_scales_only_negative_advantages() -> None:
-    """A negative weight of 0.5 halves the push of failures and leaves successes alone."""
-    current = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    ppo_clip(
-        current, torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, -1.0]),
-        clip_low=0.2, clip_high=0.2, negative_weight=0.5,
-    ).loss.sum().backward()  # fmt: skip
-    assert current.grad is not None
-    assert current.grad.tolist() == [-1.0, 0.5]
+def test_ce_gppo_without_betas_has_the_gradient_of_ppo() -> None:
+    """With both betas 0 the clipped tokens lose their gradient, as under the plain clip."""
+    ratio, advantages = [1.5, 0.5, 1.1, 0.9], [1.0, -1.0, 1.0, -1.0]
+    ours, plain = _tokens(ratio, advantages), _tokens(ratio, advantages)
+    ce_gppo(ours, clip_low=0.2, clip_high=0.2, beta_low=0.0, beta_high=0.0).loss.sum().backward()
+    ppo_clip(plain, clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    torch.testing.assert_close(ours.current.grad, plain.current.grad)
 
 
-def test_impossible_tokens_stay_finite() -> None:
-    """A token that the behaviour policy called impossible gives neither infinity nor NaN."""
-    current = torch.tensor([-0.1, -900.0], requires_grad=True)
-    terms = ppo_clip(
-        current, torch.tensor([-900.0, -0.1]), torch.tensor([-1.0, 1.0]), clip_low=0.2, clip_high=0.2, dual_clip=1.2
-    )
-    terms.loss.sum().backward()
-    assert current.grad is not None
-    assert torch.isfinite(terms.loss).all()
-    assert torch.isfinite(current.grad).all()
-
-
-finite = st.floats(-1e3, 1e3, allow_nan=False)
-
-
-@settings(deadline=None, max_examples=60)
-@given(rewards=st.lists(finite, min_size=1, max_size=12), shift=finite)
-def test_advantages_sum_to_zero_and_ignore_a_shift(rewards: list[float], shift: float) -> None:
-    """Advantages of any group are finite, sum to 0 and do not change when every reward moves by the same amount."""
-    plain = grpo(torch.tensor(rewards), normalise_by_std=False)
-    scaled = grpo(torch.tensor(rewards, dtype=torch.float64))
-    assert torch.isfinite(scaled).all()
-    assert abs(scaled.sum().item()) < 1e-6
-    moved = grpo(torch.tensor(rewards, dtype=torch.float64) + shift, normalise_by_std=False)
-    torch.testing.assert_close(plain, moved, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("rewards", [[0.7], [0.1, 0.1, 0.1], [0.0, 0.0], [0.1 + 0.2, 0.3]])
-def test_groups_that_teach_nothing_get_zero(rewards: list[float]) -> None:
-    """A group of one and a group of equal rewards have advantage 0, exactly."""
-    assert grpo(torch.tensor(rewards, dtype=torch.float64)).tolist() == [0.0] * len(rewards)
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-def test_splitting_a_batch_changes_no_weight(mode: str) -> None:
-    """Weights depend on the whole batch only: parts of it sum to the same loss."""
-    batch = _denominators({})
-    losses, weights = BASE["advantages_tok"][MASK], _weights(mode, batch)
-    parts = sum(((losses * weights)[some]).sum() for some in (slice(0, 31), slice(31, None)))
-    torch.testing.assert_close((losses * weights).sum(), parts)
+def test_gspo_token_equals_gspo_for_one_advantage_per_sequence() -> None:
+    """The two differ only where advantages differ within a sequence."""
+    one, other = _tokens([1.1, 0.95, 1.3], [1.0] * 3), _tokens([1.1, 0.95, 1.3], [1.0] * 3)
+    gspo(one, **CLIP).loss.sum().backward()
+    gspo_token(other, **CLIP).loss.sum().backward()
+    torch.testing.assert_close(one.current.grad, other.current.grad)

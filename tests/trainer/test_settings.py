@@ -6,12 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 
 from protocol.errors import ConfigError
 from protocol.foreign_keys import RENAMED
-from protocol.runfile import SECTIONS, load
+from protocol.runfile import SECTIONS, format_config, load
+from trainer.algorithms import objective
+from trainer.batch import Row, build
+from trainer.credit import Scored, credit_rule
+from trainer.presets import PRESETS
 from trainer.settings import TrainerSettings
 
 
@@ -66,6 +72,15 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["rollout.temperature=0"], "expected greater than 0"),
         (["algorithm.dual_clip=1"], "expected greater than 1"),
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
+        (["algorithm.name=ppo"], "needs a critic, which the trainer does not train"),
+        (["algorithm.name=remax"], "needs the reward of a greedy completion"),
+        (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
+        (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; known are"),
+        (["algorithm.name=cispo", "algorithm.clip_low=0.1"], "clip_low does nothing with algorithm.loss = cispo"),
+        (["algorithm.name=rloo", "algorithm.normalise_by_std=false"], "does nothing with algorithm.advantage = rloo"),
+        (["algorithm.rejection_high=3.0"], "does nothing while algorithm.rejection is off"),
+        (["algorithm.kl_form=k2"], "does nothing while algorithm.kl_coefficient is off"),
+        (["algorithm.importance=token"], "would weigh the ratio of ppo_clip twice"),
     ],
 )
 def test_contradictions_say_the_fix(overrides: list[str], reply: str):
@@ -88,3 +103,70 @@ def test_settings_import_without_torch():
     """The settings load in a process that never imports torch."""
     code = "import sys, trainer.settings; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_loads_shows_itself_and_reads_back(name: str):
+    """What a preset set is marked as its own, and the shown configuration loads to the same settings."""
+    loaded = load(TrainerSettings, overrides=["model.path=model", f"algorithm.name={name}"])
+    for part, value in PRESETS[name].items():
+        assert getattr(loaded.settings.algorithm, part) == value
+        assert loaded.origins[f"algorithm.{part}"] == f"preset {name}"
+    shown = [
+        line.split("  #")[0].strip() for line in format_config(loaded).splitlines() if line.startswith("algorithm.")
+    ]
+    again = load(TrainerSettings, overrides=["model.path=model", *(line.replace(" = ", "=", 1) for line in shown)])
+    assert again.settings.algorithm == loaded.settings.algorithm
+
+
+def test_every_part_of_a_preset_can_be_overridden():
+    """What is set by hand wins over the preset, whichever order the two come in."""
+    loaded = load(TrainerSettings, overrides=["model.path=model", "algorithm.clip_high=0.05", "algorithm.name=gspo"])
+    assert loaded.settings.algorithm.clip_high == 0.05
+    assert loaded.settings.algorithm.clip_low == 3e-4
+    assert loaded.origins["algorithm.clip_high"] == "override"
+    cleared = settings("algorithm.name=dapo", "algorithm.dual_clip=none")
+    assert cleared.algorithm.dual_clip is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("GRPO", "grpo"),  # AgentRL
+        ("MINIRL", "minirl"),
+        ("CISPO", "cispo"),
+        ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),  # verl
+        ("grpo_passk", "pass_at_k"),
+        ("geo_mean", "gmpo"),
+        ("Dr.GRPO", "dr_grpo"),
+        ("tpro", "topr"),  # an old guide to ROLL
+    ],
+)
+def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: str):
+    """A name that means the same is accepted."""
+    assert settings(f"algorithm.name={theirs}").algorithm.name == ours
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_trains(name: str):
+    """Objective and credit of every preset give a finite loss and gradient on a small batch."""
+    section = settings(f"algorithm.name={name}").algorithm
+    found = credit_rule(section, longest=4)(
+        [Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False]), Scored([0.0, 0.0], [1, 4], [False, False])]
+    )
+    lengths = [3, 4, 2, 1, 4]
+    rows = [
+        Row(
+            np.arange(n + 1, dtype=np.int32), np.array([False] + [True] * n),
+            np.full(n + 1, -1.0, dtype=np.float32), advantage, weight / sum(lengths),
+        )
+        for n, advantage, weight in zip(lengths, found.advantages, found.weights, strict=True)
+    ]  # fmt: skip
+    batch = build(rows)
+    logprobs = (batch.behaviour_logprobs + torch.linspace(-0.4, 0.4, sum(lengths))).requires_grad_()
+    outcome = objective(section)(logprobs, batch)
+    outcome.loss.backward()
+    assert torch.isfinite(outcome.loss)
+    assert logprobs.grad is not None
+    assert torch.isfinite(logprobs.grad).all()
+    assert logprobs.grad.abs().sum() > 0

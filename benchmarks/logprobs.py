@@ -1,0 +1,95 @@
+"""Memory and speed of chunked log-probabilities beside the plain way, forward and backward.
+
+    python -m benchmarks.logprobs                      # a 151,936-token vocabulary on this machine's CPU
+    python -m benchmarks.logprobs --tokens 8192 --hidden 2048
+
+The plain way makes float32 logits of all tokens, and their softmax for the backward pass; the trainer
+(`trainer/logprobs.py`) goes through the output head in chunks and computes each again in the backward
+pass. Each way runs in a process of its own, whose peak of resident memory above the start is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.logprobs import MAX_LOGITS, CompletionScorer
+
+
+class _Head(nn.Module):
+    """An output head behind a backbone that returns its inputs: what is measured, and nothing else."""
+
+    def __init__(self, vocabulary: int, hidden: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        self.hidden: Any = None
+        self.config: Any = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=vocabulary))
+
+    def base_model(self, **_: object) -> Any:
+        return SimpleNamespace(last_hidden_state=self.hidden)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def _plain(model: _Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    logits = model.head(hidden).float()
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def measure(way: str, tokens: int, vocabulary: int, hidden: int, repeats: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = _Head(vocabulary, hidden)
+    states = torch.randn(tokens, hidden, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (tokens,))
+    scorer = CompletionScorer(model, 1.0, max_logits=MAX_LOGITS)
+    places = torch.arange(tokens)
+    model.head.weight.grad = torch.zeros_like(model.head.weight)  # its memory is everybody's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    total = 0.0
+    for _ in range(repeats):
+        model.hidden = states[None]
+        found = _plain(model, states, targets) if way == "plain" else scorer(states, places, targets)
+        found.sum().backward()
+        total = float(found.detach().sum())
+    seconds = (time.perf_counter() - started) / repeats
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"MiB": peak / 1024, "s": seconds, "sum": total}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--way", choices=("plain", "chunked"))
+    options = parser.parse_args()
+    shape = (options.tokens, options.vocabulary, options.hidden, options.repeats)
+    if options.way:
+        print(json.dumps(measure(options.way, *shape)))
+        return
+    print(f"{options.tokens} tokens, vocabulary {options.vocabulary}, hidden {options.hidden}, forward and backward\n")
+    print("| way | peak above start, MiB | s |\n|---|---|---|")
+    for way in ("plain", "chunked"):
+        flags = [f"--{n}={v}" for n, v in zip(("tokens", "vocabulary", "hidden", "repeats"), shape, strict=True)]
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.logprobs", f"--way={way}", *flags],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        print(f"| {way} | {found['MiB']:.0f} | {found['s']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""The parts of an algorithm inside the trainer: what a step does with entropy, KL, proximal policy, filters and lr rule."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.quickstart_task import write_model
+from protocol.facts import BlobRef, ScoredGroup
+from tests.trainer.stored_groups import invent_group
+from trainer.algorithm_settings import AlgorithmSettings
+from trainer.algorithms import objective
+from trainer.batch import MicroBatch, build
+from trainer.batcher import Batcher
+from trainer.credit import Scored, credit_rule
+from trainer.drops import DropReason
+from trainer.filters import Skipped
+from trainer.ledger import Ledger
+from trainer.step_plan import ReadyGroup, StepPlan, make_plan, rows_of
+
+PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+def step(model: Path, *overrides: str) -> list[dict]:
+    """Three steps in a process of their own."""
+    command = [sys.executable, "-m", "tests.trainer.parts_check", str(model), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> ReadyGroup:
+    group = invent_group(f"e0.p{number}.a0", version=version, size=len(rewards), seed=number)
+    scored = ScoredGroup(generated=group.summary(number), rewards=rewards, scorer="test")
+    return ReadyGroup(scored, PACK, group)
+
+
+def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float) -> StepPlan:
+    return make_plan(
+        groups, credit=credit_rule(settings, longest=10), aggregation=settings.aggregation,
+        max_completion_tokens=10, budget_tokens=120, num_ranks=1, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_the_learning_rate_shrinks_with_the_effective_sample_size(model_folder: Path) -> None:
+    """Samples far from the policy scale the step's rate by the share that still counts; off, the schedule alone does."""
+    on = step(model_folder)
+    off = step(model_folder, "algorithm.ess_level=off")
+    for scaled, plain in zip(on, off, strict=True):
+        sums = scaled["sums"]
+        share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+        assert 0.1 < share < 1.0
+        assert scaled["lr"] == pytest.approx(plain["lr"] * max(share**4, 0.1), rel=1e-4)
+
+
+def test_a_step_with_every_part_reports_every_part(model_folder: Path) -> None:
+    """Reference, entropy, recomputed policy, importance weights, rejection and the mix with cross-entropy, at once."""
+    figures = step(
+        model_folder, "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
+        "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
+        "algorithm.rejection=token_k2", "algorithm.rejection_high=0.05", "algorithm.veto=1e-4",
+        "algorithm.opsm_delta=0.5", "algorithm.age_band_cap=4", "algorithm.sft_coefficient=0.1",
+    )  # fmt: skip
+    assert figures[0]["sums"]["kl_reference"] == pytest.approx(0.0, abs=1e-5)  # the policy still is the reference
+    assert figures[2]["sums"]["kl_reference"] > 1e-6
+    assert 0 < figures[0]["sums"]["entropy"] / figures[0]["sums"]["tokens"] < 4.1  # at most log 55
+    assert 0 < figures[0]["sums"]["rejected"] < figures[0]["sums"]["tokens"]
+
+
+def test_a_recomputed_anchor_makes_the_first_ratio_one(model_folder: Path) -> None:
+    """Against the proximal policy nothing is clipped in the one step of a batch; against the sampler much is."""
+    proximal = step(model_folder, "algorithm.ratio_anchor=proximal")[0]["sums"]
+    behaviour = step(model_folder)[0]["sums"]
+    assert proximal["ratio"] == pytest.approx(proximal["tokens"], rel=1e-5)
+    assert proximal["clipped"] == 0
+    assert behaviour["clipped"] > 0
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:
+    """Such a group is not held, and dropped under a reason of its own."""
+    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)
+    drop = box.offer(ready(1, (1.0, 1.0)))
+    assert drop is not None
+    assert drop.reason is DropReason.NO_SIGNAL
+    assert drop.num_tokens == ready(1, (1.0, 1.0)).num_tokens
+    assert not box.holds("e0.p1.a0")
+    assert box.offer(ready(2, (1.0, 0.0))) is None
+    assert box.num_ready == 1
+
+
+def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> None:
+    """Only the rest is trained on, as if the batch had held nothing else."""
+    groups = [ready(1, (1.0, 0.0, 0.0)), ready(2, (0.5, 0.5, 0.5))]
+    plan = plan_of(groups, AlgorithmSettings(drop_zero_advantage=True))
+    alone = plan_of(groups[:1], AlgorithmSettings())
+    assert plan.skipped == (("zero_advantage", 3),)
+    assert [r.weight for r in plan.rows] == [r.weight for r in alone.rows]
+    assert [r.advantage for r in plan.rows] == [r.advantage for r in alone.rows]
+
+
+def test_a_batch_of_which_a_filter_leaves_nothing_is_kept_whole() -> None:
+    """Its advantages teach nothing, its figures still count."""
+    plan = plan_of([ready(1, (0.5, 0.5))], AlgorithmSettings(drop_zero_advantage=True))
+    assert len(plan.rows) == 2
+    assert {r.advantage for r in plan.rows} == {0.0}
+
+
+def test_tokens_know_their_age_and_plans_survive_the_wire() -> None:
+    """A row's tokens carry the versions between sampling and training; a plan that was sent is the same plan."""
+    group = ready(1, (1.0, 0.0), version=3)
+    plan = plan_of([group], AlgorithmSettings(sft_coefficient=0.5), version=7, sft_coefficient=0.5)
+    assert StepPlan.from_wire(plan.to_wire()) == plan
+    rows = rows_of(plan, [0, 1], {(0, 1): group.group})
+    ages = rows[0].ages
+    assert ages is not None
+    assert set(ages[rows[0].loss_mask].tolist()) == {4}
+    assert set(ages[~rows[0].loss_mask].tolist()) <= {0}
+    assert rows[0].sft_weight == pytest.approx(0.5 / int(rows[0].loss_mask.sum()))
+    assert rows[1].sft_weight == 0.0
+
+
+def test_rewards_are_shaped_in_the_documented_order() -> None:
+    """Overlong penalty, clip, normalisation, estimator, clip of the advantages; weights sum to the batch."""
+    settings = AlgorithmSettings(
+        overlong_buffer=0.5, reward_clip=0.6, reward_norm="batch", reward_scale=False, advantage_clip=1.0,
+        advantage="reinforce", name="reinforce", loss="ppo_clip", length_weight=True, difficulty_weight=True,
+    )  # fmt: skip
+    found = credit_rule(settings, longest=10)([Scored([1.0, 1.0], [4, 10], [False, True])])
+    assert found.rewards == [0.6, 0.0]  # 1.0 cut to 0.6; 1.0 - 1.0
+    assert found.advantages == pytest.approx([0.3, -0.3])
+    assert sum(found.weights) == pytest.approx(2.0)
+    assert found.weights[0] > found.weights[1]
+
+
+def test_cut_answers_can_be_left_out() -> None:
+    """DAPO's overlong filtering, counted."""
+    found = credit_rule(AlgorithmSettings(mask_truncated=True), longest=10)(
+        [Scored([1.0, 0.0, 1.0], [3, 10, 3], [False, True, False])]
+    )
+    assert found.weights == [1.0, 0.0, 1.0]
+    assert found.skipped == {Skipped.TRUNCATED: 1}
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "topr", "dr_grpo"])
+@pytest.mark.parametrize("cut", [1, 5])
+def test_micro_batches_change_nothing_for_any_level_of_loss(name: str, cut: int) -> None:
+    """Loss, gradient and sums of a batch in one piece, with shared prompts, are those of two pieces together."""
+    settings = AlgorithmSettings(name=name)
+    groups = [ready(number, (1.0, 0.0, 1.0, 0.0)) for number in range(2)]
+    plan = plan_of(groups, settings)
+    held = {(r.pack, r.row_group): groups[n // 4].group for n, r in enumerate(plan.rows)}
+    rows = rows_of(plan, range(8), held)
+    whole = build(rows)
+    logprobs = whole.behaviour_logprobs + 0.3 * torch.randn(
+        len(whole.targets), generator=torch.Generator().manual_seed(0)
+    )
+    rule = objective(settings)
+
+    def outcome(batch: MicroBatch, values: torch.Tensor) -> tuple[float, torch.Tensor, dict[str, float]]:
+        leaf = values.clone().requires_grad_()
+        found = rule(leaf, batch)
+        found.loss.backward()
+        assert leaf.grad is not None
+        return float(found.loss.detach()), leaf.grad, {k: float(v) for k, v in found.sums.items()}
+
+    loss, grad, sums = outcome(whole, logprobs)
+    first, second = build(rows[:cut]), build(rows[cut:])
+    edge = len(first.targets)
+    pieces = [outcome(first, logprobs[:edge]), outcome(second, logprobs[edge:])]
+    assert loss == pytest.approx(sum(piece[0] for piece in pieces), rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(grad, torch.cat([piece[1] for piece in pieces]))
+    for key, value in sums.items():
+        assert value == pytest.approx(sum(piece[2][key] for piece in pieces), rel=1e-5)

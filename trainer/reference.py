@@ -1,0 +1,31 @@
+"""The frozen reference policy: the distance to it is a penalty in the loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.batch import MicroBatch
+from trainer.logprobs import CompletionScorer
+
+
+class Reference:
+    """A copy of a model that never changes and has no optimizer; every rank holds its own."""
+
+    def __init__(self, scorer: CompletionScorer, device: torch.device) -> None:
+        """Put the model on its device and freeze it; see `trainer.policy.load_reference`."""
+        self._scorer = scorer.to(device).requires_grad_(False).eval()
+        self._device = device
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch; [N] float32 on the batch's device."""
+        with torch.no_grad():
+            moved = batch.to(self._device)
+            scores = self._scorer(
+                moved.input_ids,
+                moved.predictors,
+                moved.targets,
+                position_ids=moved.position_ids,
+                attention_mask=moved.attention_mask,
+            )
+            return scores.to(batch.input_ids.device)
