@@ -112,6 +112,7 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
     yield "generated (repeats after a kill included)", str(s.groups.generated)
     yield "scored", str(s.groups.scored)
     yield "trained", str(s.groups.trained)
+    yield "still under way at the end", str(s.groups.in_flight)
     for reason, number in s.groups.dropped.items():
         yield f"dropped: {reason}", str(number)
     if not s.groups.dropped:

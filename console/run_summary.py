@@ -18,6 +18,9 @@ class GroupCounts(_Frozen):
     )
     scored: int = Field(default=0, description="Groups that came back with rewards.")
     trained: int = Field(default=0, description="Groups that went into an optimizer step, each once.")
+    in_flight: int = Field(
+        default=0, description="Groups still under way after the last step: issued, and neither trained nor dropped."
+    )
     dropped: dict[str, int] = Field(default={}, description="Groups deliberately not trained, by reason.")
     dead_lettered: dict[str, int] = Field(default={}, description="Groups nobody could process, by reason.")
 

@@ -158,6 +158,7 @@ class RunView:
                 generated=self._generated(),
                 scored=int(self._groups.get("scored", 0)),
                 trained=int(self._groups.get("trained", 0)),
+                in_flight=int(self._groups.get("outstanding", 0)),
                 dropped=self._dropped(),
                 dead_lettered=dict(self._dead),
             ),
