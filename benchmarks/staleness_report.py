@@ -64,7 +64,7 @@ def plot(runs: Runs, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    shown = [m for m in ("default", "ppo", "ppo_dual1.2_neg0.5", "dual_ess4") if any(k[1] == m for k in runs)]
+    shown = [m for m in ("default", "ppo") if any(k[1] == m for k in runs)]
     fresh = runs["sort", _FRESH, "0"]
     left.axhline(fmean(r["end"] for r in fresh), color="black", linestyle=":", label="on-policy")
     for method in shown:

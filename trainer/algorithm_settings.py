@@ -128,6 +128,12 @@ class AlgorithmSettings(Section):
     opsm_delta: float | None = Field(
         default=None, ge=0.0, description="Failed sequences that became less likely by more than this per token go."
     )
+    m2po_budget: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Tokens that moved furthest are left out until the mean of their squared log-ratios is below this; "
+        "one more forward pass; none: off.",
+    )
     age_band_cap: float | None = Field(
         default=None, gt=0.0, description="Tokens more than so many clip widths outside are left out; none: off."
     )

@@ -76,6 +76,7 @@ def objective(settings: AlgorithmSettings) -> PolicyGradient:
         age_band=AgeBand(settings.clip_low, settings.clip_high, settings.age_band_cap, settings.age_band_decay)
         if settings.age_band_cap
         else None,
+        m2po_budget=settings.m2po_budget,
         kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,
         entropy_coefficient=settings.entropy_coefficient,
         ess=EssRule(settings.ess_level, settings.ess_power, settings.ess_floor)

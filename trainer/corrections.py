@@ -17,6 +17,7 @@ Ratios come at four levels. With a per-token log-ratio of spread sigma and T tok
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -190,6 +191,33 @@ def m2po_mask(log_ratio: Tensor, *, budget: float, among: Tensor | None = None) 
     num_dropped = int(within[0]) if len(within) else len(ordered) - 1
     keep[chosen[order[:num_dropped]]] = False
     return keep
+
+
+def m2po_limit(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]], list[float]] = list) -> float:
+    """Return the largest (log r)^2 that `m2po_mask` keeps, where every rank holds some of the batch's squares.
+
+    The mean of the squares up to a limit grows with the limit, so bisection finds it, with one sum over
+    the ranks for each of some sixty halvings.
+
+    Args:
+        squares: [n] of this rank's tokens that count.
+        budget: Largest mean of what stays.
+        add_up: Adds vectors over the ranks; alone: leaves them.
+    """
+    squares = squares.detach().double()
+
+    def mean_up_to(limit: float) -> float:
+        kept = squares[squares <= limit]
+        total, count = add_up([float(kept.sum()), float(len(kept))])
+        return total / count if count else 0.0
+
+    low, high = 0.0, MAX_LOG_RATIO**2
+    if mean_up_to(high) < budget:
+        return high
+    while high - low > 1e-12 * max(high, 1e-6):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if mean_up_to(middle) < budget else (low, middle)
+    return low
 
 
 def m2po_clip(

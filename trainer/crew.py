@@ -6,17 +6,19 @@ things in the same order until rank 0 says `dismiss`. Each rank fetches and buil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from protocol import group_pack
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from trainer.batch import MicroBatch, build
+from trainer.corrections import m2po_limit, moved_along
 from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
@@ -97,7 +99,18 @@ class Crew:
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
         mine = plan.micro_batches[self._ranks.rank]
         batches = [self._complete(build(rows_of(plan, rows, groups))) for rows in mine]
+        if self._objective.m2po_budget is not None:
+            limit = self._drift_limit(batches, self._objective.m2po_budget)
+            batches = [replace(batch, drift_limit=limit) for batch in batches]
         return self.policy.train_step(batches, self._objective)
+
+    def _drift_limit(self, batches: Sequence[MicroBatch], budget: float) -> float:
+        """Look at the whole batch, over all ranks, for how far a token may have moved."""
+        squares = []
+        for batch in batches:
+            log_ratio = self.policy.logprobs(batch).cpu() - batch.behaviour_logprobs
+            squares.append(log_ratio.square()[moved_along(log_ratio, batch.advantages)])
+        return m2po_limit(torch.cat(squares), budget, self._ranks.sum)
 
     def _complete(self, batch: MicroBatch) -> MicroBatch:
         """Add the log-probabilities of other policies that the objective compares with."""

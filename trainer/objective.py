@@ -20,6 +20,7 @@ from trainer.corrections import (
     inside,
     learning_rate_factor,
     log_weights,
+    moved_along,
     not_vetoed,
     opsm,
     weigh_negatives,
@@ -130,6 +131,7 @@ class PolicyGradient:
     veto: float | None = None
     opsm_delta: float | None = None
     age_band: AgeBand | None = None
+    m2po_budget: float | None = None  # the batch's limit that meets it comes with the micro-batch
     kl: KlTerm | None = None
     entropy_coefficient: float = 0.0
     ess: EssRule | None = None
@@ -215,6 +217,9 @@ class PolicyGradient:
                 to_behaviour.exp(), batch.advantages, batch.ages,
                 clip_low=band.clip_low, clip_high=band.clip_high, cap=band.cap, decay=band.decay,
             )  # fmt: skip
+        if self.m2po_budget is not None:
+            limit = 0.0 if batch.drift_limit is None else batch.drift_limit
+            keep &= ~(moved_along(to_behaviour, batch.advantages) & (to_behaviour.square() > limit))
         return weights * keep, ~keep
 
 

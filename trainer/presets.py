@@ -64,6 +64,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "normalise_by_std": True, "loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2,
         "weight_cap": 20.0, "aggregation": "token-mean",
     },
+    "m2po": {
+        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 1.0, "clip_high": 1e6,
+        "dual_clip": None, "m2po_budget": 0.04, "aggregation": "token-mean",
+    },
     "double_sided": {
         "advantage": "grpo", "normalise_by_std": True, "loss": "double_sided", "clip_low": 0.2, "clip_high": 0.28,
         "aggregation": "token-mean",
@@ -122,8 +126,6 @@ REFUSED: dict[str, str] = {
     "gae": "it needs a critic, which the trainer does not train; reinforce_pp or grpo need none",
     "remax": "it needs the reward of a greedy completion for every prompt, which the workers do not generate; "
     "rloo and grpo take the other completions of the prompt as baseline",
-    "m2po": "its mask looks at the whole batch after a forward pass of its own, which a step does not make; "
-    "for stale samples use grpo, whose defaults were measured on them (docs/algorithms.md)",
     "crossentropy": "supervised fine-tuning is `penstock sft`",
     "sft": "supervised fine-tuning is `penstock sft`",
     "dpo": "it learns from pairs of given answers, not from rewards of sampled ones; this trainer samples",

@@ -89,6 +89,14 @@ def test_a_recomputed_anchor_makes_the_first_ratio_one(model_folder: Path) -> No
     assert behaviour["clipped"] > 0
 
 
+def test_m2po_leaves_out_what_moved_furthest(model_folder: Path) -> None:
+    """A tight budget rejects tokens of the batch, a wide one none."""
+    tight = step(model_folder, "algorithm.name=m2po", "algorithm.m2po_budget=0.01")[0]["sums"]
+    wide = step(model_folder, "algorithm.name=m2po", "algorithm.m2po_budget=50.0")[0]["sums"]
+    assert 0 < tight["rejected"] < tight["tokens"]
+    assert wide["rejected"] == wide["clipped"] == 0
+
+
 def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:
     """Such a group is not held, and dropped under a reason of its own."""
     box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)

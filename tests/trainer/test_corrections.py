@@ -146,6 +146,18 @@ def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_need
         assert torch.cat([kept, dropped.min()[None]]).mean() >= budget
 
 
+@settings(deadline=None, max_examples=25)
+@given(rows=lengths, seed=seeds, budget=st.sampled_from([0.001, 0.04, 1.0]))
+def test_m2pos_limit_keeps_what_its_mask_keeps(rows: list[int], seed: int, budget: float) -> None:
+    """The limit found by bisection is that of the mask, except that the mask always keeps one token."""
+    data = sample(rows, seed)
+    log_ratio = data.current.detach() - data.behaviour
+    keep = corr.m2po_mask(log_ratio, budget=budget)
+    limit = corr.m2po_limit(log_ratio.square(), budget)
+    if keep.sum() > 1:
+        assert ((log_ratio.square() <= limit) == keep).all()
+
+
 def test_m2pos_released_clip_meets_the_budget() -> None:
     """Clipped at the width it solves for, the second moment equals the budget; the floors hold."""
     generator = torch.Generator().manual_seed(0)
