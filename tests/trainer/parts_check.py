@@ -1,6 +1,6 @@
-"""One step with every optional part of an algorithm, in a process of its own; prints what it came to.
+"""A few steps for each of several algorithms, in a process of its own; prints what they came to.
 
-python -m tests.trainer.parts_check MODEL OVERRIDE...
+python -m tests.trainer.parts_check MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from trainer.step_plan import ReadyGroup, make_plan
 NUM_STEPS = 3
 
 
-def main() -> None:
-    model, *overrides = sys.argv[1:]
-    torch.set_num_threads(1)
+def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, Any]]:
+    """Train a fresh policy and say what each step did."""
     settings = load(TrainerSettings, overrides=[f"model.path={model}", *overrides]).settings.algorithm
-    ranks = Ranks()
     policy = load_policy(Path(model), how(1, "float32"), ranks, temperature=1.0)
     reference = None
     if settings.kl_coefficient:
@@ -44,7 +42,7 @@ def main() -> None:
         group = invent_group(f"e0.p{number}.a0", version=2, seed=number)
         scored = ScoredGroup(generated=group.summary(number), rewards=(1.0, 0.0, 1.0, 0.0), scorer="test")
         groups.append(ReadyGroup(scored, pack, group))
-    figures = []
+    found = []
     for _ in range(NUM_STEPS):
         plan = make_plan(
             groups, credit=credit_rule(settings, longest=10), aggregation=settings.aggregation,
@@ -52,8 +50,15 @@ def main() -> None:
             sft_coefficient=settings.sft_coefficient,
         )  # fmt: skip
         done = crew.step(plan, groups)
-        figures.append({"loss": done.loss, "lr": done.lr, "sums": done.sums, "rows": len(plan.rows)})
-    print(json.dumps(figures))
+        found.append({"loss": done.loss, "lr": done.lr, "sums": done.sums})
+    return found
+
+
+def main() -> None:
+    model, cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    print(json.dumps({name: figures(model, overrides, ranks) for name, overrides in json.loads(cases).items()}))
     ranks.leave(0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,17 +25,27 @@ from trainer.step_plan import ReadyGroup, StepPlan, make_plan, rows_of
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
 
+CASES = {
+    "default": [],
+    "no ess": ["algorithm.ess_level=off"],
+    "proximal": ["algorithm.ratio_anchor=proximal"],
+    "tight m2po": ["algorithm.name=m2po", "algorithm.m2po_budget=0.01"],
+    "wide m2po": ["algorithm.name=m2po", "algorithm.m2po_budget=50.0"],
+    "everything": [
+        "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
+        "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
+        "algorithm.rejection=token_k2", "algorithm.rejection_high=0.05", "algorithm.veto=1e-4",
+        "algorithm.opsm_delta=0.5", "algorithm.age_band_cap=4", "algorithm.sft_coefficient=0.1",
+    ],
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    write_model(folder, seed=0)
-    return folder
-
-
-def step(model: Path, *overrides: str) -> list[dict]:
-    """Three steps in a process of their own."""
-    command = [sys.executable, "-m", "tests.trainer.parts_check", str(model), *overrides]
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    """Three steps of a fresh policy for each case, all in one process of their own."""
+    model = tmp_path_factory.mktemp("model") / "model"
+    write_model(model, seed=0)
+    command = [sys.executable, "-m", "tests.trainer.parts_check", str(model), json.dumps(CASES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -55,44 +64,35 @@ def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float
     )  # fmt: skip
 
 
-def test_the_learning_rate_shrinks_with_the_effective_sample_size(model_folder: Path) -> None:
+def test_the_learning_rate_shrinks_with_the_effective_sample_size(trained: dict[str, list[dict]]) -> None:
     """Samples far from the policy scale the step's rate by the share that still counts; off, the schedule alone does."""
-    on = step(model_folder)
-    off = step(model_folder, "algorithm.ess_level=off")
-    for scaled, plain in zip(on, off, strict=True):
+    for scaled, plain in zip(trained["default"], trained["no ess"], strict=True):
         sums = scaled["sums"]
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
         assert 0.1 < share < 1.0
         assert scaled["lr"] == pytest.approx(plain["lr"] * max(share**4, 0.1), rel=1e-4)
 
 
-def test_a_step_with_every_part_reports_every_part(model_folder: Path) -> None:
+def test_a_step_with_every_part_reports_every_part(trained: dict[str, list[dict]]) -> None:
     """Reference, entropy, recomputed policy, importance weights, rejection and the mix with cross-entropy, at once."""
-    figures = step(
-        model_folder, "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
-        "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
-        "algorithm.rejection=token_k2", "algorithm.rejection_high=0.05", "algorithm.veto=1e-4",
-        "algorithm.opsm_delta=0.5", "algorithm.age_band_cap=4", "algorithm.sft_coefficient=0.1",
-    )  # fmt: skip
+    figures = trained["everything"]
     assert figures[0]["sums"]["kl_reference"] == pytest.approx(0.0, abs=1e-5)  # the policy still is the reference
     assert figures[2]["sums"]["kl_reference"] > 1e-6
     assert 0 < figures[0]["sums"]["entropy"] / figures[0]["sums"]["tokens"] < 4.1  # at most log 55
     assert 0 < figures[0]["sums"]["rejected"] < figures[0]["sums"]["tokens"]
 
 
-def test_a_recomputed_anchor_makes_the_first_ratio_one(model_folder: Path) -> None:
+def test_a_recomputed_anchor_makes_the_first_ratio_one(trained: dict[str, list[dict]]) -> None:
     """Against the proximal policy nothing is clipped in the one step of a batch; against the sampler much is."""
-    proximal = step(model_folder, "algorithm.ratio_anchor=proximal")[0]["sums"]
-    behaviour = step(model_folder)[0]["sums"]
+    proximal, behaviour = trained["proximal"][0]["sums"], trained["default"][0]["sums"]
     assert proximal["ratio"] == pytest.approx(proximal["tokens"], rel=1e-5)
     assert proximal["clipped"] == 0
     assert behaviour["clipped"] > 0
 
 
-def test_m2po_leaves_out_what_moved_furthest(model_folder: Path) -> None:
+def test_m2po_leaves_out_what_moved_furthest(trained: dict[str, list[dict]]) -> None:
     """A tight budget rejects tokens of the batch, a wide one none."""
-    tight = step(model_folder, "algorithm.name=m2po", "algorithm.m2po_budget=0.01")[0]["sums"]
-    wide = step(model_folder, "algorithm.name=m2po", "algorithm.m2po_budget=50.0")[0]["sums"]
+    tight, wide = trained["tight m2po"][0]["sums"], trained["wide m2po"][0]["sums"]
     assert 0 < tight["rejected"] < tight["tokens"]
     assert wide["rejected"] == wide["clipped"] == 0
 
