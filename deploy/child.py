@@ -168,8 +168,17 @@ class Child:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what dead children leave behind, instead of process 1 (PR_SET_CHILD_SUBREAPER)."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    """Become the parent of what dead children leave behind, instead of process 1, until `adopt_no_more`."""
+    _be_subreaper(1)
+
+
+def adopt_no_more() -> None:
+    """Leave orphans to process 1 again: what this process starts later is none of a finished ring's business."""
+    _be_subreaper(0)
+
+
+def _be_subreaper(yes: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, yes, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from console import launch
 from deploy.bootstrap import ConnectionSettings, bootstrap
-from deploy.child import Child, DeployError, adopt_orphans, end_orphans
+from deploy.child import Child, DeployError, adopt_no_more, adopt_orphans, end_orphans
 from deploy.local import LocalStack, connection_environment
 from deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from protocol.connection import NatsSettings, S3Settings
@@ -163,6 +163,7 @@ class Ring:
         if self._stack is not None:
             self._stack.stop()
         end_orphans()
+        adopt_no_more()
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def kill_worker(self, index: int) -> int:
