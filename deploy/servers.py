@@ -180,11 +180,6 @@ class NatsServer(Server):
             return False
         return status == 200
 
-    @property
-    def monitor_url(self) -> str:
-        """Where ``/healthz``, ``/varz`` and ``/jsz`` are."""
-        return f"http://{HOST}:{self._monitor_port}"
-
 
 class S3Server(Server):
     """``rclone serve s3`` over a folder: a bucket is a folder below ``store``."""

@@ -9,11 +9,6 @@ from __future__ import annotations
 from protocol.versions import PolicyVersion
 
 
-def run_prefix(run_id: str) -> str:
-    """Return the prefix below which everything of a run lies."""
-    return f"runs/{run_id}/"
-
-
 def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: str) -> str:
     """Return the key of a Parquet pack of groups; ``version`` is the oldest that sampled it."""
     return f"runs/{run_id}/groups/v{version:08d}/{pack_id}.{attempt_id}.parquet"

@@ -62,11 +62,6 @@ class ChatTokenizer:
         template = _compile(_template_text(folder, config), folder)
         return cls(tokenizer, template, special_tokens, _eos_ids(folder, tokenizer, special_tokens.get("eos_token")))
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids, added tokens included."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Render a chat as text; raises MalformedData when the template refuses it."""
         try:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
@@ -79,8 +78,3 @@ class KlController:
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * num_samples / self.horizon
-
-
-def kl_tokens_mean(kl: Tensor) -> Tensor:
-    """Mean over tokens, 0 for none."""
-    return kl.mean() if len(kl) else torch.zeros((), dtype=kl.dtype)
