@@ -6,6 +6,7 @@
     │   ├── MalformedFact         the fields do not fit the schema
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
+    ├── MalformedWeights          a file of weights is not the safetensors it should be
     ├── BusError
     │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
     │   ├── BusRefused            wrong credentials or missing permission
@@ -48,6 +49,10 @@ class MessageTooLarge(WireError):
 
 class PackError(PenstockError):
     """A group pack cannot be read, or does not hold what the message says it holds."""
+
+
+class MalformedWeights(PenstockError):
+    """A file of weights is not the safetensors it should be."""
 
 
 class BusError(PenstockError):
