@@ -33,7 +33,7 @@ from trainer.errors import UnsupportedModel
 from trainer.evaluate import Evaluator
 from trainer.issue import Issuer
 from trainer.ledger import Ledger
-from trainer.policy import Optimisation, load_policy, load_reference
+from trainer.policy import load_policy, load_reference
 from trainer.preflight import check_rewards, check_run_is_ours, open_doors
 from trainer.publish import Publisher
 from trainer.pulse import Pulse
@@ -41,6 +41,7 @@ from trainer.ranks import Ranks
 from trainer.record import Recorder
 from trainer.settings import TrainerSettings
 from trainer.tally import Tally
+from trainer.trainable import Optimisation
 from trainer.training import Training
 
 log = structlog.get_logger("trainer")

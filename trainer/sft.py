@@ -20,10 +20,11 @@ from trainer.data_order import DataOrder
 from trainer.dataset import Turn, TurnSet
 from trainer.model_folder import write_model_folder
 from trainer.objective import CrossEntropy
-from trainer.policy import Optimisation, Policy, StepFigures, load_policy
+from trainer.policy import Policy, StepFigures, load_policy
 from trainer.progress import ProgressLine
 from trainer.ranks import Ranks
 from trainer.settings import TrainerSettings
+from trainer.trainable import Optimisation
 
 log = structlog.get_logger("trainer.sft")
 

@@ -19,9 +19,10 @@ from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
 from trainer.credit import credit_rule
 from trainer.crew import Crew
-from trainer.policy import Optimisation, load_policy
+from trainer.policy import load_policy
 from trainer.ranks import Ranks
 from trainer.step_plan import ReadyGroup, make_plan
+from trainer.trainable import Optimisation
 
 CASES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
 NUM_STEPS = 4

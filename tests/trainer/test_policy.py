@@ -17,9 +17,10 @@ from trainer.deepspeed_config import deepspeed_config
 from trainer.errors import UnsupportedModel
 from trainer.logprobs import CompletionScorer
 from trainer.model_folder import split_shards, write_model_folder
-from trainer.policy import Optimisation, load_policy
+from trainer.policy import load_policy
 from trainer.ranks import Ranks
 from trainer.schedule import lr_factor
+from trainer.trainable import Optimisation
 
 
 @pytest.fixture(scope="module")
