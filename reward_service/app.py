@@ -19,7 +19,7 @@ from protocol.facts import RewardRequest
 from protocol.group_pack import GroupTexts
 from reward_service import built_in, metrics_text
 from reward_service.catalogue import Catalogue
-from reward_service.endpoint import Endpoint, GroupToScore, ScoreRequest, example_groups
+from reward_service.endpoint import Endpoint
 from reward_service.endpoint_client import EndpointClient, LiveFigures
 from reward_service.errors import EndpointRefused, NameTaken
 from reward_service.figures import Figures
@@ -27,6 +27,7 @@ from reward_service.registry import Registry
 from reward_service.rewards.data_sources import AUTO, BY_SOURCE
 from reward_service.scores import GroupScores, Outcome
 from reward_service.scoring import score_groups
+from reward_service.wire import GroupToScore, ScoreRequest, example_groups
 
 _SCHEME = HTTPBearer(auto_error=False)
 

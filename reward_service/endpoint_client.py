@@ -19,15 +19,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from protocol.group_pack import GroupTexts
-from reward_service.endpoint import Endpoint, GroupScore, GroupToScore, ScoreRequest, ScoreResponse
+from reward_service.dialects.dialect import BadAnswer, Call
+from reward_service.endpoint import Endpoint
 from reward_service.errors import EndpointFailed, EndpointNonsense, EndpointRefused, RewardError, ScoreRefused
 from reward_service.figures import Timings
 from reward_service.rewards.verdict import Verdict
 from reward_service.scores import GroupScores, Outcome
 from reward_service.target_policy import TargetPolicy
+from reward_service.wire import GroupToScore, Score
 
 _TRIES = 4
 _PAUSE_S = 0.1  # before the second try; doubled each time
@@ -131,7 +133,7 @@ class EndpointClient:
             started = time.monotonic()
             outcomes: list[Outcome]
             try:
-                outcomes = _outcomes(endpoint, groups, await self._ask(endpoint, groups, attempt))
+                outcomes = await self._scored(endpoint, groups, attempt)
             except RewardError as err:
                 outcomes = [err] * len(groups)
             finally:
@@ -147,27 +149,40 @@ class EndpointClient:
             line = self._lines[endpoint.name] = _Line(endpoint, asyncio.Semaphore(endpoint.concurrency))
         return line
 
-    async def _ask(self, endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> ScoreResponse:
-        request_id = _request_id(endpoint, groups, attempt)
-        body = ScoreRequest(request_id=request_id, reward=endpoint.name, groups=list(groups)).model_dump_json().encode()
+    async def _scored(self, endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> list[Outcome]:
+        """Ask in as many requests as the dialect needs for these groups."""
+        pieces = _pieces(endpoint, groups)
+        if pieces is None:
+            scores = await self._ask(endpoint, groups, attempt)
+        else:
+            answers = await asyncio.gather(
+                *(self._ask(endpoint, [piece], attempt) for of_group in pieces for piece in of_group)
+            )
+            singles = (answer[0] for answer in answers)
+            scores = [[score for _ in of_group for score in next(singles)] for of_group in pieces]
+        return [_outcome(endpoint, group, found) for group, found in zip(groups, scores, strict=True)]
+
+    async def _ask(self, endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> list[list[Score]]:
+        call = Call(endpoint.name, _request_id(endpoint, groups, attempt), groups)
+        payload = endpoint.speaker.request(call)
         headers = {
-            "content-type": "application/json",
+            "content-type": payload.content_type,
             "accept": "application/json",
             "accept-encoding": "identity",  # a small answer that unpacks to a large one is not read at all
-            "idempotency-key": request_id,
+            "idempotency-key": call.request_id,
         }
         problem = "no try was made"
         try:
             async with asyncio.timeout(endpoint.timeout_s):
                 for number in range(1, _TRIES + 1):
                     try:
-                        status, answer_headers, answer = await self._post(endpoint, body, headers)
+                        status, answer_headers, answer = await self._post(endpoint, payload.body, headers)
                     except httpx.TransportError as err:
                         problem = f"no answer ({_words(err)})"
                         pause_s = 0.0
                     else:
                         if status == 200:
-                            return _parse(endpoint, answer)
+                            return _read(endpoint, call, answer)
                         problem = f"HTTP {status}: {answer[:_MAX_TEXT].decode('utf-8', 'replace')}"
                         if status not in _RETRY_STATUS:
                             break
@@ -251,36 +266,34 @@ def _request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int
     return digest.hexdigest()[:32]
 
 
-def _parse(endpoint: Endpoint, answer: bytes) -> ScoreResponse:
+def _pieces(endpoint: Endpoint, groups: Sequence[GroupToScore]) -> list[list[GroupToScore]] | None:
+    """Cut every group into what fits into one request; None when all groups go together."""
+    match endpoint.speaker.carries:
+        case "groups":
+            return None
+        case "group":
+            return [[group] for group in groups]
+        case "completion":
+            return [
+                [group.model_copy(update={"completions": [text]}) for text in group.completions] for group in groups
+            ]
+
+
+def _read(endpoint: Endpoint, call: Call, answer: bytes) -> list[list[Score]]:
     try:
-        return ScoreResponse.model_validate_json(answer)
-    except ValidationError as err:
-        first = err.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
+        return endpoint.speaker.read(call, answer)
+    except BadAnswer as err:
         raise EndpointNonsense(
-            f"endpoint {endpoint.name} ({endpoint.url}) does not answer as agreed: {where}: {first['msg']}; "
-            f"it says {answer[:_MAX_TEXT].decode('utf-8', 'replace')!r}"
+            f"endpoint {endpoint.name} ({endpoint.url}) {err}; it says {answer[:_MAX_TEXT].decode('utf-8', 'replace')!r}"
         ) from None
 
 
-def _outcomes(endpoint: Endpoint, groups: Sequence[GroupToScore], response: ScoreResponse) -> list[Outcome]:
-    """Match results to groups; raises EndpointNonsense when they are not exactly the groups that were sent."""
-    results = {result.group_id: result for result in response.results}
-    sent = [group.group_id for group in groups]
-    if len(results) != len(response.results) or set(results) != set(sent):
-        raise EndpointNonsense(
-            f"endpoint {endpoint.name} ({endpoint.url}): {len(sent)} groups were sent ({', '.join(sent[:3])}...), "
-            f"results came for {len(response.results)} ({', '.join(r.group_id for r in response.results[:3])}...)"
-        )
-    return [_outcome(endpoint, group, results[group.group_id]) for group in groups]
-
-
-def _outcome(endpoint: Endpoint, group: GroupToScore, result: GroupScore) -> Outcome:
+def _outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
-    if len(result.scores) != len(group.completions):
-        return EndpointNonsense(f"{who}: {len(result.scores)} scores for {len(group.completions)} completions")
+    if len(scores) != len(group.completions):
+        return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
     verdicts = []
-    for number, score in enumerate(result.scores):
+    for number, score in enumerate(scores):
         if score.score is None or score.error is not None:
             return ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
         if not endpoint.min_score <= score.score <= endpoint.max_score:

@@ -25,9 +25,10 @@ from fastapi import FastAPI, HTTPException, Request
 
 from protocol.errors import ConfigError
 from reward_service import registration, user_function, web_server
-from reward_service.endpoint import NAME_PATTERN, GroupScore, ScoreRequest, ScoreResponse
+from reward_service.endpoint import NAME_PATTERN
 from reward_service.registration import ServiceAddress
 from reward_service.user_function import UserReward
+from reward_service.wire import GroupScore, ScoreRequest, ScoreResponse
 
 
 def main(arguments: Sequence[str]) -> int:

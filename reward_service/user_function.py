@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from reward_service.endpoint import MAX_PARTS, GroupToScore, Score
 from reward_service.errors import UserFileError
+from reward_service.wire import MAX_PARTS, GroupToScore, Score
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
 _PER_COMPLETION = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -34,6 +34,8 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     assert answer.json()["endpoint"] == {
         "name": name,
         "url": endpoint.url,
+        "dialect": "penstock",
+        "options": {},
         "timeout_s": 3.0,
         "concurrency": 8,
         "batch_size": 16,

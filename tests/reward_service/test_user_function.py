@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from reward_service import user_function
-from reward_service.endpoint import GroupToScore, Score
 from reward_service.errors import UserFileError
+from reward_service.wire import GroupToScore, Score
 
 GROUP = GroupToScore(
     group_id="g",

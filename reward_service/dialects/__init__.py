@@ -1,0 +1,1 @@
+"""The languages in which endpoints want to be asked; `spoken.py` lists them by name."""
