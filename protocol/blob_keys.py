@@ -39,6 +39,26 @@ def model_file(run_id: str, sha256: str, name: str) -> str:
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
 
 
+def lineage_prefix(run_id: str) -> str:
+    """Return the prefix below which the record of a run lies."""
+    return f"runs/{run_id}/lineage/"
+
+
+def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> str:
+    """Return the key of one chapter of the record; ``attempt_id`` is fresh for every attempt at a checkpoint."""
+    return f"runs/{run_id}/lineage/chapter{number:08d}.e{epoch:04d}.{attempt_id}.msgpack"
+
+
+def lineage_config(run_id: str, sha256: str) -> str:
+    """Return the key of the settings of a trainer's life, addressed by content."""
+    return f"runs/{run_id}/lineage/config.{sha256[:16]}.json"
+
+
+def groups_prefix(run_id: str) -> str:
+    """Return the prefix below which all packs of groups lie."""
+    return f"runs/{run_id}/groups/"
+
+
 def all_weights_prefix(run_id: str) -> str:
     """Return the prefix below which every version's shards and manifest lie."""
     return f"runs/{run_id}/weights/"

@@ -14,6 +14,7 @@ A fact is a past participle: something that happened, written once, never change
 | `DeadLetter`       | every service  | people                  | a message nobody could process, and why |
 | `Heartbeat`        | every service  | console (KV, with TTL)  | I am alive, at this version, this busy  |
 | `Head`             | trainer        | rollout worker (KV)     | the newest complete version             |
+| `Lease`            | trainer        | trainer (KV)            | I alone train this run                  |
 
 The group stays the unit of identity, scoring, staleness and accounting. Small groups travel
 together: one message and one object for a *pack* of them, because a message and an object for
@@ -237,12 +238,34 @@ class WeightsApplied(Fact):
 
 
 class Head(Fact):
-    """The newest complete version, in the KV bucket under ``head``; late joiners read it first."""
+    """The newest complete version, in the KV bucket under ``head``; late joiners read it first.
+
+    ``epoch`` is that of the trainer's lease: whoever takes the lease over writes the head again under its
+    own, so that a trainer that does not know yet cannot move it any more.
+    """
 
     schema_tag = "head.v1"
     version: Count
     step: Count
     manifest: BlobRef
+    epoch: Count = 0
+
+
+class Lease(Fact):
+    """Who trains the run, in the KV bucket under ``lease``; its revision moves with every renewal.
+
+    A lease whose revision stands still for ``ttl_s`` by the clock of whoever watches it is free; no clocks
+    are compared. ``at`` and ``since`` are seconds since 1970 by the holder's clock, for people only.
+    """
+
+    schema_tag = "lease.v1"
+    holder: Identifier
+    epoch: Annotated[int, Field(ge=1)]  # grows by one with every holder
+    host: str
+    pid: Count
+    since: Finite
+    ttl_s: Annotated[float, Field(gt=0)]
+    released: bool = False  # its holder ended in good order
 
 
 class Heartbeat(Fact):

@@ -134,7 +134,7 @@ def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[Consumer
 
 
 def state_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of what must not be forgotten: ``head``."""
+    """Return the bucket of what must not be forgotten: ``head``, ``lease``, ``checkpoint``."""
     return BucketSpec(f"{run_id}-state")
 
 
@@ -153,7 +153,9 @@ def buckets(run_id: str) -> tuple[BucketSpec, ...]:
     return (state_bucket(run_id), live_bucket(run_id), registry_bucket())
 
 
-HEAD_KEY = "head"
+HEAD_KEY = "head"  # `Head`
+LEASE_KEY = "lease"  # `Lease`
+CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/lineage.py
 HEARTBEAT_PERIOD_S = 1.0
 
 

@@ -16,3 +16,4 @@ class DropReason(StrEnum):
     DEAD = "dead"  # it went to the dead letters of another service
     NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
     LOST = "lost"  # every queue is empty and it never arrived
+    ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that began it

@@ -73,6 +73,7 @@ EVERY_FACT = [
     facts.DeadLetter(
         run_id="r", stage="tasks", subject="s", reason="MalformedFact", detail="d", num_delivered=1, payload=b"\x00"
     ),
+    facts.Lease(holder="t-1", epoch=3, host="gpu-1", pid=7, since=1.0, ttl_s=6.0),
 ]
 
 
