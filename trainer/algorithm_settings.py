@@ -20,6 +20,7 @@ Statistic = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
+RewardKlForm = Literal["k1", "abs", "k2", "k3"]
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 
 
@@ -47,11 +48,18 @@ class AlgorithmSettings(Section):
     reward_clip: float | None = Field(
         default=None, gt=0.0, description="Rewards are limited to plus or minus this; none: not."
     )
-    reward_norm: Literal["none", "group", "batch"] = Field(
-        default="none", description="Normalise rewards, before the estimator, over the prompt's group or the batch."
+    reward_scaling: Literal["none", "std", "mean_std"] = Field(
+        default="none",
+        description="Divide rewards by the standard deviation of all rewards of the run so far; mean_std: mean off first.",
+    )
+    reward_norm: Literal["none", "group", "batch", "source", "running"] = Field(
+        default="none",
+        description="Normalise rewards, before the estimator, over the prompt's group, the batch, the batch's rows of "
+        "one data_source, or all rewards of the run so far.",
     )
     reward_shift: bool = Field(default=True, description="reward_norm takes the mean off.")
     reward_scale: bool = Field(default=True, description="reward_norm divides by the standard deviation.")
+    asym_clip: bool = Field(default=False, description="Normalised rewards are limited to [-1, 3].")
     whiten_advantages: bool = Field(
         default=False, description="Whiten advantages over all tokens of the batch, after the estimator."
     )
@@ -151,6 +159,20 @@ class AlgorithmSettings(Section):
         default=0.0, ge=0.0, description="Weight of the KL to the reference in the loss; 0: no reference is loaded."
     )
     kl_form: KlForm = Field(default="k3", description="Estimator of that KL; a plus: with the gradient of k2.")
+    reward_kl_coefficient: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Weight of the KL to the reference inside the reward, summed over the trajectory's tokens; 0: off.",
+    )
+    reward_kl_form: RewardKlForm = Field(default="k1", description="Estimator of the KL inside the reward.")
+    kl_target: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="KL per token that the coefficient, in loss or reward, is steered to as the run goes; none: fixed.",
+    )
+    kl_horizon: int = Field(
+        default=10_000, ge=1, description="Trajectories over which a KL off its target moves the coefficient."
+    )
     kl_unbiased: bool = Field(default=False, description="Weigh the KL by the ratio, which is right for stale samples.")
     reference_path: Path | None = Field(
         default=None, description="Model folder of the reference; none: model.path as the run started."
@@ -190,7 +212,17 @@ class AlgorithmSettings(Section):
                 'sampler the loss holds the weight already; set algorithm.ratio_anchor = "proximal", or '
                 'algorithm.loss = "reinforce"'
             )
+        if self.kl_target is not None and self.kl_coefficient and self.reward_kl_coefficient:
+            raise ValueError(
+                "algorithm.kl_target steers one coefficient, and both algorithm.kl_coefficient and "
+                "algorithm.reward_kl_coefficient are set; set one of them to 0"
+            )
         return self
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference policy is loaded."""
+        return self.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
     def uses_proximal(self) -> bool:
@@ -202,14 +234,18 @@ class AlgorithmSettings(Section):
         return f"preset {self.name}" if field in PRESETS[self.name] else "default"
 
 
-_SWITCHES: dict[str, tuple[str, ...]] = {
-    "importance": ("importance_bound", "importance_high", "importance_low"),
-    "rejection": ("rejection_high", "rejection_low"),
-    "age_band_cap": ("age_band_decay",),
-    "overlong_buffer": ("overlong_factor",),
-    "reward_norm": ("reward_shift", "reward_scale"),
-    "ess_level": ("ess_power", "ess_floor"),
-    "kl_coefficient": ("kl_form", "kl_unbiased", "reference_path", "reference_device"),
+# What a part does nothing without: any one of these must be on.
+_SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("importance",): ("importance_bound", "importance_high", "importance_low"),
+    ("rejection",): ("rejection_high", "rejection_low"),
+    ("age_band_cap",): ("age_band_decay",),
+    ("overlong_buffer",): ("overlong_factor",),
+    ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
+    ("ess_level",): ("ess_power", "ess_floor"),
+    ("kl_coefficient",): ("kl_form", "kl_unbiased"),
+    ("reward_kl_coefficient",): ("reward_kl_form",),
+    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target", "reference_path", "reference_device"),
+    ("kl_target",): ("kl_horizon",),
 }
 _OFF = (None, 0.0, "none", "off")
 
@@ -225,7 +261,8 @@ def _refuse_idle(given: dict[str, Any], values: dict[str, Any]) -> None:
                 f"algorithm.{idle[0]} does nothing with algorithm.{kind} = {values[kind]}, "
                 f"which reads {', '.join(read) or 'none of these'}"
             )
-    for switch, parts in _SWITCHES.items():
+    for switches, parts in _SWITCHES.items():
         idle = sorted(changed.intersection(parts))
-        if idle and values[switch] in _OFF:
-            raise ValueError(f"algorithm.{idle[0]} does nothing while algorithm.{switch} is off; set that too")
+        if idle and all(values[switch] in _OFF for switch in switches):
+            needed = " and ".join(f"algorithm.{switch}" for switch in switches)
+            raise ValueError(f"algorithm.{idle[0]} does nothing while {needed} is off; set that too")

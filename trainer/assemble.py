@@ -125,7 +125,7 @@ def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
     )
     policy = load_policy(settings.model.path, how, ranks, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
-    if algorithm.kl_coefficient:
+    if algorithm.needs_reference:
         device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
         folder = algorithm.reference_path or settings.model.path
         reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)

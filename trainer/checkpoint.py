@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from protocol.facts import Count, Identifier, Wire
 from trainer.errors import CheckpointError
@@ -35,6 +35,9 @@ class TrainerState(Wire):
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids)
     dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/dispatch.py` writes it
     totals: dict[str, Any]  # counters of the whole run, as `trainer/tally.py` writes them
+    algorithm: dict[str, Any] = Field(
+        default={}
+    )  # what the algorithm remembers, as `trainer/algorithm_state.py` writes it
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer import advantages, reward_shaping
 from trainer.advantages import AdvantageEstimator, Outcomes
 from trainer.algorithm_settings import AlgorithmSettings
+from trainer.algorithm_state import AlgorithmState
 from trainer.filters import Skipped, TrajectoryFilter
 
 ESTIMATORS: dict[str, AdvantageEstimator] = {
@@ -36,6 +37,8 @@ class Scored:
     rewards: Sequence[float]
     lengths: Sequence[int]  # sampled tokens of each trajectory
     truncated: Sequence[bool]
+    source: str = ""  # kind of task, the row's data_source
+    kl: Sequence[float] = ()  # of each trajectory to the reference, summed over its tokens; none: 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,12 @@ class Credit:
 CreditRule = Callable[[Sequence[Scored]], Credit]
 
 
-def credit_rule(settings: AlgorithmSettings, *, longest: int) -> CreditRule:
-    """Return the rule of an algorithm; ``longest`` is rollout.max_new_tokens."""
+def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmState | None = None) -> CreditRule:
+    """Return the rule of an algorithm; ``longest`` is rollout.max_new_tokens.
+
+    What the rule remembers is in ``state``, which every batch updates; None: it starts here.
+    """
+    remembered = AlgorithmState.fresh(settings) if state is None else state
     estimate = ESTIMATORS[settings.advantage]
     options = {"normalise_by_std": settings.normalise_by_std} if settings.advantage in ("grpo", "pass_at_k") else {}
     buffer = max(1, round(settings.overlong_buffer * longest)) if settings.overlong_buffer else 0
@@ -73,11 +80,11 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int) -> CreditRule:
             )
         rewards = reward_shaping.clip_symmetric(rewards, settings.reward_clip)
         shaped = rewards
-        if settings.reward_norm != "none":
-            rewards = reward_shaping.normalise(
-                rewards, index if settings.reward_norm == "group" else None,
-                shift=settings.reward_shift, scale=settings.reward_scale,
-            )  # fmt: skip
+        rewards = _scaled(settings, remembered, rewards)
+        rewards = _normalised(settings, remembered, rewards, groups, index)
+        if settings.reward_kl_coefficient:
+            gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
+            rewards = rewards - remembered.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         found = estimate(Outcomes(rewards, index, lengths), **options)
         if settings.whiten_advantages:
             found = reward_shaping.whiten(found, weights=lengths)
@@ -91,6 +98,34 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int) -> CreditRule:
         return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped)
 
     return rule
+
+
+def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor) -> Tensor:
+    if settings.reward_scaling == "none":
+        return rewards
+    state.scaling.update(rewards)
+    return state.scaling.scale(rewards, centre=settings.reward_scaling == "mean_std")
+
+
+def _normalised(
+    settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor, groups: Sequence[Scored], index: Tensor
+) -> Tensor:
+    """Normalise over what `reward_norm` names, and limit the result when asked."""
+    shift, scale = settings.reward_shift, settings.reward_scale
+    match settings.reward_norm:
+        case "none":
+            return rewards
+        case "running":
+            state.norm.update(rewards)
+            rewards = state.norm.normalise(rewards, shift=shift, scale=scale)
+        case "source":
+            sources = [g.source for g in groups for _ in g.rewards]
+            rewards = reward_shaping.normalise(rewards, reward_shaping.numbered(sources), shift=shift, scale=scale)
+        case "batch":
+            rewards = reward_shaping.normalise(rewards, shift=shift, scale=scale)
+        case "group":
+            rewards = reward_shaping.normalise(rewards, index, shift=shift, scale=scale)
+    return reward_shaping.asym_clip(rewards) if settings.asym_clip else rewards
 
 
 def _sample_weights(settings: AlgorithmSettings, rewards: Tensor, index: Tensor, lengths: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from trainer.batch import MicroBatch, build
 from trainer.corrections import m2po_limit, moved_along
+from trainer.kl import KlForm, kl_estimate
 from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
@@ -52,9 +53,12 @@ class Crew:
     def step(self, plan: StepPlan, groups: Iterable[ReadyGroup]) -> StepFigures:
         """Make one optimizer step (rank 0); ``groups`` are those of the plan, already fetched."""
         self._order("step", plan.to_wire)
-        numbers = {reference.key: number for number, reference in enumerate(plan.packs)}
-        fetched = {(numbers[g.pack.key], g.scored.generated.row_group): g.group for g in groups}
-        return self._train(plan, fetched)
+        return self._train(plan, _by_place(plan, groups))
+
+    def reference_gaps(self, plan: StepPlan, groups: Iterable[ReadyGroup], form: KlForm) -> list[float]:
+        """Return each row's estimated KL from its sampler to the reference, summed over its tokens (rank 0)."""
+        self._order("gaps", lambda: [plan.to_wire(), form])
+        return self._gaps(plan, _by_place(plan, groups), form)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copy the whole model to the CPU (rank 0)."""
@@ -83,6 +87,9 @@ class Crew:
                 case "step":
                     plan = StepPlan.from_wire(detail)
                     self._train(plan, self._fetch(plan))
+                case "gaps":
+                    plan = StepPlan.from_wire(detail[0])
+                    self._gaps(plan, self._fetch(plan), detail[1])
                 case "snapshot":
                     self.policy.snapshot()
                 case "save":
@@ -102,7 +109,18 @@ class Crew:
         if self._objective.m2po_budget is not None:
             limit = self._drift_limit(batches, self._objective.m2po_budget)
             batches = [replace(batch, drift_limit=limit) for batch in batches]
-        return self.policy.train_step(batches, self._objective)
+        return self.policy.train_step(batches, self._objective.with_kl(plan.kl_coefficient))
+
+    def _gaps(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], form: KlForm) -> list[float]:
+        if self._reference is None:
+            raise ValueError("the KL to the reference was asked for, and no reference is loaded")
+        gaps = [0.0] * len(plan.rows)
+        for numbers in plan.micro_batches[self._ranks.rank]:
+            batch = build(rows_of(plan, numbers, groups))
+            kl = kl_estimate(batch.behaviour_logprobs, self._reference.logprobs(batch), form).double()
+            for number, gap in zip(numbers, batch.sequences.sum(kl).tolist(), strict=False):  # no rows: one empty
+                gaps[number] = gap
+        return self._ranks.sum(gaps)
 
     def _drift_limit(self, batches: Sequence[MicroBatch], budget: float) -> float:
         """Look at the whole batch, over all ranks, for how far a token may have moved."""
@@ -131,3 +149,9 @@ class Crew:
             groups = group_pack.decode(self._blobs.get(plan.packs[pack]), order)
             found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
         return found
+
+
+def _by_place(plan: StepPlan, groups: Iterable[ReadyGroup]) -> dict[tuple[int, int], Group]:
+    """Key groups that are here already by pack number and row group."""
+    numbers = {reference.key: number for number, reference in enumerate(plan.packs)}
+    return {(numbers[g.pack.key], g.scored.generated.row_group): g.group for g in groups}

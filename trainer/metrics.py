@@ -17,6 +17,8 @@
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
+| `reward_kl`                | nats     | KL(sampler ‖ reference) per token, as the reward had it; with it on|
+| `kl_coefficient`           |          | that the step used, in loss or reward, steered or fixed            |
 | `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
 | `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
 | `staleness_tokens`         | tokens   | histogram by age                                                   |

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -150,6 +150,12 @@ class PolicyGradient:
     def needs_entropy(self) -> bool:
         """Whether the policy must compute entropies with a gradient."""
         return self.entropy_coefficient != 0.0
+
+    def with_kl(self, coefficient: float | None) -> PolicyGradient:
+        """Return the objective with another coefficient of its KL term; None: this one."""
+        if self.kl is None or coefficient is None:
+            return self
+        return replace(self, kl=replace(self.kl, coefficient=coefficient))
 
     def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
         """Return the loss of a micro-batch, whose log-probabilities [N] (and entropies) carry the gradient."""

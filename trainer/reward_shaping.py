@@ -3,16 +3,16 @@
 The order is fixed, and each step is off unless it is set:
 
 1. `clip_symmetric` of the reward. 2. `RunningMoments`: scale by the running standard deviation, with the
-running mean off when asked. 3. `normalise`: by batch, group or running moments; mean only (shift) or
-deviation only (scale) when asked. 4. `kl_in_reward`. 5. `whiten` of the token rewards, before GAE.
+running mean off when asked. 3. `normalise`: by batch, group, kind of task or running moments; mean only (shift) or
+deviation only (scale) when asked; `asym_clip` of the result. 4. `kl_in_reward`. 5. `whiten` of the token rewards, before GAE.
 6. The estimator (`trainer/advantages.py`). 7. `whiten` of the advantages. 8. `clip_symmetric` of the
 advantages. Then `sample_weights` by difficulty and length.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,7 +56,12 @@ class RunningMoments:
 
     def scale(self, values: Tensor, *, centre: bool = False) -> Tensor:
         """Divide by the standard deviation, with the mean off first when asked."""
-        return (values - self.mean if centre else values) / self.std
+        return self.normalise(values, shift=centre)
+
+    def normalise(self, values: Tensor, *, shift: bool = True, scale: bool = True) -> Tensor:
+        """Take the mean off and divide by the standard deviation, each when asked."""
+        shifted = values - self.mean if shift else values
+        return shifted / self.std if scale else shifted
 
 
 def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = True, scale: bool = True) -> Tensor:
@@ -79,9 +84,9 @@ def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = Tr
     return shifted / divisor[index] if scale else shifted
 
 
-def asym_clip(rewards: Tensor, groups: Tensor | None = None) -> Tensor:
-    """ROLL's agentic `asym_clip`: mean and deviation, then limited to [-1, 3], [B]."""
-    return normalise(rewards, groups).clamp(-1.0, 3.0)
+def asym_clip(normalised: Tensor) -> Tensor:
+    """Limit normalised rewards to [-1, 3], [B] (ROLL's agentic `asym_clip`): a rare success stands out."""
+    return normalised.clamp(-1.0, 3.0)
 
 
 def whiten(values: Tensor, *, weights: Tensor | None = None, shift: bool = True) -> Tensor:
@@ -166,15 +171,7 @@ def sample_weights(*factors: Tensor) -> Tensor:
     return product * len(product) / total if float(total) > 0.0 else torch.ones_like(product)
 
 
-Grouping = Literal["prompt", "batch", "source"]
-
-
-def group_keys(prompts: list[str], sources: list[str], grouping: Grouping) -> Tensor:
-    """Which rewards are compared with one another, [B] int64.
-
-    `prompt`: completions of one prompt (ROLL's agentic `state`); `batch`: all; `source`: those of one kind
-    of task (`inductive`).
-    """
-    names = {"prompt": prompts, "batch": [""] * len(prompts), "source": sources}[grouping]
+def numbered(names: Sequence[str]) -> Tensor:
+    """Number names in order of their first appearance, [B] int64: rewards with equal numbers are compared."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names], dtype=torch.int64)

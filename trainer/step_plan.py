@@ -7,6 +7,7 @@ is all it takes to make the same step again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from protocol.facts import BlobRef, ScoredGroup
 from protocol.trajectory import Group, Trajectory
 from trainer.aggregation import Aggregation, Denominators, sequence_weight
 from trainer.batch import Row, plan_micro_batches
-from trainer.credit import CreditRule, Scored
+from trainer.credit import Credit, CreditRule, Scored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,7 @@ class StepPlan:
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
     version: int = 0  # of the weights that are trained; tokens of older ones have an age
     skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
+    kl_coefficient: float | None = None  # of the KL in the loss, where it is steered; None: as the objective has it
 
     def to_wire(self) -> list[Any]:
         """Return the plan as MessagePack types."""
@@ -70,18 +72,20 @@ class StepPlan:
             [[list(rows) for rows in rank] for rank in self.micro_batches],
             self.version,
             [list(pair) for pair in self.skipped],
+            self.kl_coefficient,
         ]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
         """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches, version, skipped = wire
+        packs, rows, micro_batches, version, skipped, kl_coefficient = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
             micro_batches=tuple(tuple(tuple(rows) for rows in rank) for rank in micro_batches),
             version=version,
             skipped=tuple((reason, count) for reason, count in skipped),
+            kl_coefficient=kl_coefficient,
         )
 
 
@@ -146,10 +150,27 @@ def make_plan(
     return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
 
 
+def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_ranks: int) -> StepPlan:
+    """Plan to look at every trajectory of a batch, in its order, before anything is decided about it."""
+    return make_plan(
+        groups,
+        credit=_nothing,
+        aggregation="token-sum",
+        max_completion_tokens=1,
+        budget_tokens=budget_tokens,
+        num_ranks=num_ranks,
+    )
+
+
+def _nothing(groups: Sequence[Scored]) -> Credit:
+    rewards = [reward for group in groups for reward in group.rewards]
+    return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
+
+
 def _scored(group: ReadyGroup) -> Scored:
     summary = group.scored.generated
     truncated = [reason == "length" for reason in summary.finish_reasons]
-    return Scored(group.scored.rewards, summary.completion_tokens, truncated)
+    return Scored(group.scored.rewards, summary.completion_tokens, truncated, group.group.reward.data_source)
 
 
 def _sums(groups: Sequence[ReadyGroup], counts: Sequence[int]) -> list[int]:

@@ -15,18 +15,18 @@ from trainer import checkpoint
 from trainer.batcher import staleness_tokens
 from trainer.checkpoint import TrainerState
 from trainer.collect import Collector
-from trainer.credit import credit_rule
 from trainer.crew import Crew
 from trainer.evaluate import EvalResult, Evaluator
 from trainer.issue import Issuer
 from trainer.ledger import Ledger
 from trainer.metrics import StepTiming, step_fields
 from trainer.model_folder import write_model_folder
+from trainer.planning import Planner
 from trainer.publish import Publisher, Snapshot
 from trainer.pulse import Pulse
 from trainer.record import Recorder
 from trainer.settings import TrainerSettings
-from trainer.step_plan import ReadyGroup, make_plan
+from trainer.step_plan import ReadyGroup
 from trainer.tally import Tally
 
 log = structlog.get_logger("trainer")
@@ -52,6 +52,7 @@ class Training:
     stop: threading.Event  # set by whoever asks the run to end early
     resumed: TrainerState | None
     version: PolicyVersion = field(init=False)
+    planner: Planner = field(init=False)
     evaluations: list[EvalResult] = field(default_factory=list)
     _evaluated: PolicyVersion | None = None
     _fields: dict[str, object] | None = None  # of the step that was just made, until it is reported
@@ -61,6 +62,7 @@ class Training:
     def __post_init__(self) -> None:
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
         self._dropped = Counter(self.tally.dropped_groups)
+        self.planner = Planner(self.settings, self.crew, self.resumed.algorithm if self.resumed else {})
 
     @property
     def num_steps_done(self) -> int:
@@ -109,24 +111,15 @@ class Training:
     def step(self, batch: list[ReadyGroup]) -> None:
         """Make one optimizer step and close its groups; the weights now are the next version."""
         started = time.monotonic()
-        algorithm = self.settings.algorithm
         with self.activity.working("training"):
-            plan = make_plan(
-                batch,
-                credit=credit_rule(algorithm, longest=self.settings.rollout.max_new_tokens),
-                aggregation=algorithm.aggregation,
-                max_completion_tokens=self.settings.rollout.max_new_tokens,
-                budget_tokens=self.settings.trainer.micro_batch_tokens,
-                num_ranks=self.crew.num_ranks,
-                version=self.version,
-                sft_coefficient=algorithm.sft_coefficient,
-            )
+            plan = self.planner.plan(batch, self.version)
             figures = self.crew.step(plan, batch)
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version)
         ids = [group.group_id for group in batch]
         self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
         self._fields["skipped"] = dict(plan.skipped)
+        self._fields |= self.planner.learned(figures)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
         self.issuer.trained(ids, ages)
         self.collector.trained(ids)
@@ -243,6 +236,7 @@ class Training:
             ledger=self.ledger.rows(),
             dispatch=dispatch,
             totals=totals,
+            algorithm=self.planner.document(),
             metrics_bytes=self.recorder.num_bytes,
         )
         with self.activity.working("checkpointing"):

@@ -17,22 +17,24 @@ from protocol.runfile import load
 from tests.trainer.rank_check import how
 from tests.trainer.stored_groups import invent_group
 from trainer.algorithms import objective
-from trainer.credit import credit_rule
 from trainer.crew import Crew
+from trainer.planning import Planner
 from trainer.policy import load_policy, load_reference
 from trainer.ranks import Ranks
 from trainer.settings import TrainerSettings
-from trainer.step_plan import ReadyGroup, make_plan
+from trainer.step_plan import ReadyGroup
 
 NUM_STEPS = 3
 
 
 def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, Any]]:
     """Train a fresh policy and say what each step did."""
-    settings = load(TrainerSettings, overrides=[f"model.path={model}", *overrides]).settings.algorithm
+    given = [f"model.path={model}", "trainer.micro_batch_tokens=120", "data.max_prompt_tokens=100"]
+    loaded = load(TrainerSettings, overrides=[*given, "rollout.max_new_tokens=10", *overrides]).settings
+    settings = loaded.algorithm
     policy = load_policy(Path(model), how(1, "float32"), ranks, temperature=1.0)
     reference = None
-    if settings.kl_coefficient:
+    if settings.needs_reference:
         reference = load_reference(Path(model), how(1, "float32"), policy.device, temperature=1.0)
     nothing: Any = None  # a rank that is given its groups fetches none
     crew = Crew(policy, ranks, nothing, objective(settings), reference)
@@ -42,15 +44,12 @@ def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, An
         group = invent_group(f"e0.p{number}.a0", version=2, seed=number)
         scored = ScoredGroup(generated=group.summary(number), rewards=(1.0, 0.0, 1.0, 0.0), scorer="test")
         groups.append(ReadyGroup(scored, pack, group))
-    found = []
+    found, planner = [], Planner(loaded, crew, {})
     for _ in range(NUM_STEPS):
-        plan = make_plan(
-            groups, credit=credit_rule(settings, longest=10), aggregation=settings.aggregation,
-            max_completion_tokens=10, budget_tokens=120, num_ranks=1, version=5,
-            sft_coefficient=settings.sft_coefficient,
-        )  # fmt: skip
+        plan = planner.plan(groups, 5)
         done = crew.step(plan, groups)
-        found.append({"loss": done.loss, "lr": done.lr, "sums": done.sums})
+        found.append({"loss": done.loss, "lr": done.lr, "sums": done.sums, **planner.learned(done)})
+        found[-1]["advantages"] = [row.advantage for row in plan.rows]
     return found
 
 

@@ -19,9 +19,9 @@ from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
 from trainer.credit import credit_rule
 from trainer.crew import Crew
-from trainer.policy import load_policy
+from trainer.policy import load_policy, load_reference
 from trainer.ranks import Ranks
-from trainer.step_plan import ReadyGroup, make_plan
+from trainer.step_plan import ReadyGroup, all_rows, make_plan
 from trainer.trainable import Optimisation
 
 CASES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
@@ -58,6 +58,7 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path) -> dict:
         "grad_norm": [f.grad_norm for f in figures],
         "tokens": figures[0].sums["tokens"],
         "clipped": figures[-1].sums["clipped"],
+        "gaps": crew.reference_gaps(all_rows(ready, budget_tokens=160, num_ranks=crew.num_ranks), ready, "k2"),
         "resumed_equal": again == [f.loss for f in figures[2:]],
         "names": sorted(tensors),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
@@ -72,7 +73,8 @@ def main() -> None:
     results = {}
     for stage, dtype in CASES:
         policy = load_policy(Path(model), how(stage, dtype), ranks, temperature=1.0)
-        crew = Crew(policy, ranks, blobs, objective(AlgorithmSettings()))
+        reference = load_reference(Path(model), how(0, "float32"), policy.device, temperature=1.0)
+        crew = Crew(policy, ranks, blobs, objective(AlgorithmSettings()), reference)
         if ranks.is_leader:
             message = decode((Path(model).parent / f"{run_id}.scored").read_bytes(), GroupScored)
             target = Path(folder) / f"{stage}-{dtype}"

@@ -31,6 +31,10 @@ CASES = {
     "proximal": ["algorithm.ratio_anchor=proximal"],
     "tight m2po": ["algorithm.name=m2po", "algorithm.m2po_budget=0.01"],
     "wide m2po": ["algorithm.name=m2po", "algorithm.m2po_budget=50.0"],
+    "reward kl": [
+        "algorithm.reward_kl_coefficient=0.1", "algorithm.reward_kl_form=k2", "algorithm.normalise_by_std=false",
+    ],
+    "steered": ["algorithm.kl_coefficient=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=100"],
     "everything": [
         "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
         "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
@@ -95,6 +99,22 @@ def test_m2po_leaves_out_what_moved_furthest(trained: dict[str, list[dict]]) -> 
     tight, wide = trained["tight m2po"][0]["sums"], trained["wide m2po"][0]["sums"]
     assert 0 < tight["rejected"] < tight["tokens"]
     assert wide["rejected"] == wide["clipped"] == 0
+
+
+def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, list[dict]]) -> None:
+    """Each trajectory loses the KL of its tokens, so that equal rewards get different advantages; reported per token."""
+    plain, priced = trained["no ess"][0]["advantages"], trained["reward kl"][0]["advantages"]
+    assert sorted({round(a, 3) for a in plain}) == [-0.866, 0.866]
+    assert len({round(a, 6) for a in priced}) == len(priced) == 12
+    for first in range(0, 12, 4):
+        assert sum(priced[first : first + 4]) == pytest.approx(0.0, abs=1e-9)
+    assert all(step["reward_kl"] > 0 for step in trained["reward kl"])
+
+
+def test_the_kl_coefficient_is_steered_to_its_target(trained: dict[str, list[dict]]) -> None:
+    """Below the target it falls by 0.2 x trajectories / horizon a step, and the step reports what it used."""
+    used = [step["kl_coefficient"] for step in trained["steered"]]
+    assert used == pytest.approx([0.1 * (1 - 0.2 * 12 / 100) ** step for step in range(3)])
 
 
 def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:

@@ -51,6 +51,14 @@ def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> Non
     assert (one["tokens"], one["clipped"]) == (two["tokens"], two["clipped"])
 
 
+def test_ranks_together_measure_the_kl_of_every_trajectory(results: dict[int, dict]) -> None:
+    """Each row's KL to the reference, whichever rank looked at it, stands in the batch's order."""
+    one, two = results[1]["1-float32"]["gaps"], results[2]["1-float32"]["gaps"]
+    assert len(one) == 24
+    assert min(one) > 0.0
+    assert two == pytest.approx(one, rel=1e-5)
+
+
 def test_stages_agree(results: dict[int, dict]) -> None:
     """Every ZeRO stage takes the same steps, with gradient checkpointing (stage 2) and without."""
     plain = results[1]["0-float32"]
