@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from protocol.errors import MalformedFact
 from protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
@@ -33,6 +33,7 @@ class CheckpointState(Wire):
     dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/dispatch.py` writes it
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     totals: dict[str, Any]  # counters of the whole run, as `trainer/tally.py` writes them
+    algorithm: dict[str, Any] = Field(default={})  # what it remembers, as `trainer/algorithm_state.py` writes it
     account: AccountState
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
     record: BlobRef  # the last chapter of the lineage
