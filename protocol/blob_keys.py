@@ -29,6 +29,16 @@ def weights_shard(run_id: str, version: PolicyVersion, attempt_id: str, name: st
     return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/{name}"
 
 
+def weights_pack(run_id: str, version: PolicyVersion, attempt_id: str, rank: int) -> str:
+    """Return the key of one publishing rank's patch segments, one after another."""
+    return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/r{rank:03d}.pack"
+
+
+def weights_layout(run_id: str, layout_id: str) -> str:
+    """Return the key of a layout (which tensor lies in which bucket), addressed by content."""
+    return f"runs/{run_id}/layout/{layout_id}.json"
+
+
 def weights_manifest(run_id: str, version: PolicyVersion, attempt_id: str) -> str:
     """Return the key of a version's manifest, written last."""
     return f"runs/{run_id}/weights/v{version:08d}/{attempt_id}/manifest.json"

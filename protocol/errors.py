@@ -7,6 +7,8 @@
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
     ├── MalformedWeights          a file of weights is not the safetensors it should be
+    ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
+    ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
     ├── BusError
     │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
     │   ├── BusRefused            wrong credentials or missing permission
@@ -53,6 +55,14 @@ class PackError(PenstockError):
 
 class MalformedWeights(PenstockError):
     """A file of weights is not the safetensors it should be."""
+
+
+class SegmentRefused(PenstockError):
+    """A patch segment is damaged, hostile, or meant for another bucket; nothing was written."""
+
+
+class ChainBroken(PenstockError):
+    """Manifests of weights do not continue one another: wrong parent, epoch, layout or base."""
 
 
 class BusError(PenstockError):

@@ -1,17 +1,24 @@
-"""What a published version consists of: the manifest, written last, naming every file with its hash.
+"""What a published version consists of: the manifest, written last, naming every object with its hash.
 
-This form carries full safetensors. Sparse patches against the last committed version get their own
-``kind`` beside ``full``; the manifest is the place where a reader learns which it is.
+`WeightsManifest` (v1) names full safetensors. `VersionManifest` (v2) names either an *anchor*, every bucket
+whole, or a *patch* against its parent; `weight_layout` says what a bucket is, `bucket_codec` how its change is
+stored, `weight_chain` how manifests follow one another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from protocol.bucket_codec import Codec
 from protocol.errors import MalformedFact
-from protocol.facts import BlobRef, Count, Identifier, Wire
+from protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
+from protocol.versions import PolicyVersion, is_newer
+
+MAX_MANIFEST_BYTES = 64 * 1024**2
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class ModelFile(Wire):
@@ -49,7 +56,155 @@ class WeightsManifest(Wire):
         try:
             return cls.model_validate_json(data)
         except ValidationError as err:
-            first = err.errors()[0]
-            raise MalformedFact(
-                f"weights manifest: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
-            ) from None
+            raise MalformedFact(f"weights manifest: {_first_problem(err)}") from None
+
+
+class StoredRange(Wire):
+    """Bytes ``[offset, offset + size_bytes)`` of the manifest's object number ``object``, with their own sha256."""
+
+    object: Count
+    offset: Count
+    size_bytes: Count
+    sha256: Sha256
+
+
+class BucketState(Wire):
+    """One bucket of a version: how its change is stored, and what it is before and after."""
+
+    codec: Codec
+    stored: StoredRange | None = None  # None exactly for `none`
+    num_words: Count
+    num_changed: Count  # words; of an anchor: all
+    base_xxh3: Xxh3 | None = None  # of the raw bucket in the parent; None in an anchor
+    new_xxh3: Xxh3  # of the raw bucket in this version
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BucketState:
+        if (self.stored is None) != (self.codec == "none"):
+            raise ValueError(f"codec {self.codec} {'needs' if self.stored is None else 'has no'} stored bytes")
+        if self.num_changed > self.num_words:
+            raise ValueError(f"{self.num_changed} of {self.num_words} words changed")
+        if (self.base_xxh3 is None) != (self.codec == "safetensors"):
+            raise ValueError(f"codec {self.codec}: a patch has a base, an anchor has none")
+        if self.codec == "none" and (self.num_changed or self.base_xxh3 != self.new_xxh3):
+            raise ValueError("codec none: base_xxh3 and new_xxh3 must be equal and no word changed")
+        return self
+
+
+class Ancestor(Wire):
+    """Another version this one builds on, and by its ``state_root`` what it must have been."""
+
+    version: Count
+    manifest: BlobRef
+    state_root: Sha256
+
+
+class AnchorRef(Ancestor):
+    """The newest anchor known when the version was published; ``num_bytes`` of all its objects."""
+
+    num_bytes: Count
+
+
+class VersionManifest(Wire):
+    """One complete version, as an anchor or as a patch of its parent.
+
+    A version may have both: a patch when it is published, and an anchor written later beside it. Their
+    ``state_root`` is the same, and the chain goes on from the patch.
+    """
+
+    schema_tag: Literal["weights_manifest.v2"] = "weights_manifest.v2"
+    kind: Literal["anchor", "patch"]
+    run_id: Identifier
+    version: Count
+    step: Count
+    epoch: Count  # of the trainer's lease: a later trainer's is higher
+    parent: Ancestor | None = None  # None only in an anchor
+    anchor: AnchorRef | None = None  # None exactly in an anchor, which is its own
+    layout: BlobRef  # its sha256 is the layout id
+    objects: tuple[BlobRef, ...]
+    buckets: tuple[BucketState, ...]  # as many as the layout has, in its order
+    state_root: Sha256  # `weights_digest` over all tensors
+    model_files: tuple[ModelFile, ...] = ()
+
+    @property
+    def layout_id(self) -> str:
+        """The sha256 of the layout's JSON."""
+        return self.layout.sha256
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the objects that carry weights."""
+        return sum(blob.size_bytes for blob in self.objects)
+
+    @property
+    def num_words(self) -> int:
+        """Values of all buckets: the number of parameters."""
+        return sum(bucket.num_words for bucket in self.buckets)
+
+    @property
+    def num_changed(self) -> int:
+        """Values that differ from the parent; of an anchor all."""
+        return sum(bucket.num_changed for bucket in self.buckets)
+
+    @property
+    def density(self) -> float:
+        """Share of the values that differ from the parent, 0 for an empty model."""
+        return self.num_changed / self.num_words if self.num_words else 0.0
+
+    def references(self) -> Iterator[BlobRef]:
+        """Yield every object the version itself consists of; not its parent's and not its anchor's."""
+        yield self.layout
+        yield from self.objects
+        yield from (file.blob for file in self.model_files)
+
+    def stored_blob(self, stored: StoredRange) -> BlobRef:
+        """Return the object that a range lies in."""
+        return self.objects[stored.object]
+
+    def to_json(self) -> bytes:
+        """Return the manifest as JSON, fields in a fixed order."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> VersionManifest:
+        """Read a manifest; raises MalformedFact with the first offending field."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise MalformedFact(f"weights manifest: {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as err:
+            raise MalformedFact(f"weights manifest: {_first_problem(err)}") from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VersionManifest:
+        _check_kind(self)
+        for number, bucket in enumerate(self.buckets):
+            if bucket.stored is not None:
+                _check_range(self, number, bucket.stored)
+        return self
+
+
+def _first_problem(err: ValidationError) -> str:
+    first = err.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+
+
+def _check_kind(manifest: VersionManifest) -> None:
+    whole = {bucket.codec == "safetensors" for bucket in manifest.buckets}
+    if whole - {manifest.kind == "anchor"}:
+        raise ValueError(f"kind {manifest.kind}: every bucket of an anchor is safetensors, and none of a patch")
+    if manifest.kind == "patch" and (manifest.parent is None or manifest.anchor is None):
+        raise ValueError("kind patch: a parent and an anchor are needed")
+    if manifest.kind == "anchor" and manifest.anchor is not None:
+        raise ValueError("kind anchor: it is its own anchor")
+    for ancestor in (manifest.parent, manifest.anchor):
+        if ancestor is not None and not is_newer(PolicyVersion(manifest.version), PolicyVersion(ancestor.version)):
+            raise ValueError(f"version {manifest.version} cannot build on version {ancestor.version}")
+
+
+def _check_range(manifest: VersionManifest, number: int, stored: StoredRange) -> None:
+    if stored.object >= len(manifest.objects):
+        raise ValueError(f"bucket {number}: object {stored.object} of {len(manifest.objects)}")
+    size = manifest.objects[stored.object].size_bytes
+    if stored.offset + stored.size_bytes > size:
+        raise ValueError(f"bucket {number}: {stored.size_bytes} bytes at {stored.offset} of an object of {size}")
