@@ -60,6 +60,8 @@ class RunView:
             self._fold_state(event.source, event.data)
         elif event.kind == "reward_error":
             self._fold_reward_error(event.at, event.data)
+        elif event.kind == "alarm":
+            self._remember([Incident(event.at, str(event.data.get("text") or "an alarm"), "lost")])
         elif event.kind == "log" and event.data.get("text"):
             self.note(event.at, str(event.data["text"]))
 

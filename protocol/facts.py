@@ -9,7 +9,8 @@ A fact is a past participle: something that happened, written once, never change
 | `GroupGenerated`   | rollout worker | reward service          | these groups are in S3, verified        |
 | `GroupScored`      | reward service | trainer                 | the same groups, one reward a trajectory|
 | `WeightsPublished` | trainer        | rollout worker          | version v is complete in S3             |
-| `WeightsApplied`   | rollout worker | trainer, console        | this engine now serves version v        |
+| `WeightsApplied`   | rollout worker | workers, console        | this engine now serves version v        |
+| `WeightsRefused`   | rollout worker | trainer, console        | version v cannot be used on this host   |
 | `RunEvent`         | every service  | console                 | a figure or a moment worth showing      |
 | `DeadLetter`       | every service  | people                  | a message nobody could process, and why |
 | `Heartbeat`        | every service  | console (KV, with TTL)  | I am alive, at this version, this busy  |
@@ -224,17 +225,34 @@ class WeightsPublished(Fact):
 
 
 class WeightsApplied(Fact):
-    """Written by a rollout worker once its engine confirmed it: it now serves ``version``."""
+    """Written by a rollout worker once its engine confirmed it: it now serves ``version``.
 
-    schema_tag = "weights_applied.v1"
+    ``checksum`` is what the engine itself says of the weights it serves; two engines are compared only
+    when ``layout`` is equal, because a checksum depends on how an engine fuses and shards its tensors.
+    """
+
+    schema_tag = "weights_applied.v2"
     run_id: Identifier
     worker_id: Identifier
     version: Count
     previous_version: Count | None
     pause_s: Annotated[float, Field(ge=0)]
     fetch_s: Annotated[float, Field(ge=0)]
-    num_bytes: Count
+    num_bytes: Count  # fetched from the object store for it
     checksum: str
+    layout: str
+
+
+class WeightsRefused(Fact):
+    """Written by a rollout worker that cannot use a version: its objects are missing, corrupt or contradict each other."""
+
+    schema_tag = "weights_refused.v1"
+    run_id: Identifier
+    worker_id: Identifier
+    version: Count
+    manifest: BlobRef
+    serving: Count | None
+    reason: str
 
 
 class Head(Fact):

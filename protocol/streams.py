@@ -143,6 +143,11 @@ def live_bucket(run_id: str) -> BucketSpec:
     return BucketSpec(f"{run_id}-live", ttl_s=10.0)
 
 
+def lease_bucket(run_id: str) -> BucketSpec:
+    """Return the bucket of rights that only some may hold at a time; a key vanishes 10 s after its last renewal."""
+    return BucketSpec(f"{run_id}-leases", ttl_s=10.0)
+
+
 def registry_bucket() -> BucketSpec:
     """Return the bucket of registered reward endpoints, shared by all runs."""
     return BucketSpec("penstock-rewards")
@@ -150,15 +155,22 @@ def registry_bucket() -> BucketSpec:
 
 def buckets(run_id: str) -> tuple[BucketSpec, ...]:
     """Return the buckets a run needs."""
-    return (state_bucket(run_id), live_bucket(run_id), registry_bucket())
+    return (state_bucket(run_id), live_bucket(run_id), lease_bucket(run_id), registry_bucket())
 
 
 HEAD_KEY = "head"  # `Head`
 LEASE_KEY = "lease"  # `Lease`
 CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/lineage.py
 HEARTBEAT_PERIOD_S = 1.0
+LEASE_RENEWAL_S = 3.0
+GARBAGE_LEASE = "gc"
 
 
 def heartbeat_key(role: str, service_id: str) -> str:
     """Return the key of one service's heartbeat in the live bucket."""
     return f"{role}.{service_id}"
+
+
+def swap_turn_key(number: int) -> str:
+    """Return the key of one turn to swap weights in the lease bucket."""
+    return f"swap.{number}"

@@ -49,6 +49,11 @@ def weights_applied(run_id: str) -> str:
     return f"{PREFIX}.{run_id}.weights.applied"
 
 
+def weights_refused(run_id: str) -> str:
+    """Return the subject of `WeightsRefused`."""
+    return f"{PREFIX}.{run_id}.weights.refused"
+
+
 def weights(run_id: str) -> str:
     """Return the subjects of the weights stream."""
     return f"{PREFIX}.{run_id}.weights.*"

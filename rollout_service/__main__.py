@@ -32,9 +32,12 @@ from rollout_service.managed_engine import ManagedEngine
 from rollout_service.mirror import Mirror
 from rollout_service.settings import RolloutSettings
 from rollout_service.settlement import Settlement
+from rollout_service.swap_turns import SwapTurns
 from rollout_service.task_source import TaskSource
 from rollout_service.version_gate import VersionGate
 from rollout_service.weight_follower import WeightFollower
+from rollout_service.weight_news import WeightNews
+from rollout_service.weight_swap import WeightSwap
 
 _BLOB_DEADLINE_S = 15.0  # then a warning says whom we wait for, and we wait on
 
@@ -90,9 +93,12 @@ async def _wire(
     inboxes: dict[Split, Inbox[TaskIssued]] = {
         split: await bus.inbox(streams.tasks_consumer(run_id, split), TaskIssued) for split in settings.worker.roles
     }
-    weights = WeightFollower(
-        bus=bus, mirror=mirror, engine=engine, gate=gate, run_id=run_id, worker_id=worker_id, figures=figures
+    news = WeightNews(bus, run_id=run_id, worker_id=worker_id)
+    turns = SwapTurns(bus, run_id=run_id, worker_id=worker_id, max_share=settings.worker.max_paused_share)
+    swap = WeightSwap(
+        engine=engine, turns=turns, news=news, figures=figures, check_every=settings.worker.check_weights_every
     )
+    weights = WeightFollower(bus=bus, mirror=mirror, engine=engine, gate=gate, news=news, swap=swap, run_id=run_id)
     settlement = Settlement(
         bus,
         figures,

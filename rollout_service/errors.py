@@ -10,6 +10,7 @@ PenstockError
 │   └── WeightsNotApplied     the engine did not confirm the version it was told to load
 ├── TaskRefused               the task can never be done by this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are gone or not what its manifest promised
+├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
 └── EngineKeepsDying          restarted too often; the worker ends with this error
 """
 
@@ -57,6 +58,10 @@ class TaskRefused(PenstockError):
 
 class WeightsUnusable(PenstockError):
     """A version cannot be loaded: its objects are missing, or are not what its manifest promised."""
+
+
+class EngineDisagrees(PenstockError):
+    """The engine serves other weights than the other engines of the run, under the same version."""
 
 
 class EngineKeepsDying(PenstockError):

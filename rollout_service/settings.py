@@ -54,6 +54,15 @@ class WorkerSettings(Section):
         600.0, gt=0, description="Seconds one engine request may take before its pack is given back."
     )
     start_deadline_s: float = Field(300.0, gt=0, description="Seconds an engine may take to load and answer.")
+    max_paused_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the run's living workers whose engines may stop for a new version at once; at least one.",
+    )
+    check_weights_every: int = Field(
+        1, ge=0, description="Every so many versions the engine is asked for a checksum of its weights; 0: never."
+    )
     finish_s: float = Field(
         30.0,
         ge=0,

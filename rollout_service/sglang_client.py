@@ -11,6 +11,7 @@ The embedded engine speaks the same contract, so nothing here knows which of the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import uuid
@@ -46,6 +47,14 @@ class Completion:
     version_runs: tuple[VersionRun, ...]  # cover [0, C) without gap or overlap
     finish_reason: FinishReason
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChecksum:
+    """What an engine says of the weights it serves; comparable among engines of one ``layout``."""
+
+    value: str
+    layout: str  # how many ranks hold the weights, and how they are cut
 
 
 class SglangClient:
@@ -132,6 +141,15 @@ class SglangClient:
         async with self._weights_turn:
             return await self._read_version()
 
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Ask for the checksum of the served weights; None of an engine that cannot say it."""
+        async with self._weights_turn:
+            try:
+                answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, _LOAD_S)
+            except (EngineRefused, ReplyRefused):
+                return None
+        return read_checksum(answer)
+
     async def _read_version(self) -> PolicyVersion | None:
         info = await self._call("GET", "/model_info", None, self._probe_s)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
@@ -161,6 +179,18 @@ def read_version(label: object) -> PolicyVersion | None:
     if isinstance(label, str) and label.isascii() and label.isdecimal():
         return PolicyVersion(int(label))
     return None
+
+
+def read_checksum(answer: Any) -> EngineChecksum | None:
+    """Read the reply to ``/weights_checker``; None when it holds no checksum."""
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        return None
+    value, ranks = answer.get("per_engine_checksum"), answer.get("ranks")
+    if not isinstance(value, str) or not value or not isinstance(ranks, list):
+        return None
+    cut = [rank.get("parallelism_info") for rank in ranks if isinstance(rank, dict)]
+    digest = hashlib.sha256(json.dumps(cut, sort_keys=True).encode()).hexdigest()
+    return EngineChecksum(value, f"{len(ranks)}-{digest[:12]}")
 
 
 def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int) -> Completion:

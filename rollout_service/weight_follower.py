@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections.abc import AsyncIterator
 
@@ -17,16 +16,17 @@ import structlog
 
 from protocol import streams, subjects
 from protocol.errors import BusUnreachable
-from protocol.facts import BlobRef, Head, RunEvent, WeightsApplied, WeightsPublished, decode
+from protocol.facts import BlobRef, Head, WeightsPublished, decode
 from protocol.transport.bus import Bus
 from protocol.transport.key_value import KeyValue
 from protocol.versions import PolicyVersion, is_newer
 from rollout_service.engine import Engine
 from rollout_service.errors import TaskRefused, WeightsUnusable
-from rollout_service.figures import Figures
 from rollout_service.mirror import Mirror, MirroredVersion
 from rollout_service.patience import outlast
 from rollout_service.version_gate import VersionGate
+from rollout_service.weight_news import WeightNews
+from rollout_service.weight_swap import WeightSwap
 
 log = structlog.get_logger("rollout.weights")
 
@@ -34,12 +34,11 @@ KNOWN_VERSIONS = 256  # how far back an evaluation may pin
 HEAD_POLL_S = 5.0  # repairs a missed announcement
 PIN_PATIENCE_S = 60.0  # how long an announcement may come after the task that pins its version
 CATCH_UP_PATIENCE_S = 30.0  # how long a pack waits for the version it was issued for
-_PUBLISH_S = 15.0
 _KNOWN_POLL_S = 0.05
 
 
 class WeightFollower:
-    """One worker's view of the run's versions, and the only one who makes its engine load any."""
+    """One worker's view of the run's versions."""
 
     def __init__(
         self,
@@ -48,18 +47,18 @@ class WeightFollower:
         mirror: Mirror,
         engine: Engine,
         gate: VersionGate,
-        figures: Figures,
+        news: WeightNews,
+        swap: WeightSwap,
         run_id: str,
-        worker_id: str,
     ) -> None:
         """Nothing is read before `start`."""
         self._bus = bus
         self._mirror = mirror
         self._engine = engine
         self._gate = gate
-        self._figures = figures
+        self._telling = news
+        self._swap = swap
         self._run_id = run_id
-        self._worker_id = worker_id
         self._known: dict[PolicyVersion, BlobRef] = {}
         self._refused: dict[PolicyVersion, BlobRef] = {}
         self._news = asyncio.Event()
@@ -86,6 +85,7 @@ class WeightFollower:
             from_start=True,
         )
         self._state = state
+        await self._telling.start()
         while True:
             await self._read_head(state)
             mirrored = await self._fetch_newest()
@@ -97,7 +97,12 @@ class WeightFollower:
         return mirrored
 
     async def run(self) -> None:
-        """Follow for as long as the worker lives."""
+        """Follow for as long as the worker lives; raises EngineDisagrees."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._telling.watch())
+            tasks.create_task(self._follow())
+
+    async def _follow(self) -> None:
         while True:
             if not await self._heard_news():
                 await self._read_head(self._state)
@@ -205,52 +210,12 @@ class WeightFollower:
         self._applied.set()  # nobody waits for it any longer
         self._applied = asyncio.Event()
         log.error("weights refused", policy_version=version, serving=self._engine.version, error=str(err))
-        event = RunEvent(
-            run_id=self._run_id,
-            source=self._worker_id,
-            kind="weights",
-            at=time.time(),
-            data={"refused": version, "serving": self._engine.version, "reason": str(err)},
-        )
-        with contextlib.suppress(BusUnreachable):
-            await self._bus.publish(
-                subjects.events(self._run_id, "weights"), event, msg_id=secrets.token_hex(16), deadline_s=_PUBLISH_S
-            )
+        await self._telling.refused(version, self._known[version], err, serving=self._engine.version)
 
     async def _apply(self, mirrored: MirroredVersion) -> None:
-        if mirrored.version == self._engine.version:
-            return
-        previous = self._engine.version
-        started = time.monotonic()
-        await self._engine.load(mirrored.folder, mirrored.version)
+        await self._swap.to(mirrored)
         self._applied.set()
         self._applied = asyncio.Event()
-        pause_s = 0.0 if previous is None else time.monotonic() - started  # before the first, nothing paused
-        self._figures.weights_applied += 1
-        log.info(
-            "weights applied",
-            policy_version=mirrored.version,
-            previous=previous,
-            pause_s=round(pause_s, 4),
-            fetch_s=round(mirrored.fetch_s, 4),
-            num_bytes=mirrored.num_bytes,
-        )
-        fact = WeightsApplied(
-            run_id=self._run_id,
-            worker_id=self._worker_id,
-            version=mirrored.version,
-            previous_version=previous,
-            pause_s=pause_s,
-            fetch_s=mirrored.fetch_s,
-            num_bytes=mirrored.num_bytes,
-            checksum=mirrored.checksum,
-        )
-        msg_id = f"a:{self._worker_id}:{mirrored.version}:{secrets.token_hex(8)}"
-        subject = subjects.weights_applied(self._run_id)
-        await outlast(
-            lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S),
-            f"NATS to say that version {mirrored.version} is applied",
-        )
 
     async def _wait_until_known(self, version: PolicyVersion) -> None:
         """Wait for a version's announcement; raises TaskRefused when it is too old to be known."""

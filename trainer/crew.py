@@ -60,10 +60,10 @@ class Crew:
         self._order("gaps", lambda: [plan.to_wire(), form])
         return self._gaps(plan, _by_place(plan, groups), form)
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU (rank 0)."""
+    def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Copy the whole model to the CPU (rank 0), rounded to ``dtype`` when one is given."""
         self._order("snapshot")
-        return self.policy.snapshot()
+        return self.policy.snapshot(dtype)
 
     def save(self, folder: Path) -> None:
         """Write the policy's part of a checkpoint (rank 0); the folder is on storage that all ranks share."""

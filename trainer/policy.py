@@ -85,21 +85,22 @@ class Policy:
         loss, sums, maxima = tally.over(self._ranks)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copy the whole model to the CPU under its Hugging Face names; empty on the other ranks.
 
-        Collective under ZeRO-3, which gathers one parameter at a time.
+        Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
+        ``dtype`` on the way, where they are, so that only the smaller copy travels.
         """
         copies: dict[str, Tensor] = {}
         persistent = self._scorer.state_dict().keys()
         for name, parameter in self._scorer.named_parameters():
             with self._trainable.whole(parameter):
                 if self._ranks.is_leader:
-                    copies[name.removeprefix(_PREFIX)] = _to_cpu(parameter)
+                    copies[name.removeprefix(_PREFIX)] = _to_cpu(parameter, dtype)
         if self._ranks.is_leader:
             for name, buffer in self._scorer.named_buffers():
                 if name in persistent:
-                    copies[name.removeprefix(_PREFIX)] = _to_cpu(buffer)
+                    copies[name.removeprefix(_PREFIX)] = _to_cpu(buffer, dtype)
         return copies
 
     def save(self, folder: Path) -> None:
@@ -202,5 +203,8 @@ def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
     return model
 
 
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+        return tensor.to(dtype).to("cpu").contiguous()
+    return tensor.to("cpu", copy=True).contiguous()

@@ -168,6 +168,10 @@ class OptimizerSettings(Section):
         gt=0.0,
         description="Longest wait for a full batch before the error that says whom we waited for, in s.",
     )
+    publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
+        default="as-trained",
+        description="Number format of published weights; bfloat16 halves what travels and suits engines on GPUs.",
+    )
     keep_versions: int = Field(
         default=8, ge=2, description="Newest published versions whose weights stay in the object store."
     )

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 
 import structlog
+import torch
 
 from protocol.activity import Activity
 from protocol.versions import PolicyVersion, next_version
@@ -214,14 +215,15 @@ class Training:
 
     def _submit(self, *, must_publish: bool) -> None:
         is_last = self.num_steps_done == self.settings.trainer.steps
-        policy = self.crew.policy
+        policy, chosen = self.crew.policy, self.settings.trainer.publish_dtype
+        dtype = None if chosen == "as-trained" else getattr(torch, chosen)
         self.publisher.submit(
             Snapshot(
                 version=self.version,
                 step=self.num_steps_done,
-                tensors=self.crew.snapshot(),
+                tensors=self.crew.snapshot(dtype),
                 num_parameters=policy.num_parameters,
-                dtype=policy.dtype,
+                dtype=str(dtype).removeprefix("torch.") if dtype else policy.dtype,
                 must_publish=must_publish or is_last,
             )
         )

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from rollout_service.embedded_engine.bodies import (
     AbortBody,
+    CheckWeightsBody,
     ContinueBody,
     GenerateBody,
     PauseBody,
@@ -77,6 +78,7 @@ def build_app(server: Server) -> Starlette:
             _route("/continue_generation", continue_generation, "POST"),
             _route("/abort_request", abort_request, "POST"),
             _route("/update_weights_from_disk", update_weights_from_disk, "POST"),
+            _route("/weights_checker", weights_checker, "POST"),
             _route("/flush_cache", flush_cache, "GET", "POST"),
             _route("/model_info", model_info, "GET"),
             _route("/get_model_info", model_info, "GET"),
@@ -171,6 +173,14 @@ async def update_weights_from_disk(request: Request) -> Response:
         outcome = await asyncio.wrap_future(server.engine.update(update))
     reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
     return _json(reply, status=200 if outcome.success else 400)
+
+
+async def weights_checker(request: Request) -> Response:
+    """Say the checksum of the served weights: ``/weights_checker``."""
+    await _body(request, CheckWeightsBody)
+    checksum = _server(request).engine.weights_checksum
+    rank = {"checksums": {}, "per_gpu_checksum": checksum, "parallelism_info": {"engine": "embedded"}}
+    return _json({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": checksum})
 
 
 async def flush_cache(request: Request) -> Response:

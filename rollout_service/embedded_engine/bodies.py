@@ -99,6 +99,12 @@ class UpdateWeightsBody(Body):
     keep_pause: Literal[False] = False
 
 
+class CheckWeightsBody(Body):
+    """Body of ``/weights_checker``."""
+
+    action: Literal["checksum"] = "checksum"
+
+
 class PauseBody(Body):
     """Body of ``/pause_generation``."""
 

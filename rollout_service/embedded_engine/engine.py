@@ -114,6 +114,11 @@ class Engine:
         return self._thread.is_alive() and self.failure is None
 
     @property
+    def weights_checksum(self) -> str:
+        """Checksum of the weights that the next token is computed with."""
+        return self._runner.weights.checksum
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold keys and values, paused ones included."""
         return len(self._runner.running)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from protocol.weights_digest import tensor_digest, weights_digest
 from rollout_service.embedded_engine.kv_cache import KVCache
 from rollout_service.embedded_engine.model_config import ModelConfig, Rope
 
@@ -45,6 +46,7 @@ class Weights:
     final_norm: torch.Tensor  # [hidden]
     head: Linear  # [*, hidden] -> [*, vocab]
     num_parameters: int
+    checksum: str  # `weights_digest` of the tensors they were made from, as they were stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,19 @@ def prepare_weights(
         final_norm=get("model.norm.weight"),
         head=_linear(embedding if config.tied_head else get("lm_head.weight"), None),
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
+        checksum=_checksum(tensors),
+    )
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    return weights_digest(
+        tensor_digest(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.shape,
+            tensor.reshape(-1).view(torch.uint8).numpy().data,
+        )
+        for name, tensor in tensors.items()
     )
 
 

@@ -108,6 +108,7 @@ def applied(worker: str, version: int) -> WeightsApplied:
         fetch_s=0.03,
         num_bytes=500_000,
         checksum="c",
+        layout="mirror",
     )
 
 

@@ -207,6 +207,21 @@ def test_an_update_switches_to_the_new_weights(engine: EngineUnderTest, tmp_path
     assert reply["meta_info"]["weight_version"] == "1"
 
 
+def test_the_checksum_tells_weights_apart(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """`/weights_checker` says the same for the same weights, whatever their version, and another for others."""
+
+    def checksum() -> str:
+        reply = engine.post("/weights_checker", {"action": "checksum"})
+        assert reply["success"]
+        return reply["per_engine_checksum"]
+
+    first = checksum()
+    engine.update(write_changed_copy(engine.model, tmp_path / "v1", seed=1), "1")
+    assert checksum() != first
+    engine.update(engine.model, "2")
+    assert checksum() == first
+
+
 def test_an_update_waits_for_running_requests(engine: EngineUnderTest, dense: Dense, tmp_path: Path) -> None:
     """Without a pause, what runs finishes on the old weights before the update answers."""
     folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)

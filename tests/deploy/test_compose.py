@@ -33,6 +33,7 @@ from protocol.facts import (
     TaskIssued,
     WeightsApplied,
     WeightsPublished,
+    WeightsRefused,
     encode,
 )
 from protocol.runfile import load
@@ -294,8 +295,18 @@ def test_each_role_may_do_its_part_of_the_ring(roles: Roles, secured_run: str) -
         fetch_s=0.0,
         num_bytes=1,
         checksum="",
+        layout="mirror",
     )
     rollout.publish(subjects.weights_applied(run), applied, msg_id="a1").wait()
+    rollout.tail(f"{run}-weights", subjects.weights_applied(run), WeightsApplied, lambda _: None).wait()
+    refused = WeightsRefused(run_id=run, worker_id="w0", version=1, manifest=manifest, serving=None, reason="sha256")
+    rollout.publish(subjects.weights_refused(run), refused, msg_id="r1").wait()
+    trainer.tail(f"{run}-weights", subjects.weights_refused(run), WeightsRefused, lambda _: None).wait()
+    leases = {
+        role: bus.key_value(streams.lease_bucket(run).bucket).wait() for role, bus in (("r", rollout), ("t", trainer))
+    }
+    leases["r"].swap(streams.swap_turn_key(0), b"w0", None).wait()
+    leases["t"].swap(streams.GARBAGE_LEASE, b"t", None).wait()
     for bus, role in ((trainer, "trainer"), (rollout, "rollout"), (reward, "reward")):
         beat(bus, run, role, "x-1")
         event = RunEvent(run_id=run, source=role, kind="log", at=0.0)

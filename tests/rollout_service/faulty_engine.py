@@ -32,6 +32,7 @@ class FaultyEngine:
         self.num_running = 0
         self.status = 200  # /generate answers this
         self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
+        self.checksum = ""  # what it says of its weights; empty: it cannot say
         self.refuse_loads = 0  # so many updates are answered with success = false
         self.lose_loads = 0  # so many updates are confirmed but not done
         self.flow = threading.Event()  # /generate waits for it before it answers
@@ -104,6 +105,9 @@ class FaultyEngine:
             return self._update(body)
         if path == "/generate":
             return self._generate(body)
+        if path == "/weights_checker" and self.checksum:
+            ranks = [{"parallelism_info": {"tp_size": 1}}]
+            return 200, {"success": True, "ranks": ranks, "per_engine_checksum": self.checksum}
         return 404, {"error": path}
 
     def _update(self, body: dict[str, Any]) -> tuple[int, Any]:

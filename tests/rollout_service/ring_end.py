@@ -22,6 +22,7 @@ from protocol.facts import (
     TaskIssued,
     WeightsApplied,
     WeightsPublished,
+    WeightsRefused,
     decode,
     encode,
 )
@@ -45,11 +46,14 @@ class RingEnd:
         self.run_id = run_id
         self.folder = folder
         self.applied: list[WeightsApplied] = []
+        self.refused: list[WeightsRefused] = []
         self.dead: list[DeadLetter] = []
         self.events: list[RunEvent] = []
         bus.tail(
             f"{run_id}-weights", subjects.weights_applied(run_id), WeightsApplied, self.applied.append, from_start=True
         ).wait()
+        refused = subjects.weights_refused(run_id)
+        bus.tail(f"{run_id}-weights", refused, WeightsRefused, self.refused.append, from_start=True).wait()
         bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self.dead.append, from_start=True).wait()
         bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, self.events.append, from_start=True).wait()
         self._generated: Inbox[GroupGenerated] = bus.inbox(streams.generated_consumer(run_id), GroupGenerated).wait()

@@ -130,10 +130,10 @@ def test_corrupt_weights_are_refused_and_the_old_version_is_served_on(
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
     ring_end.publish(1, corrupt="model.safetensors")
-    wait_for(lambda: ring_end.events, "the refusal")
-    [event] = ring_end.events
-    assert (event.kind, event.data["refused"], event.data["serving"]) == ("weights", 1, 0)
-    assert "sha256" in event.data["reason"]
+    wait_for(lambda: ring_end.refused, "the refusal")
+    [fact] = ring_end.refused
+    assert (fact.worker_id, fact.version, fact.serving) == ("w0", 1, 0)
+    assert "sha256" in fact.reason
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
     assert versions_of(ring_end.collect_groups(1)) == {0}
     ring_end.publish(2)
@@ -147,7 +147,7 @@ def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
     """A corrupt config is refused like a corrupt shard."""
     ring_end.publish(0, corrupt="config.json")
     start_worker("w0", *attached(faulty_engine))
-    wait_for(lambda: ring_end.events, "the refusal")
+    wait_for(lambda: ring_end.refused, "the refusal")
     ring_end.publish(1)
     ring_end.wait_applied("w0", 1)
     assert [version for version, _ in faulty_engine.loads] == ["1"]
@@ -270,3 +270,24 @@ def test_an_evaluation_sampled_by_another_version_is_not_announced(
     ring_end.issue("eval-0", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1)])
     assert versions_of(ring_end.collect_groups(1)) == {1}
     assert len(faulty_engine.requests) == 2
+
+
+def test_an_engine_that_serves_other_weights_is_not_used(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """An engine whose checksum differs from the one that was there first: its worker raises an alarm and ends."""
+    faulty_engine.checksum = "right"
+    with FaultyEngine() as other:
+        other.checksum = "wrong"
+        ring_end.publish(1)
+        start_worker("w0", *attached(faulty_engine))
+        ring_end.wait_applied("w0", 1)
+        assert start_worker("w1", *attached(other)).wait(30) == 1
+        wait_for(lambda: ring_end.events, "the alarm")
+        [event] = [event for event in ring_end.events if event.kind == "alarm"]
+        assert event.source == "w1"
+        assert event.data["text"] == "the engine of worker w1 serves other weights than the others as version 1"
+        other.checksum = "right"
+        start_worker("w1", *attached(other))  # what its former engine said is not held against it
+        ring_end.publish(2)
+        ring_end.wait_applied("w1", 2)

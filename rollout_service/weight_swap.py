@@ -1,0 +1,80 @@
+"""One swap: a turn among the workers, the engine's load, its own checksum, the news of it."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from protocol.facts import WeightsApplied
+from rollout_service.engine import Engine
+from rollout_service.errors import EngineError
+from rollout_service.figures import Figures
+from rollout_service.mirror import MirroredVersion
+from rollout_service.sglang_client import EngineChecksum
+from rollout_service.swap_turns import SwapTurns
+from rollout_service.weight_news import WeightNews
+
+log = structlog.get_logger("rollout.weights")
+
+_MIRROR = "mirror"  # layout of a checksum that no engine said
+
+
+class WeightSwap:
+    """The only one who makes this worker's engine load any weights."""
+
+    def __init__(
+        self, *, engine: Engine, turns: SwapTurns, news: WeightNews, figures: Figures, check_every: int
+    ) -> None:
+        """Every ``check_every``-th version the engine is asked for its checksum; 0: never."""
+        self._engine = engine
+        self._turns = turns
+        self._news = news
+        self._figures = figures
+        self._check_every = check_every
+
+    async def to(self, mirrored: MirroredVersion) -> None:
+        """Have the engine serve a version, and say so; nothing is done when it does already."""
+        previous, pause_s = self._engine.version, 0.0  # before the first, nothing pauses
+        if previous == mirrored.version:
+            return
+        if previous is None:
+            await self._engine.load(mirrored.folder, mirrored.version)
+        else:
+            async with self._turns.turn():
+                started = time.monotonic()
+                await self._engine.load(mirrored.folder, mirrored.version)
+                pause_s = time.monotonic() - started
+        self._figures.weights_applied += 1
+        log.info(
+            "weights applied",
+            policy_version=mirrored.version,
+            previous=previous,
+            pause_s=round(pause_s, 4),
+            fetch_s=round(mirrored.fetch_s, 4),
+            num_bytes=mirrored.num_bytes,
+        )
+        checksum = await self._checksum(mirrored)
+        await self._news.applied(
+            WeightsApplied(
+                run_id=self._news.run_id,
+                worker_id=self._news.worker_id,
+                version=mirrored.version,
+                previous_version=previous,
+                pause_s=pause_s,
+                fetch_s=mirrored.fetch_s,
+                num_bytes=mirrored.num_bytes,
+                checksum=checksum.value,
+                layout=checksum.layout,
+            )
+        )
+
+    async def _checksum(self, mirrored: MirroredVersion) -> EngineChecksum:
+        """Return the engine's own checksum; the mirror's, when it is not asked or cannot say."""
+        said = None
+        if self._check_every and self._figures.weights_applied % self._check_every == 0:
+            try:
+                said = await self._engine.client.weights_checksum()
+            except EngineError as err:  # it has just died or hangs: its own watch finds out
+                log.warning("the engine did not say its checksum", error=str(err))
+        return said or EngineChecksum(mirrored.checksum, _MIRROR)
