@@ -287,7 +287,7 @@ def train(
         tokens = sums["tokens"]
         figures.append(
             {
-                "reward": float(batch.rewards.mean()), "kl": sums["kl_k3"] / tokens, "lr_factor": scale, "norm": norm,
+                "reward": float(batch.rewards.mean()), "kl": sums["gap_k3"] / tokens, "lr_factor": scale, "norm": norm,
                 "clipped": sums["clipped"] / tokens, "dual": sums["dual_clipped"] / tokens,
                 "surprise": sums["surprise"] / tokens,
             }

@@ -8,6 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from console import learning
 from console.braille import curve
 from console.clock import clock
 from console.snapshot import ServiceLine, Snapshot
@@ -98,6 +99,7 @@ def _figures(s: Snapshot) -> RenderableType:
     groups = f"{s.groups_trained} trained"
     if s.no_signal_share:
         groups += f", {share(s.no_signal_share)} without signal"
+    off_policy, engine = learning.in_words(s.learning)
     pairs = (
         ("reward", Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")),
         ("held-out", Text.assemble(f"{figure(s.accuracy_before)} → ", (figure(s.accuracy_now), "bold"))),
@@ -105,6 +107,8 @@ def _figures(s: Snapshot) -> RenderableType:
         ("weights", Text(f"v{s.newest_version}, {s.versions_published} published")),
         ("groups", Text(groups)),
         ("dropped", Text(", ".join(f"{n} {reason}" for reason, n in s.dropped.items()) or "none")),
+        ("off-policy", Text(off_policy)),
+        ("engine gap", Text(engine)),
     )
     narrow = Table.grid(padding=(0, 2))
     for left, right in zip(pairs[::2], pairs[1::2], strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from console import braille, curves
+from console import braille, curves, learning
 from console.clock import clock
 from console.curves import Curves
 from console.run_summary import RunSummary
@@ -43,6 +43,11 @@ def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], 
         _reward_curve(points, has_picture=has_picture),
         _table("What happened", ("figure", "value"), _figures(summary)),
         _staleness(summary),
+        _table(
+            "Data and policy, over the steps",
+            ("figure", "mean", "smallest", "largest"),
+            list(learning.rows(summary.learning)),
+        ),
         _table("Where the groups went", ("groups", "number"), _groups(summary)),
         _table("Who waited", ("role", "waiting", "CPU s"), _roles(summary)),
         _table(
@@ -117,6 +122,8 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
         yield f"dropped: {reason}", str(number)
     if not s.groups.dropped:
         yield "dropped", "0"
+    for reason, number in s.skipped.items():
+        yield f"trajectories left out of their step: {reason}", str(number)
     for reason, number in s.groups.dead_lettered.items():
         yield f"dead letters: {reason}", str(number)
 

@@ -35,6 +35,14 @@ class WorkerWeights(_Frozen):
     num_lives: int = Field(default=1, description="Times the process was started.")
 
 
+class Spread(_Frozen):
+    """One figure over the steps of a run."""
+
+    mean: float
+    smallest: float
+    largest: float
+
+
 class Overlap(_Frozen):
     """The proof that generation and training went on at the same time."""
 
@@ -68,6 +76,12 @@ class RunSummary(_Frozen):
     staleness_tokens: dict[str, int] = Field(default={}, description="Trained tokens by staleness, in versions.")
     staleness_mean: float | None = Field(default=None, description="Mean staleness of the trained tokens.")
     staleness_max: int | None = Field(default=None, description="Largest staleness that was trained.")
+    learning: dict[str, Spread] = Field(
+        default={}, description="How far data and policy were apart, by figure, over all steps (`console/learning.py`)."
+    )
+    skipped: dict[str, int] = Field(
+        default={}, description="Trajectories that filters left out of their step, by reason."
+    )
     versions_published: int = Field(default=0, description="Versions the trainer published, version 0 included.")
     workers: dict[str, WorkerWeights] = Field(default={}, description="Weights as each worker followed them.")
     tokens_generated: int = Field(default=0, description="Tokens sampled by all workers, killed ones included.")

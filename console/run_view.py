@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from console import learning
 from console.clock import clock
 from console.fleet import Fleet
 from console.run_summary import GroupCounts, Overlap, RunSummary, WorkerWeights
@@ -133,6 +134,7 @@ class RunView:
             dropped=self._dropped(),
             groups_trained=int(self._groups.get("trained", 0)),
             no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
+            learning=points[-1].learning if points else {},
             incidents=tuple(self.incidents),
             num_incidents=self._num_incidents,
             bus_away_s=self.bus_away_s,
@@ -167,6 +169,8 @@ class RunView:
             staleness_tokens={str(k): v for k, v in staleness.items()},
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
+            learning=learning.spreads([p.learning for p in points]),
+            skipped=dict(sum((Counter(p.skipped) for p in points), Counter[str]())),
             versions_published=len(self._published),
             workers=self._worker_weights(),
             tokens_generated=self._fleet.count("tokens_generated"),
@@ -200,6 +204,8 @@ class RunView:
             tokens_trained=int(data.get("tokens_trained") or sum(histogram.values())),
             staleness_tokens=histogram,
             no_signal_share=_number(data.get("zero_signal_groups")),
+            learning=learning.read(data),
+            skipped={str(reason): int(n) for reason, n in (data.get("skipped") or {}).items()},
         )
         self._staleness.update(histogram)
         self._groups = dict(data.get("groups") or self._groups)

@@ -17,6 +17,8 @@ class StepPoint:
     tokens_trained: int = 0
     staleness_tokens: dict[int, int] = field(default_factory=dict)
     no_signal_share: float | None = None  # groups whose rewards are all equal: nothing to learn from
+    learning: dict[str, float] = field(default_factory=dict)  # by the names of `console/learning.py`
+    skipped: dict[str, int] = field(default_factory=dict)  # trajectories left out by filters, by reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Snapshot:
     dropped: dict[str, int]
     groups_trained: int
     no_signal_share: float | None
+    learning: dict[str, float]  # of the last step, by the names of `console/learning.py`
     incidents: tuple[Incident, ...]  # the newest
     num_incidents: int  # of the whole run
     bus_away_s: float

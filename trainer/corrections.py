@@ -1,4 +1,6 @@
-"""What stale and mismatched data need: importance weights, rejections, trust regions, and how far it is; pure.
+"""What stale and mismatched data need: importance weights, rejections, trust regions; pure.
+
+How far data are from the policy in training is measured in `trainer/mismatch.py`.
 
 Everything here is detached. A weight multiplies a token's loss **before** aggregation, and a rejected
 token weighs 0: the denominators keep counting it, so that a batch half of which is rejected moves the
@@ -318,35 +320,3 @@ def effective_share(log_weight: Tensor) -> Tensor:
 def learning_rate_factor(effective: float, *, power: float = 0.5, floor: float = 0.0) -> float:
     """Scale of the learning rate for a batch: effective share to a power (VCPO, arXiv 2602.17616), at least floor."""
     return max(min(effective, 1.0) ** power, floor)
-
-
-def mismatch(proximal: Tensor, behaviour: Tensor, sequences: Sequences) -> dict[str, float]:
-    """Say how far the trainer's log-probabilities are from the engine's, by name (verl's off-policy metrics).
-
-    Token means: ``kl_k1`` and ``kl_k3`` estimate KL(behaviour || proximal); ``chi2_token`` is the second
-    moment of the ratio minus 1. Sequence means: ``log_perplexity`` of both, their difference (mean,
-    absolute, largest, smallest), ``perplexity_ratio`` and ``chi2_sequence`` (of the product).
-    """
-    present = sequences.lengths(proximal) > 0
-    if not present.any():
-        return {}
-    log_ratio = (proximal - behaviour).detach()
-    mine, theirs = -sequences.mean(proximal)[present], -sequences.mean(behaviour)[present]
-    gap = mine - theirs
-    product = sequences.sum(log_ratio)[present].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    figures = {
-        "log_perplexity": mine.mean(),
-        "perplexity": mine.exp().mean(),
-        "behaviour_log_perplexity": theirs.mean(),
-        "behaviour_perplexity": theirs.exp().mean(),
-        "log_perplexity_gap": gap.mean(),
-        "log_perplexity_gap_abs": gap.abs().mean(),
-        "log_perplexity_gap_max": gap.max(),
-        "log_perplexity_gap_min": gap.min(),
-        "perplexity_ratio": gap.exp().mean(),
-        "kl_k1": divergence(log_ratio, "k1").mean(),
-        "kl_k3": divergence(log_ratio, "k3").mean(),
-        "chi2_token": (2.0 * log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp().mean() - 1.0,
-        "chi2_sequence": (2.0 * product).exp().mean() - 1.0,
-    }
-    return {name: float(value) for name, value in figures.items()}

@@ -13,7 +13,8 @@
 | `skipped`                  | rows     | trajectories that filters left out of the step, by reason          |
 | `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before the step                    |
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
-| `kl_behaviour`             | nats     | KL(behaviour ‖ current) per token, estimator k3                    |
+| `rejected_by`              | share    | the same for each rule that is on                                  |
+| `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/mismatch.py`                  |
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
+from trainer.mismatch import mismatch_figures
 from trainer.policy import StepFigures
 from trainer.step_plan import ReadyGroup
 
@@ -61,7 +63,7 @@ def step_fields(
     rewards = [reward for group in batch for reward in group.scored.rewards]
     lengths = [count for group in batch for count in group.scored.generated.completion_tokens]
     finishes = [reason for group in batch for reason in group.scored.generated.finish_reasons]
-    sums, num_tokens = figures.sums, figures.sums["tokens"]
+    sums, num_tokens = figures.sums, max(1.0, figures.sums["tokens"])
     return {
         "step": step,
         "version": version,
@@ -76,8 +78,8 @@ def step_fields(
         "rejected_fraction": sums["rejected"] / num_tokens,
         "ratio_mean": sums["ratio"] / num_tokens,
         "ratio_max": figures.maxima["ratio"],
-        "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]),
-        "kl_behaviour": sums["kl_k3"] / num_tokens,
+        "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
+        **mismatch_figures(sums, figures.maxima),
         "entropy": sums["surprise"] / num_tokens,
         **_optional(sums, num_tokens),
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
@@ -92,13 +94,18 @@ def step_fields(
     }
 
 
-def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, float]:
+def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
     """Return the figures of parts that are on."""
-    found = {
+    found: dict[str, Any] = {
         name: sums[key] / num_tokens
         for name, key in (("policy_entropy", "entropy"), ("kl_reference", "kl_reference"))
         if key in sums
     }
+    by_rule = {
+        name.removeprefix("rejected_"): n / num_tokens for name, n in sums.items() if name.startswith("rejected_")
+    }
+    if by_rule:
+        found["rejected_by"] = by_rule
     if sums.get("ess_weight_squared"):
         found["ess_lr"] = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
     return found

@@ -15,7 +15,6 @@ from trainer.corrections import (
     Level,
     Statistic,
     age_band,
-    divergence,
     importance_weights,
     inside,
     learning_rate_factor,
@@ -28,6 +27,7 @@ from trainer.corrections import (
 from trainer.kl import KlForm, kl_estimate, kl_penalty
 from trainer.losses import LossTerms, PolicyLoss, Sequences, Tokens
 from trainer.losses.tokens import MAX_LOG_RATIO
+from trainer.mismatch import mismatch_maxima, mismatch_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Outcome:
     """
 
     loss: Tensor  # scalar with gradient
-    sums: Mapping[str, Tensor]
-    maxima: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor | float]
+    maxima: Mapping[str, Tensor | float]
 
 
 class Objective(Protocol):
@@ -115,10 +115,10 @@ class PolicyGradient:
     weights of the aggregation sum it up; cross-entropy on successes, which has weights of its own, is
     mixed in.
 
-    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected``, ``ratio``, ``ratio_squared``,
-    ``kl_k3`` (estimates KL(behaviour || current), non-negative by term), ``surprise`` (minus the behaviour
-    log-probability: its mean estimates the entropy of what sampled), ``entropy`` and ``kl_reference``
-    where they are computed, and ``ess_count``, ``ess_weight``, ``ess_weight_squared`` (effective sample size).
+    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and the same by rule, ``ratio``,
+    ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of what
+    sampled), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
+    ``ess_weight_squared`` (effective sample size), and those of `trainer/mismatch.py`.
     """
 
     loss: PolicyLoss
@@ -167,9 +167,15 @@ class PolicyGradient:
         terms = self.loss(Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences), **self.options)
         held = logprobs.detach()
         to_behaviour = held - batch.behaviour_logprobs
-        weights, rejected = self._corrections(to_behaviour, batch, sequences)
-        losses = terms.loss * weights
-        sums = _figures(terms, to_behaviour, batch, rejected)
+        weights, passed = self._corrections(to_behaviour, batch, sequences)
+        keep = torch.stack(list(passed.values())).all(0) if passed else torch.ones_like(weights, dtype=torch.bool)
+        losses = terms.loss * (weights * keep)
+        about = (held, batch.behaviour_logprobs, batch.ages, sequences)
+        sums = {
+            **_figures(terms, batch, keep),
+            **{f"rejected_{rule}": (~kept).sum() for rule, kept in passed.items()},
+            **mismatch_sums(*about),
+        }
         if self.kl is not None:
             reference = _given(batch.reference_logprobs, "reference")
             ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -186,7 +192,7 @@ class PolicyGradient:
         return Outcome(
             loss=(losses * batch.weights).sum() - (logprobs * batch.sft_weights).sum(),
             sums=sums,
-            maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0)},
+            maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0), **mismatch_maxima(*about)},
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
@@ -196,37 +202,39 @@ class PolicyGradient:
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
         return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
 
-    def _corrections(self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Return the weight of every token [N] and which were rejected [N]."""
+    def _corrections(
+        self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weight of every token [N], and for every rule that is on which tokens it lets through [N]."""
         mismatch = to_behaviour
         if batch.proximal_logprobs is not None:
             mismatch = batch.proximal_logprobs - batch.behaviour_logprobs
         weights = torch.ones_like(mismatch)
-        keep = torch.ones_like(mismatch, dtype=torch.bool)
+        keep: dict[str, Tensor] = {}
         if self.importance is not None:
             rule = self.importance
             weights = importance_weights(
                 mismatch, sequences, level=rule.level, bound=rule.bound, high=rule.high, low=rule.low
             )
-            keep &= weights > 0
+            keep["importance"] = weights > 0
         if self.rejection is not None:
-            keep &= inside(
+            keep["rejection"] = inside(
                 mismatch, sequences, self.rejection.statistic, high=self.rejection.high, low=self.rejection.low
             )
         if self.veto is not None:
-            keep &= not_vetoed(mismatch, sequences, self.veto)
+            keep["veto"] = not_vetoed(mismatch, sequences, self.veto)
         if self.opsm_delta is not None:
-            keep &= opsm(to_behaviour, batch.advantages, sequences, self.opsm_delta)
+            keep["opsm"] = opsm(to_behaviour, batch.advantages, sequences, self.opsm_delta)
         if self.age_band is not None:
             band = self.age_band
-            keep &= age_band(
+            keep["age_band"] = age_band(
                 to_behaviour.exp(), batch.advantages, batch.ages,
                 clip_low=band.clip_low, clip_high=band.clip_high, cap=band.cap, decay=band.decay,
             )  # fmt: skip
         if self.m2po_budget is not None:
             limit = 0.0 if batch.drift_limit is None else batch.drift_limit
-            keep &= ~(moved_along(to_behaviour, batch.advantages) & (to_behaviour.square() > limit))
-        return weights * keep, ~keep
+            keep["m2po"] = ~(moved_along(to_behaviour, batch.advantages) & (to_behaviour.square() > limit))
+        return weights, keep
 
 
 def _given(values: Tensor | None, whose: str) -> Tensor:
@@ -235,16 +243,15 @@ def _given(values: Tensor | None, whose: str) -> Tensor:
     return values
 
 
-def _figures(terms: LossTerms, to_behaviour: Tensor, batch: MicroBatch, rejected: Tensor) -> dict[str, Tensor]:
+def _figures(terms: LossTerms, batch: MicroBatch, keep: Tensor) -> dict[str, Tensor | float]:
     ratio = terms.ratio
     return {
         "tokens": torch.tensor(float(len(ratio))),
         "clipped": terms.clipped.sum(),
         "dual_clipped": terms.dual_clipped.sum(),
-        "rejected": rejected.sum(),
+        "rejected": (~keep).sum(),
         "ratio": ratio.sum(),
         "ratio_squared": ratio.square().sum(),
-        "kl_k3": divergence(to_behaviour, "k3").sum(),
         "surprise": -batch.behaviour_logprobs.sum(),
     }
 

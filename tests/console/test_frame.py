@@ -46,6 +46,8 @@ def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
         "generation is the bottleneck",
         "3 stale",
         "2880 trained, 25% without signal",
+        "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
+        "0.0002 mean, 0.004 max",
         "rollout-1 (life 2)",
         "v22 (-38)",
         "0:14 killed rollout-1 on purpose",

@@ -50,6 +50,7 @@ from trainer.losses import (
 from trainer.losses.preference import kto, odds_ratio, pairwise
 from trainer.losses.supervised import cross_entropy, entropy
 from trainer.losses.value import value_loss
+from trainer.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "conformance.json.gz").read_bytes()))
 CASES = {case["id"]: case for case in VECTORS["cases"]}
@@ -528,18 +529,20 @@ def _verl_rs(given: Given) -> dict[str, Any]:
 
 @answers("verl/offpolicy_metrics/")
 def _offpolicy_metrics(given: Given) -> dict[str, Any]:
-    ours = corr.mismatch(given.flat("old_log_prob"), given.flat("rollout_log_prob"), given.sequences)
+    ages = torch.ones(int(given.mask.sum()))
+    about = (given.flat("old_log_prob"), given.flat("rollout_log_prob"), ages, given.sequences)
+    ours = mismatch_figures({**mismatch_sums(*about), "tokens": len(ages)}, mismatch_maxima(*about))
     theirs = {
         "training_ppl": "perplexity",
         "training_log_ppl": "log_perplexity",
-        "kl": "kl_k1",
-        "k3_kl": "kl_k3",
-        "rollout_ppl": "behaviour_perplexity",
-        "rollout_log_ppl": "behaviour_log_perplexity",
-        "log_ppl_diff": "log_perplexity_gap",
-        "log_ppl_abs_diff": "log_perplexity_gap_abs",
-        "log_ppl_diff_max": "log_perplexity_gap_max",
-        "log_ppl_diff_min": "log_perplexity_gap_min",
+        "kl": "kl_behaviour_k1",
+        "k3_kl": "kl_behaviour",
+        "rollout_ppl": "perplexity_behaviour",
+        "rollout_log_ppl": "log_perplexity_behaviour",
+        "log_ppl_diff": "perplexity_gap",
+        "log_ppl_abs_diff": "perplexity_gap_abs",
+        "log_ppl_diff_max": "perplexity_gap_max",
+        "log_ppl_diff_min": "perplexity_gap_min",
         "ppl_ratio": "perplexity_ratio",
         "chi2_token": "chi2_token",
         "chi2_seq": "chi2_sequence",

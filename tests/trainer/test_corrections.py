@@ -179,16 +179,6 @@ def test_an_approximate_proximal_policy_of_fresh_tokens_is_the_behaviour_policy(
     torch.testing.assert_close(found, behaviour)
 
 
-def test_mismatch_of_nothing_is_nothing() -> None:
-    """No tokens, no figures; equal policies, zeros and ones."""
-    empty = torch.empty(0)
-    assert corr.mismatch(empty, empty, Sequences.of_lengths(torch.tensor([0, 0]))) == {}
-    same = torch.tensor([-1.0, -2.0, -0.5])
-    figures = corr.mismatch(same, same, Sequences.of_lengths(torch.tensor([2, 0, 1])))
-    assert figures["kl_k3"] == 0.0
-    assert figures["perplexity_ratio"] == 1.0
-
-
 def test_kl_full_is_the_expectation_of_k1() -> None:
     """The exact divergence is what the estimators estimate."""
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,28 @@
+"""What panel and report read of a step is what the trainer writes into it."""
+
+from __future__ import annotations
+
+import torch
+
+from console import learning
+from trainer.losses import Sequences
+from trainer.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
+
+
+def test_the_trainers_figures_are_understood() -> None:
+    """Every distance that the trainer computes by name is found again, in numbers."""
+    logprobs = torch.tensor([-1.0, -0.5, -2.0])
+    about = (logprobs, logprobs - 0.1, torch.tensor([0.0, 0.0, 1.0]), Sequences.of_lengths(torch.tensor([2, 1])))
+    data = mismatch_figures({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
+    found = learning.read(data)
+    assert {"engine_gap", "engine_gap_max", "engine_kl", "kl_behaviour", "ratio_p1", "ratio_p99", "chi2_token"} <= set(
+        found
+    )
+    assert abs(found["engine_gap"] - 0.1) < 1e-6
+    assert set(found) <= set(learning.LABELS)
+
+
+def test_what_is_not_a_number_is_left_out() -> None:
+    """A figure of a part that is off, or one that is not finite, is not shown."""
+    assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
+    assert learning.in_words({}) == ("–", "–")
