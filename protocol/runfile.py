@@ -54,6 +54,7 @@ SECTIONS = (
     "rollout",
     "reward",
     "algorithm",
+    "critic",
     "trainer",
     "eval",
     "sft",

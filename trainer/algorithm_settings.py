@@ -11,7 +11,9 @@ from protocol.connection import Section
 from trainer.aggregation import Aggregation
 from trainer.presets import ADVANTAGE_OPTIONS, LOSS_OPTIONS, PRESETS, canonical
 
-Advantage = Literal["grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg"]
+Advantage = Literal[
+    "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "gae",
+]  # fmt: skip
 Loss = Literal[
     "ppo_clip", "gspo", "gspo_token", "ce_gppo", "sapo", "cispo", "minirl", "topr", "topr_token", "reinforce",
     "double_sided", "dppo_tv", "dppo_kl", "gmpo",
@@ -205,6 +207,8 @@ class AlgorithmSettings(Section):
                 f"algorithm.importance_low = {self.importance_low} is above algorithm.importance_high = "
                 f"{self.importance_high}; no weight would be kept"
             )
+        if self.has_critic:
+            self._refuse_trajectory_filters()
         is_ratio_loss = self.loss not in ("reinforce",)
         if self.importance != "none" and is_ratio_loss and not self.uses_proximal:
             raise ValueError(
@@ -218,6 +222,19 @@ class AlgorithmSettings(Section):
                 "algorithm.reward_kl_coefficient are set; set one of them to 0"
             )
         return self
+
+    def _refuse_trajectory_filters(self) -> None:
+        for name in ("drop_zero_advantage", "skip_non_positive_advantage", "minimal_advantage"):
+            if getattr(self, name) not in (None, False):
+                raise ValueError(
+                    f"algorithm.{name} looks at the advantage of a whole trajectory, and with algorithm.advantage = gae "
+                    "every token has its own; leave it off, or choose another algorithm.advantage"
+                )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic, by token."""
+        return self.advantage == "gae"
 
     @property
     def needs_reference(self) -> bool:

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.chat_template import ChatTokenizer
 from trainer.checkpoint import TrainerState
 from trainer.collect import Collector
 from trainer.crew import Crew
+from trainer.critic import Critic, Regression, load_critic
 from trainer.data_order import DataOrder
 from trainer.dataset import PromptSet
 from trainer.dispatch import Dispatch
@@ -41,6 +42,7 @@ from trainer.ranks import Ranks
 from trainer.record import Recorder
 from trainer.settings import TrainerSettings
 from trainer.tally import Tally
+from trainer.token_credit import TokenCredit
 from trainer.trainable import Optimisation
 from trainer.training import Training
 
@@ -111,7 +113,7 @@ def _open_data(settings: TrainerSettings) -> _Data:
 
 def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
     how = Optimisation(
-        num_steps=settings.trainer.steps,
+        num_steps=settings.trainer.steps - settings.critic.head_start_steps,
         lr=settings.trainer.lr,
         betas=settings.trainer.betas,
         weight_decay=settings.trainer.weight_decay,
@@ -129,7 +131,38 @@ def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
         device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
         folder = algorithm.reference_path or settings.model.path
         reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
-    return Crew(policy, ranks, blobs, objective(algorithm), reference)
+    critic = _critic(settings, how, ranks) if algorithm.has_critic else None
+    return Crew(policy, ranks, blobs, objective(algorithm), reference, critic)
+
+
+def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Critic:
+    chosen = settings.critic
+    how = replace(
+        policy,
+        num_steps=settings.trainer.steps * chosen.updates,
+        lr=chosen.lr,
+        warmup_steps=chosen.warmup_steps * chosen.updates,
+        max_grad_norm=chosen.max_grad_norm,
+    )
+    return load_critic(
+        chosen.path or settings.model.path,
+        how,
+        Regression(
+            updates=chosen.updates,
+            form=chosen.loss,
+            coefficient=chosen.loss_coefficient,
+            clip=chosen.value_clip,
+            head_start_steps=chosen.head_start_steps,
+        ),
+        TokenCredit(
+            gamma=chosen.gamma,
+            lam=chosen.lam,
+            whiten=settings.algorithm.whiten_advantages,
+            clip=settings.algorithm.advantage_clip,
+            kl_form=settings.algorithm.reward_kl_form,
+        ),
+        ranks,
+    )
 
 
 @contextlib.contextmanager

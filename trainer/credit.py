@@ -27,6 +27,7 @@ ESTIMATORS: dict[str, AdvantageEstimator] = {
     "opo": advantages.opo,
     "pass_at_k": advantages.pass_at_k,
     "gpg": advantages.gpg,
+    "gae": advantages.reinforce,  # the reward, which `trainer/token_credit.py` turns into advantages by token
 }
 
 
@@ -82,13 +83,12 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         shaped = rewards
         rewards = _scaled(settings, remembered, rewards)
         rewards = _normalised(settings, remembered, rewards, groups, index)
-        if settings.reward_kl_coefficient:
+        if settings.reward_kl_coefficient and not settings.has_critic:  # that one takes each token's own
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - remembered.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         found = estimate(Outcomes(rewards, index, lengths), **options)
-        if settings.whiten_advantages:
-            found = reward_shaping.whiten(found, weights=lengths)
-        found = reward_shaping.clip_symmetric(found, settings.advantage_clip)
+        if not settings.has_critic:
+            found = _finished(settings, found, lengths)
         kept = keeps.keep(found.tolist(), [t for g in groups for t in g.truncated])
         weights = torch.zeros_like(found)
         # a batch of which nothing is left keeps everything: its advantages teach nothing, its figures count
@@ -126,6 +126,12 @@ def _normalised(
         case "group":
             rewards = reward_shaping.normalise(rewards, index, shift=shift, scale=scale)
     return reward_shaping.asym_clip(rewards) if settings.asym_clip else rewards
+
+
+def _finished(settings: AlgorithmSettings, found: Tensor, lengths: Tensor) -> Tensor:
+    if settings.whiten_advantages:
+        found = reward_shaping.whiten(found, weights=lengths)
+    return reward_shaping.clip_symmetric(found, settings.advantage_clip)
 
 
 def _sample_weights(settings: AlgorithmSettings, rewards: Tensor, index: Tensor, lengths: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from trainer.batch import MicroBatch, build
 from trainer.corrections import m2po_limit, moved_along
+from trainer.critic import Critic
 from trainer.kl import KlForm, kl_estimate
 from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
@@ -37,13 +38,18 @@ class Crew:
         blobs: Blobs,
         objective: PolicyGradient,
         reference: Reference | None = None,
+        critic: Critic | None = None,
     ) -> None:
-        """Join; the same call on every rank. An objective with a KL term needs the reference."""
+        """Join; the same call on every rank.
+
+        An objective with a KL term needs the reference, plans whose advantages are rewards a critic.
+        """
         self.policy = policy
         self._ranks = ranks
         self._blobs = blobs
         self._objective = objective
         self._reference = reference
+        self._critic = critic
 
     @property
     def num_ranks(self) -> int:
@@ -68,12 +74,12 @@ class Crew:
     def save(self, folder: Path) -> None:
         """Write the policy's part of a checkpoint (rank 0); the folder is on storage that all ranks share."""
         self._order("save", lambda: str(folder.absolute()))
-        self.policy.save(folder)
+        self._save(folder)
 
     def load(self, folder: Path) -> None:
         """Read the policy's part of a checkpoint (rank 0)."""
         self._order("load", lambda: str(folder.absolute()))
-        self.policy.load(folder)
+        self._load(folder)
 
     def dismiss(self) -> None:
         """Tell the other ranks that the run is over (rank 0)."""
@@ -93,9 +99,9 @@ class Crew:
                 case "snapshot":
                     self.policy.snapshot()
                 case "save":
-                    self.policy.save(Path(detail))
+                    self._save(Path(detail))
                 case "load":
-                    self.policy.load(Path(detail))
+                    self._load(Path(detail))
                 case _:
                     return
 
@@ -105,11 +111,23 @@ class Crew:
 
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
         mine = plan.micro_batches[self._ranks.rank]
-        batches = [self._complete(build(rows_of(plan, rows, groups))) for rows in mine]
-        if self._objective.m2po_budget is not None:
-            limit = self._drift_limit(batches, self._objective.m2po_budget)
-            batches = [replace(batch, drift_limit=limit) for batch in batches]
-        return self.policy.train_step(batches, self._objective.with_kl(plan.kl_coefficient))
+        objective = self._objective.with_kl(plan.kl_coefficient)
+        looks_back = objective.needs_reference or plan.token_kl > 0.0
+        batches = [self._complete(build(rows_of(plan, rows, groups)), with_reference=looks_back) for rows in mine]
+        if self._critic is None:
+            return self.policy.train_step(self._bounded(batches), objective)
+        credited = self._critic.credit(batches, plan.token_kl)
+        waits = self._critic.policy_waits(self.policy.steps_done)
+        move = self.policy.hold_step if waits else self.policy.train_step
+        figures = move(self._bounded(credited.micro_batches), objective)
+        return replace(figures, critic=self._critic.learn(credited))
+
+    def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Give micro-batches the limit that their batch as a whole sets, where there is one."""
+        if self._objective.m2po_budget is None:
+            return batches
+        limit = self._drift_limit(batches, self._objective.m2po_budget)
+        return [replace(batch, drift_limit=limit) for batch in batches]
 
     def _gaps(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], form: KlForm) -> list[float]:
         if self._reference is None:
@@ -130,13 +148,23 @@ class Crew:
             squares.append(log_ratio.square()[moved_along(log_ratio, batch.advantages)])
         return m2po_limit(torch.cat(squares), budget, self._ranks.sum)
 
-    def _complete(self, batch: MicroBatch) -> MicroBatch:
+    def _complete(self, batch: MicroBatch, *, with_reference: bool) -> MicroBatch:
         """Add the log-probabilities of other policies that the objective compares with."""
         if self._objective.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
-        if self._reference is not None and self._objective.needs_reference:
+        if self._reference is not None and with_reference:
             batch = replace(batch, reference_logprobs=self._reference.logprobs(batch))
         return batch
+
+    def _save(self, folder: Path) -> None:
+        if self._critic is not None:
+            self._critic.save(folder)
+        self.policy.save(folder)
+
+    def _load(self, folder: Path) -> None:
+        if self._critic is not None:
+            self._critic.load(folder)
+        self.policy.load(folder)
 
     def _fetch(self, plan: StepPlan) -> dict[tuple[int, int], Group]:
         """Fetch the groups that this rank's rows belong to, and no others."""

@@ -21,6 +21,10 @@
 | `reward_kl`                | nats     | KL(sampler ‖ reference) per token, as the reward had it; with it on|
 | `kl_coefficient`           |          | that the step used, in loss or reward, steered or fixed            |
 | `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
+| `value_loss`               |          | the critic's, on the batch before it learned from it; ppo only     |
+| `explained_variance`       | share    | of the returns, by the critic; 1 perfect, 0 knows the mean alone   |
+| `value_mean`, `return_mean`|          | what the critic expected per token, and what it learns from        |
+| `critic_grad_norm`, `_lr`  |          | norm before clipping and learning rate of the critic's update      |
 | `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
@@ -82,6 +86,7 @@ def step_fields(
         **mismatch_figures(sums, figures.maxima),
         "entropy": sums["surprise"] / num_tokens,
         **_optional(sums, num_tokens),
+        **figures.critic,
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},

@@ -54,6 +54,8 @@ class Planner:
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
         )
+        if algorithm.has_critic and algorithm.reward_kl_coefficient:
+            plan = replace(plan, token_kl=self._state.kl.coefficient)
         return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan
 
     def learned(self, figures: StepFigures) -> dict[str, Any]:

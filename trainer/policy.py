@@ -6,7 +6,7 @@ together. The model's parameters keep their Hugging Face names from file to file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class StepFigures:
     lr: float
     sums: dict[str, float]
     maxima: dict[str, float]
+    critic: Mapping[str, float] = field(default_factory=dict)  # what it reports, where there is one
 
 
 class Policy:

@@ -41,6 +41,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "normalise_by_std": False, "loss": "topr_token", "weight_cap": 1.0,
         "aggregation": "token-mean",
     },
+    "ppo": {
+        "advantage": "gae", "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "whiten_advantages": True,
+        "aggregation": "token-mean",
+    },
     "rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "seq-mean-token-sum"},
     "reinforce": {"advantage": "reinforce", "loss": "reinforce", "aggregation": "seq-mean-token-sum"},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss": "ppo_clip", "aggregation": "token-mean"},
@@ -101,6 +105,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "reinforce_pp_baseline": (),
     "opo": (),
     "gpg": (),
+    "gae": (),
 }
 
 ALIASES: dict[str, str] = {
@@ -118,12 +123,10 @@ ALIASES: dict[str, str] = {
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
     "vanilla": "grpo",
+    "gae": "ppo",
 }
 
 REFUSED: dict[str, str] = {
-    "ppo": "it needs a critic, which the trainer does not train; reinforce_pp has no critic and the same clip, grpo "
-    "the group as its baseline",
-    "gae": "it needs a critic, which the trainer does not train; reinforce_pp or grpo need none",
     "remax": "it needs the reward of a greedy completion for every prompt, which the workers do not generate; "
     "rloo and grpo take the other completions of the prompt as baseline",
     "crossentropy": "supervised fine-tuning is `penstock sft`",

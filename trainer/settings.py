@@ -15,6 +15,7 @@ from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
 from protocol.facts import Identifier
 from trainer.algorithm_settings import AlgorithmSettings
+from trainer.critic_settings import CriticSettings
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -227,6 +228,7 @@ class TrainerSettings(Section):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: RewardSettings = Field(default_factory=RewardSettings)
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
+    critic: CriticSettings = Field(default_factory=CriticSettings)
     trainer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     sft: SftSettings = Field(default_factory=SftSettings)
@@ -261,7 +263,25 @@ class TrainerSettings(Section):
             raise ValueError(
                 f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
             )
+        self._check_critic()
         if self.trainer.warmup_steps > self.trainer.steps or self.sft.warmup_steps > self.sft.steps:
             section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
             raise ValueError(f"{section}.warmup_steps is more than {section}.steps; the peak would never be reached")
         return self
+
+    def _check_critic(self) -> None:
+        if not self.algorithm.has_critic:
+            standard = CriticSettings()
+            idle = sorted(
+                key for key in CriticSettings.model_fields if getattr(self.critic, key) != getattr(standard, key)
+            )
+            if idle:
+                raise ValueError(
+                    f"critic.{idle[0]} does nothing with algorithm.advantage = {self.algorithm.advantage}, which needs "
+                    'no critic; set algorithm.name = "ppo", or algorithm.advantage = "gae"'
+                )
+        if self.critic.head_start_steps >= self.trainer.steps:
+            raise ValueError(
+                f"critic.head_start_steps = {self.critic.head_start_steps} leaves the policy none of trainer.steps = "
+                f"{self.trainer.steps}; lower it"
+            )

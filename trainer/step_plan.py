@@ -62,6 +62,7 @@ class StepPlan:
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
     version: int = 0  # of the weights that are trained; tokens of older ones have an age
     skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
+    token_kl: float = 0.0  # coefficient of the KL in every token's reward, where a critic credits tokens
     kl_coefficient: float | None = None  # of the KL in the loss, where it is steered; None: as the objective has it
 
     def to_wire(self) -> list[Any]:
@@ -73,12 +74,13 @@ class StepPlan:
             self.version,
             [list(pair) for pair in self.skipped],
             self.kl_coefficient,
+            self.token_kl,
         ]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
         """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches, version, skipped, kl_coefficient = wire
+        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
@@ -86,6 +88,7 @@ class StepPlan:
             version=version,
             skipped=tuple((reason, count) for reason, count in skipped),
             kl_coefficient=kl_coefficient,
+            token_kl=token_kl,
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,12 +20,20 @@ from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
 from trainer.credit import credit_rule
 from trainer.crew import Crew
+from trainer.critic import Regression, load_critic
 from trainer.policy import load_policy, load_reference
 from trainer.ranks import Ranks
 from trainer.step_plan import ReadyGroup, all_rows, make_plan
+from trainer.token_credit import TokenCredit
 from trainer.trainable import Optimisation
 
-CASES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16"), (2, "bfloat16")]
+CASES = [
+    *((f"{stage}-float32", stage, "float32", "grpo") for stage in (0, 1, 2, 3)),
+    *((f"{stage}-bfloat16", stage, "bfloat16", "grpo") for stage in (1, 2)),
+    *((f"ppo-{stage}", stage, "float32", "ppo") for stage in (0, 1, 2, 3)),
+    ("ppo-bfloat16", 2, "bfloat16", "ppo"),
+]
+CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
 
 
@@ -36,30 +45,34 @@ def how(zero_stage: int, dtype: str) -> Optimisation:
     )  # fmt: skip
 
 
-def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path) -> dict:
+def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings: AlgorithmSettings) -> dict:
     """Four steps, a checkpoint after two of them; returns what must not depend on the number of ranks."""
     groups = group_pack.decode(blobs.get(message.pack))
     ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
     plan = make_plan(
-        ready, credit=credit_rule(AlgorithmSettings(), longest=10), aggregation="token-mean",
+        ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
         max_completion_tokens=10, budget_tokens=160, num_ranks=crew.num_ranks,
     )  # fmt: skip
+    if settings.has_critic:
+        plan = replace(plan, token_kl=0.05)
     figures = []
     for step in range(NUM_STEPS):
         if step == 2:
             crew.save(folder)
         figures.append(crew.step(plan, ready))
     crew.load(folder)
-    again = [crew.step(plan, ready).loss for _ in range(2)]
+    again = [crew.step(plan, ready) for _ in range(2)]
     tensors = crew.snapshot()
     return {
         "micro_batches": len(plan.micro_batches[0]),
         "loss": [f.loss for f in figures],
         "grad_norm": [f.grad_norm for f in figures],
+        "critic": [dict(f.critic) for f in figures],
+        "lr": [f.lr for f in figures],
         "tokens": figures[0].sums["tokens"],
         "clipped": figures[-1].sums["clipped"],
         "gaps": crew.reference_gaps(all_rows(ready, budget_tokens=160, num_ranks=crew.num_ranks), ready, "k2"),
-        "resumed_equal": again == [f.loss for f in figures[2:]],
+        "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
     }
@@ -71,15 +84,19 @@ def main() -> None:
     ranks = Ranks()
     blobs = Blobs(S3Settings.model_validate_json(s3))
     results = {}
-    for stage, dtype in CASES:
+    for name, stage, dtype, algorithm in CASES:
+        settings = AlgorithmSettings(name=algorithm)
         policy = load_policy(Path(model), how(stage, dtype), ranks, temperature=1.0)
         reference = load_reference(Path(model), how(0, "float32"), policy.device, temperature=1.0)
-        crew = Crew(policy, ranks, blobs, objective(AlgorithmSettings()), reference)
+        critic = None
+        if settings.has_critic:
+            critic = load_critic(Path(model), how(stage, dtype), CRITIC, TokenCredit(gamma=0.99, lam=0.9), ranks)
+        crew = Crew(policy, ranks, blobs, objective(settings), reference, critic)
         if ranks.is_leader:
             message = decode((Path(model).parent / f"{run_id}.scored").read_bytes(), GroupScored)
-            target = Path(folder) / f"{stage}-{dtype}"
+            target = Path(folder) / name
             target.mkdir(parents=True)
-            results[f"{stage}-{dtype}"] = lead(crew, blobs, message, target)
+            results[name] = lead(crew, blobs, message, target, settings)
             crew.dismiss()
         else:
             crew.follow()

@@ -39,7 +39,10 @@ def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, di
     return found
 
 
-@pytest.mark.parametrize("case", ["0-float32", "1-float32", "2-float32", "3-float32"])
+EXACT = ["0-float32", "1-float32", "2-float32", "3-float32", "ppo-0", "ppo-1", "ppo-2", "ppo-3"]
+
+
+@pytest.mark.parametrize("case", EXACT)
 def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> None:
     """In float32, losses, gradient norms and the final weights agree to 1e-5, at every ZeRO stage."""
     one, two = results[1][case], results[2][case]
@@ -47,6 +50,8 @@ def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> Non
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
     assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
     assert one["names"] == two["names"]
+    for mine, other in zip(one["critic"], two["critic"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
     assert one["checksum"] == pytest.approx(two["checksum"], rel=1e-6)
     assert (one["tokens"], one["clipped"]) == (two["tokens"], two["clipped"])
 
@@ -66,6 +71,24 @@ def test_stages_agree(results: dict[int, dict]) -> None:
         other = results[1][f"{stage}-float32"]
         assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
         assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+
+
+def test_a_critic_learns_beside_the_policy_at_every_stage(results: dict[int, dict]) -> None:
+    """The policy waits for the critic's head start; the critic's loss falls; every ZeRO stage takes the same steps."""
+    plain = results[1]["ppo-0"]
+    assert [lr > 0 for lr in plain["lr"]] == [False, True, True, True]
+    assert plain["lr"][1] == pytest.approx(results[1]["0-float32"]["lr"][0])  # the schedule waited too
+    losses = [figures["value_loss"] for figures in plain["critic"]]
+    assert losses == sorted(losses, reverse=True)
+    assert plain["critic"][0]["value_mean"] == 0.0
+    assert plain["critic"][-1]["explained_variance"] > plain["critic"][0]["explained_variance"]
+    for stage in (1, 2, 3):
+        other = results[1][f"ppo-{stage}"]
+        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        for mine, theirs in zip(other["critic"], plain["critic"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    rough = [figures["value_loss"] for figures in results[2]["ppo-bfloat16"]["critic"]]
+    assert rough == pytest.approx(losses, rel=0.05)
 
 
 @pytest.mark.parametrize("case", ["1-bfloat16", "2-bfloat16"])

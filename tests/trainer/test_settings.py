@@ -72,7 +72,10 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["rollout.temperature=0"], "expected greater than 0"),
         (["algorithm.dual_clip=1"], "expected greater than 1"),
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
-        (["algorithm.name=ppo"], "needs a critic, which the trainer does not train"),
+        (["critic.lr=1e-3"], 'needs no critic; set algorithm.name = "ppo"'),
+        (["algorithm.name=ppo", "critic.value_clip=0.2"], "raise critic.updates"),
+        (["algorithm.name=ppo", "critic.head_start_steps=100"], "leaves the policy none of trainer.steps"),
+        (["algorithm.name=ppo", "algorithm.drop_zero_advantage=true"], "every token has its own"),
         (["algorithm.name=remax"], "needs the reward of a greedy completion"),
         (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
         (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; known are"),
@@ -133,6 +136,7 @@ def test_every_part_of_a_preset_can_be_overridden():
     ("theirs", "ours"),
     [
         ("GRPO", "grpo"),  # AgentRL
+        ("gae", "ppo"),  # verl, ROLL
         ("MINIRL", "minirl"),
         ("CISPO", "cispo"),
         ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),  # verl
