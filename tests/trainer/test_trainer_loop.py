@@ -137,22 +137,28 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
     run_folder: Path, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
     run_id: str, trainers: list[Trainer],
 ) -> None:  # fmt: skip
-    """A run that is asked to stop, goes on, is killed with SIGKILL and goes on again ends in the same weights, bit for bit."""
+    """A run that is asked to stop, goes on, is killed with SIGKILL and goes on again ends in the same weights, bit for bit.
 
-    def run(name: str, drive: Callable[[Path, ScriptedProducer], None]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    It has a critic, whose weights, optimizer and head start must come back with the policy's.
+    """
+
+    def run(name: str, drive: Callable[[Path, ScriptedProducer], None]) -> tuple[list[dict], dict[str, torch.Tensor]]:
         bootstrap(bus, blobs, name)
         run_file = write_run_file(
             run_folder / f"{name}.toml", nats=nats_settings, s3=s3_settings,
             sections=sections(
                 run_folder, name, steps=6,
                 rollout={"groups_per_message": 2, "max_staleness": 0, "max_attempts": 4},
+                algorithm={"name": "ppo"},
+                critic={"lr": 1e-3, "updates": 2, "value_clip": 0.2, "head_start_steps": 1},
                 trainer={"checkpoint_every": 2},
             ),
         )  # fmt: skip
         with ScriptedProducer(nats_settings, s3_settings, name) as producer:
             drive(run_file, producer)
         delete_run(bus, name)
-        losses = [row["loss"] for row in metrics(run_folder, name)]
+        wanted = ("loss", "value_loss", "explained_variance", "critic_grad_norm")
+        losses = [{key: row[key] for key in wanted} for row in metrics(run_folder, name)]
         return losses, load_file(run_folder / "runs" / name / "model" / "model.safetensors")
 
     def uninterrupted(run_file: Path, _: ScriptedProducer) -> None:
@@ -185,6 +191,32 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
         assert torch.equal(tensor, resumed_weights[name]), name
     summary = json.loads((run_folder / "runs" / f"{run_id}-again" / "trainer.json").read_text())
     assert summary["groups"]["trained"] == 24  # each effect once
+
+
+def test_ppo_learns_with_its_critic(
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+) -> None:
+    """Rewards rise without groups to compare with: one sample a prompt, and a critic that comes to explain returns."""
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, ring_streams, steps=20,
+            algorithm={"name": "ppo"},
+            critic={"lr": 1e-2},
+            rollout={"group_size": 1, "groups_per_step": 32, "max_new_tokens": 1},
+            trainer={"lr": 1e-2},
+        ),
+    )  # fmt: skip
+    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+        producer.author = Sampler(producer, run_folder / "model")
+        trainers.append(Trainer(run_file))
+        trainers[0].wait()
+    steps = metrics(run_folder, ring_streams)
+    assert steps[0]["reward_mean"] < 0.8
+    assert sum(row["reward_mean"] for row in steps[-3:]) / 3 > 0.9
+    assert steps[0]["value_mean"] == 0.0
+    assert steps[-1]["value_mean"] == pytest.approx(steps[-1]["return_mean"], abs=0.2)
+    assert steps[-1]["value_loss"] < steps[0]["value_loss"]
 
 
 def test_two_ranks_run_and_resume(
