@@ -8,7 +8,6 @@ for each changed word in place of 16.
 
 New bytes are absolute. Therefore a segment may be applied twice, over a torn mirror, or merged with a
 later one by "later wins", and the result is the same; a difference (XOR, ulp) would corrupt instead.
-Comparison is by bits: -0, NaN payloads and denormals are just bytes.
 
 The byte table is in `protocol/README.md`. Nothing here trusts a segment: `parse` checks every field, size
 and index before it returns, and only a parsed segment can be applied.
@@ -17,35 +16,22 @@ and index before it returns, and only a parsed segment can be applied.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from protocol.bucket_diff import Bytes, Changes, Difference, Readable, as_bytes, difference, num_words_of
 from protocol.errors import SegmentRefused
 
-Bytes: TypeAlias = NDArray[np.uint8]
-Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
-
 MAGIC = b"GAB1"
-WORD_BYTES = (1, 2, 4, 8)
 FILLER = 65535  # a gap entry of this value advances so many words and carries no value
 _HEADER = struct.Struct("<4sB3xIIQQ")  # magic, word_bytes, bucket, zero, n_words, n_changed
 _PLANE = struct.Struct("<QQQQQ")  # n_values, n_gaps, bytes of the frames: gaps low, gaps high, values
 _LEVEL = 1  # zstd; level 3 is not smaller on this data
 _BLOCK = 1 << 15  # values applied at once: their int64 indices stay in the L2 cache
-_DIFF_BLOCK = 1 << 15  # eight-byte words compared at once
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """One plane: ``indices`` int64 [n] strictly increasing word indices, ``values`` uint8 [n] new bytes."""
-
-    indices: NDArray[np.int64]
-    values: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +43,20 @@ class Plane:
     values: Bytes
     has_fillers: bool
 
-    def blocks(self) -> Sequence[Changes]:
-        """Return the plane's changes with absolute word indices, in blocks that fit into a cache."""
-        blocks, base, taken = [], -1, 0
+    def blocks(self) -> Iterator[Changes]:
+        """Yield the plane's changes in order, in blocks that fit into a cache."""
+        last, taken = -1, 0
         for start in range(0, self.gaps_low.size, _BLOCK):
-            gaps = _join(self.gaps_low[start : start + _BLOCK], self.gaps_high[start : start + _BLOCK])
-            indices = np.cumsum(gaps, dtype=np.int64)
-            if self.has_fillers:
-                carries = gaps != FILLER
-                indices += np.cumsum(carries)
-                indices += base
-                base = int(indices[-1])
+            steps = _join(self.gaps_low[start : start + _BLOCK], self.gaps_high[start : start + _BLOCK])
+            carries = steps != FILLER if self.has_fillers else None
+            steps += 1 if carries is None else carries  # a filler advances 65535 words, a value one more than its gap
+            indices = np.cumsum(steps, dtype=np.int64)
+            indices += last
+            last = int(indices[-1])
+            if carries is not None:
                 indices = indices[carries]
-            else:
-                indices += np.arange(base + 1, base + 1 + indices.size)
-                base = int(indices[-1])
-            blocks.append(Changes(indices, self.values[taken : taken + indices.size]))
+            yield Changes(indices, self.values[taken : taken + indices.size])
             taken += indices.size
-        return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,79 +70,24 @@ class Parsed:
     planes: tuple[Plane, ...]
 
 
-def as_bytes(data: Readable) -> Bytes:
-    """Return a flat view of the bytes of a contiguous buffer, without a copy."""
-    if isinstance(data, np.ndarray):
-        return data.reshape(-1).view(np.uint8)
-    return np.frombuffer(data, dtype=np.uint8)
-
-
-def diff(old: Readable, new: Readable) -> tuple[NDArray[np.int64], Bytes]:
-    """Return the positions of all bytes that differ (int64, increasing) and their new values.
-
-    Compares eight bytes at a time and looks closer only where these differ.
-    Raises ValueError when the buffers differ in size.
-    """
-    before, after = as_bytes(old), as_bytes(new)
-    if before.size != after.size:
-        raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
-    whole = before.size // 8 * 8
-    before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
-    positions, values = [], []
-    for start in range(0, before_64.size, _DIFF_BLOCK):
-        one, two = before_64[start : start + _DIFF_BLOCK], after_64[start : start + _DIFF_BLOCK]
-        hits = np.flatnonzero(one != two)
-        if hits.size:
-            now = two[hits]
-            found = np.flatnonzero((one[hits] ^ now).view(np.uint8))
-            values.append(now.view(np.uint8)[found])
-            positions.append((hits[found >> 3] + start) * 8 + (found & 7))
-    tail = np.flatnonzero(before[whole:] != after[whole:]) + whole
-    positions.append(tail)
-    values.append(after[tail])
-    return np.concatenate(positions), np.concatenate(values)
-
-
-def changed_planes(old: Readable, new: Readable, word_bytes: int) -> list[Changes]:
-    """Return what differs, one `Changes` per byte of the word, lowest byte first.
-
-    Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
-    """
-    num_bytes = as_bytes(new).size
-    if word_bytes not in WORD_BYTES or num_bytes % word_bytes:
-        raise ValueError(f"{num_bytes} bytes are no words of {word_bytes}; words have {WORD_BYTES} bytes")
-    positions, values = diff(old, new)
-    if word_bytes == 1:
-        return [Changes(positions, values)]
-    number = positions & (word_bytes - 1)
-    words = positions >> (word_bytes.bit_length() - 1)
-    chosen = [np.flatnonzero(number == plane) for plane in range(word_bytes)]
-    return [Changes(words[index], values[index]) for index in chosen]
-
-
 def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) -> bytes:
     """Encode what turns ``old`` into ``new``; equal buffers give a segment that changes nothing.
 
     Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
     """
-    planes = changed_planes(old, new, word_bytes)
-    num_words = as_bytes(new).size // word_bytes
-    return pack(planes, num_words, bucket=bucket, num_changed=count_words(planes))
+    return pack(difference(old, new, word_bytes), num_words_of(new, word_bytes), bucket=bucket)
 
 
-def pack(planes: Sequence[Changes], num_words: int, *, bucket: int = 0, num_changed: int) -> bytes:
-    """Write a segment from one `Changes` per byte of the word, lowest byte first.
-
-    ``num_changed`` is the number of words with at least one changed byte, see `count_words`.
-    """
+def pack(changed: Difference, num_words: int, *, bucket: int = 0) -> bytes:
+    """Write a segment from what changed in a bucket of ``num_words``, wherever that was found (a GPU, another bucket)."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
     heads, frames = [], []
-    for plane in planes:
+    for plane in changed.planes:
         gaps = _gaps(plane.indices)
         parts = [compressor.compress(part.data) if part.size else b"" for part in (*_split(gaps), plane.values)]
         heads.append(_PLANE.pack(plane.indices.size, gaps.size, *map(len, parts)))
         frames.extend(parts)
-    header = _HEADER.pack(MAGIC, len(planes), bucket, 0, num_words, num_changed)
+    header = _HEADER.pack(MAGIC, len(changed.planes), bucket, 0, num_words, changed.num_changed)
     return b"".join([header, *heads, *frames])
 
 
@@ -210,8 +137,9 @@ def squash(parsed: Sequence[Parsed]) -> tuple[bytes, int]:
         raise ValueError("squash needs at least one segment, and all of the same bucket")
     first = parsed[0]
     planes = [_merge([p.planes[number] for p in parsed]) for number in range(first.word_bytes)]
-    num_changed = count_words(planes)
-    return pack(planes, first.num_words, bucket=first.bucket, num_changed=num_changed), num_changed
+    filled = [plane.indices for plane in planes if plane.indices.size]
+    words = np.unique(np.concatenate(filled)).size if len(filled) > 1 else sum(map(len, filled))
+    return pack(Difference(tuple(planes), words), first.num_words, bucket=first.bucket), words
 
 
 def read_frame(decompressor: zstandard.ZstdDecompressor, frame: memoryview, expected: int) -> Bytes:
@@ -232,17 +160,12 @@ def read_frame(decompressor: zstandard.ZstdDecompressor, frame: memoryview, expe
     return np.frombuffer(data, dtype=np.uint8)
 
 
-def count_words(planes: Sequence[Changes]) -> int:
-    """Count the words with at least one changed byte."""
-    filled = [plane.indices for plane in planes if plane.indices.size]
-    if len(filled) < 2:
-        return sum(indices.size for indices in filled)
-    return int(np.unique(np.concatenate(filled)).size)
-
-
 def _gaps(indices: NDArray[np.int64]) -> NDArray[np.uint16]:
     """Return the unchanged words before each index, as u16 with fillers for what does not fit."""
-    gaps = np.diff(indices, prepend=-1) - 1
+    gaps = np.empty_like(indices)
+    gaps[:1] = indices[:1]
+    np.subtract(indices[1:], indices[:-1], out=gaps[1:])
+    gaps[1:] -= 1
     if not gaps.size or int(gaps.max()) < FILLER:
         return gaps.astype(np.uint16)
     fillers, rest = np.divmod(gaps, FILLER)

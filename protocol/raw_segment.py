@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
+from protocol.bucket_diff import Bytes, Readable, as_bytes, num_words_of
 from protocol.errors import SegmentRefused
-from protocol.patch_segment import WORD_BYTES, Bytes, Readable, as_bytes, read_frame
+from protocol.patch_segment import read_frame
 
 MAGIC = b"RAW1"
 _HEADER = struct.Struct("<4sB3xIIQQ")  # magic, word_bytes, bucket, zero, n_words, n_changed
@@ -35,12 +36,11 @@ class ParsedRaw:
 def encode(new: Readable, word_bytes: int, *, bucket: int = 0, num_changed: int) -> bytes:
     """Encode the bucket as it is now; raises ValueError when its size is no multiple of ``word_bytes``."""
     data = as_bytes(new)
-    if word_bytes not in WORD_BYTES or data.size % word_bytes:
-        raise ValueError(f"{data.size} bytes are no words of {word_bytes}; words have {WORD_BYTES} bytes")
+    num_words = num_words_of(data, word_bytes)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
     planes = (np.ascontiguousarray(data[number::word_bytes]) for number in range(word_bytes))
     frames = [compressor.compress(plane.data) if plane.size else b"" for plane in planes]
-    header = _HEADER.pack(MAGIC, word_bytes, bucket, 0, data.size // word_bytes, num_changed)
+    header = _HEADER.pack(MAGIC, word_bytes, bucket, 0, num_words, num_changed)
     return b"".join([header, *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
 
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import bucket_codec, patch_segment, raw_segment
+from protocol import bucket_codec, bucket_diff, patch_segment, raw_segment
+from protocol.bucket_diff import Changes, Difference
 from protocol.errors import SegmentRefused
-from protocol.patch_segment import FILLER, Changes
+from protocol.patch_segment import FILLER
 
-WORD_BYTES = st.sampled_from(patch_segment.WORD_BYTES)
+WORD_BYTES = st.sampled_from(bucket_diff.WORD_BYTES)
 DENSITIES = st.sampled_from([0.0, 1e-4, 0.009, 0.1, 0.4, 0.6, 1.0])
 
 
@@ -72,7 +73,7 @@ def test_special_values_are_only_bits(dtype: type):
     assert target.tobytes() == new.tobytes()
 
 
-@pytest.mark.parametrize("word_bytes", patch_segment.WORD_BYTES)
+@pytest.mark.parametrize("word_bytes", bucket_diff.WORD_BYTES)
 @pytest.mark.parametrize("gap", [FILLER - 1, FILLER, FILLER + 1, 2 * FILLER, 3 * FILLER + 17])
 def test_gaps_beyond_sixteen_bits_are_bridged(word_bytes: int, gap: int):
     """A gap of any length comes back, at the start and between two changes."""
@@ -86,14 +87,14 @@ def test_fillers_may_meet_the_border_of_a_block():
     """Thousands of long gaps, more than are decoded at once, come back."""
     rng = np.random.default_rng(5)
     indices = np.cumsum(rng.integers(1, 3 * FILLER, 40_000))
-    planes = [Changes(indices, rng.integers(0, 256, indices.size, dtype=np.uint8))]
+    changes = Changes(indices, rng.integers(0, 256, indices.size, dtype=np.uint8))
     num_words = int(indices[-1]) + 1
-    segment = patch_segment.pack(planes, num_words, num_changed=indices.size)
+    segment = patch_segment.pack(Difference((changes,), indices.size), num_words)
     (plane,) = patch_segment.parse(segment, num_words=num_words, word_bytes=1).planes
     blocks = list(plane.blocks())
     assert len(blocks) > 1
     assert np.array_equal(np.concatenate([block.indices for block in blocks]), indices)
-    assert np.array_equal(np.concatenate([block.values for block in blocks]), planes[0].values)
+    assert np.array_equal(np.concatenate([block.values for block in blocks]), changes.values)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 2000), WORD_BYTES, st.lists(DENSITIES, min_size=1, max_size=5))
@@ -166,6 +167,12 @@ def test_a_target_that_does_not_fit_is_not_written():
         for target in (old[:-2].copy(), bytes(1000)):
             with pytest.raises(ValueError, match="writable buffer of 1000 bytes"):
                 bucket_codec.apply(change, target)
+
+
+def test_an_array_with_holes_is_not_written_to_a_copy():
+    """A strided target is an error: writing to a copy of it would be silently lost."""
+    with pytest.raises(ValueError, match="not contiguous"):
+        bucket_diff.as_bytes(np.zeros((4, 4), np.uint16)[:, ::2])
 
 
 def test_buffers_of_different_sizes_are_no_patch():

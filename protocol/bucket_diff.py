@@ -1,0 +1,117 @@
+"""What differs between two states of a bucket, found at a good part of the memory's speed.
+
+Eight bytes are compared at once, the results again eight at once, and only where something differs is
+looked at closer: an optimizer step leaves 99 % of the words alone. Comparison is by bits: -0, NaN payloads and
+denormals are just bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
+
+WORD_BYTES = (1, 2, 4, 8)
+_WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_BLOCK = 1 << 17  # eight-byte words compared at once; smaller blocks cost calls, larger ones leave the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """One plane (byte p of every word): int64 ``indices`` [n] of words, strictly increasing, and new bytes uint8 [n]."""
+
+    indices: NDArray[np.int64]
+    values: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """All that changed: one `Changes` for each byte of the word, lowest first; ``num_changed`` counts words."""
+
+    planes: tuple[Changes, ...]
+    num_changed: int
+
+
+def as_bytes(data: Readable) -> Bytes:
+    """Return a flat view of a contiguous buffer's bytes; raises ValueError when a copy would be needed."""
+    if not isinstance(data, np.ndarray):
+        return np.frombuffer(data, dtype=np.uint8)
+    if not data.flags.c_contiguous:
+        raise ValueError(f"array of shape {data.shape} and strides {data.strides} is not contiguous")
+    return data.reshape(-1).view(np.uint8)
+
+
+def num_words_of(data: Readable, word_bytes: int) -> int:
+    """Return how many words a buffer holds; raises ValueError when they are not whole."""
+    size = as_bytes(data).size
+    if word_bytes not in WORD_BYTES or size % word_bytes:
+        raise ValueError(f"{size} bytes are no words of {word_bytes}; words have {WORD_BYTES} bytes")
+    return size // word_bytes
+
+
+def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
+    """Return the words that differ, with the changed bytes of ``new``.
+
+    Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
+    """
+    before, after = as_bytes(old), as_bytes(new)
+    num_words_of(new, word_bytes)
+    if before.size != after.size:
+        raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
+    indices, deltas, words = _changed_words(before, after, _WORDS[word_bytes])
+    planes = []
+    for number in range(word_bytes):
+        now, delta = ((array >> (8 * number)).astype(np.uint8) for array in (words, deltas))
+        if np.count_nonzero(delta) == delta.size:
+            planes.append(Changes(indices, now))
+        else:
+            chosen = (delta != 0).nonzero()[0]
+            planes.append(Changes(indices[chosen], now[chosen]))
+    return Difference(tuple(planes), indices.size)
+
+
+def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+    """Return indices, XOR and new value of all words that differ."""
+    whole = before.size // 8 * 8
+    before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
+    mask = np.zeros(min(_BLOCK, before_64.size + 7 & ~7), dtype=np.bool_)
+    parts = []
+    for start in range(0, before_64.size, _BLOCK):
+        one, two = before_64[start : start + _BLOCK], after_64[start : start + _BLOCK]
+        np.not_equal(one, two, out=mask[: one.size])
+        mask[one.size :] = False
+        hits = _where(mask)
+        now = two[hits]
+        parts.append(_closer(hits + start, (one[hits] ^ now).view(dtype), now.view(dtype)))
+    one, two = before[whole:].view(dtype), after[whole:].view(dtype)
+    tail = (one != two).nonzero()[0]
+    parts.append((tail + whole // dtype.itemsize, one[tail] ^ two[tail], two[tail]))
+    indices, deltas, words = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return indices, deltas, words
+
+
+def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return where a mask is true; its size is a multiple of 8. Fast when few of its groups of eight are."""
+    by_eight = mask.view(np.uint64)
+    groups = (by_eight != 0).nonzero()[0]
+    if groups.size * 16 > mask.size:
+        return mask.nonzero()[0]
+    found = by_eight[groups].view(np.bool_).nonzero()[0]
+    return (groups[found >> 3] << 3) + (found & 7)
+
+
+def _closer(
+    hits: NDArray[np.int64], deltas: np.ndarray, words: np.ndarray
+) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+    """Return the same by words, given it by eight bytes."""
+    per_hit = 8 // words.itemsize
+    if per_hit == 1:
+        return hits, deltas, words
+    found = (deltas != 0).nonzero()[0]
+    shift = per_hit.bit_length() - 1
+    return (hits[found >> shift] << shift) + (found & (per_hit - 1)), deltas[found], words[found]
