@@ -107,8 +107,6 @@ def _figures(s: Snapshot) -> RenderableType:
         ("weights", Text(f"v{s.newest_version}, {s.versions_published} published")),
         ("groups", Text(groups)),
         ("dropped", Text(", ".join(f"{n} {reason}" for reason, n in s.dropped.items()) or "none")),
-        ("off-policy", Text(off_policy)),
-        ("engine gap", Text(engine)),
     )
     narrow = Table.grid(padding=(0, 2))
     for left, right in zip(pairs[::2], pairs[1::2], strict=True):
@@ -121,6 +119,8 @@ def _figures(s: Snapshot) -> RenderableType:
     idle = ", ".join(f"{role} {share(value)}" for role, value in s.idle_share.items())
     wide = Table.grid(padding=(0, 2))
     wide.add_row(Text("queues  ", style="dim"), Text(queues or "–"))
+    wide.add_row(Text("off-policy", style="dim"), Text(off_policy))
+    wide.add_row(Text("engine gap", style="dim"), Text(engine))
     wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}", no_wrap=True))
     return Group(narrow, wide)
 
