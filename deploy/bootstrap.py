@@ -46,8 +46,7 @@ def delete_run(bus: Bus, run_id: str) -> int:
     Objects in S3 stay, and so does the registry of reward endpoints, which all runs share.
     """
     check_run_id(run_id)
-    own = (streams.state_bucket(run_id), streams.live_bucket(run_id))
-    names = (*streams.stream_names(run_id), *(f"KV_{spec.bucket}" for spec in own))
+    names = (*streams.stream_names(run_id), *(f"KV_{spec.bucket}" for spec in streams.run_buckets(run_id)))
     return sum([pending.wait() for pending in [bus.delete_stream(name) for name in names]])
 
 

@@ -153,9 +153,24 @@ def registry_bucket() -> BucketSpec:
     return BucketSpec("penstock-rewards")
 
 
+def secrets_bucket() -> BucketSpec:
+    """Return the bucket of what endpoints were given in confidence; only reward services may read it."""
+    return BucketSpec("penstock-secrets")
+
+
+def scoring_bucket(run_id: str) -> BucketSpec:
+    """Return the bucket of packs that were scored in part: a replica goes on where another one stopped."""
+    return BucketSpec(f"{run_id}-scoring", ttl_s=86_400.0)
+
+
+def run_buckets(run_id: str) -> tuple[BucketSpec, ...]:
+    """Return the buckets that are deleted with a run."""
+    return (state_bucket(run_id), live_bucket(run_id), lease_bucket(run_id), scoring_bucket(run_id))
+
+
 def buckets(run_id: str) -> tuple[BucketSpec, ...]:
     """Return the buckets a run needs."""
-    return (state_bucket(run_id), live_bucket(run_id), lease_bucket(run_id), registry_bucket())
+    return (*run_buckets(run_id), registry_bucket(), secrets_bucket())
 
 
 HEAD_KEY = "head"  # `Head`

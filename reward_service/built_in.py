@@ -44,6 +44,7 @@ class PureReward:
 
     name: str
     judge: Judge
+    slow: bool = False
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
         """Score the groups; a reward that raises fails its group, not the pack."""
@@ -63,6 +64,7 @@ class MathReward:
     """The reward whose hard cases go to grader processes."""
 
     grader: GraderPool
+    slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
         """Score the groups; the pool bounds how many of their answers are graded at once."""

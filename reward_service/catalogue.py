@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from protocol.facts import RewardRequest
+from reward_service.endpoint import Endpoint
 from reward_service.endpoint_client import EndpointClient
 from reward_service.errors import RewardUnavailable, UnknownReward
 from reward_service.registry import Registry
@@ -25,10 +26,15 @@ class Catalogue:
     def names(self) -> tuple[str, ...]:
         """Return every name a task may ask for; a data set's name only where it can stand in a message."""
         aliases = (name for name in BY_SOURCE if "/" not in name)
-        return tuple(sorted({AUTO, *self._built_ins, *self._registry.endpoints, *aliases}))
+        return tuple(sorted({AUTO, *self._built_ins, *self._registry.in_service(), *aliases}))
+
+    def by_source(self) -> dict[str, str]:
+        """Return which reward scores the rows of which data set, when they leave it to us (``auto``)."""
+        claimed = {source: e.name for e in self._registry.in_service().values() for source in e.data_sources}
+        return {**BY_SOURCE, **claimed}
 
     async def find(self, request: RewardRequest) -> Scorer:
-        """Return the scorer of a request; raises UnknownReward or RewardUnavailable.
+        """Return the scorer of a request; raises UnknownReward, or NotAsked for one that is out of service.
 
         A name that is unknown here may have been registered at another replica a moment ago, so the
         registry is read once more before the name is called unknown.
@@ -47,8 +53,17 @@ class Catalogue:
             if candidate in self._built_ins:
                 return self._built_ins[candidate]
             if candidate in self._registry.endpoints:
-                return self._client.scorer(self._registry.endpoints[candidate])
+                return self._line(self._registry.endpoints[candidate])
+        for endpoint in self._registry.endpoints.values() if request.name == AUTO else ():
+            if request.data_source in endpoint.data_sources:
+                return self._line(endpoint)
         return None
+
+    def _line(self, endpoint: Endpoint) -> Scorer:
+        problem = self._registry.problem(endpoint)
+        if problem is not None:
+            raise problem
+        return self._client.line(endpoint)
 
     def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable:
         name = request.data_source if request.name == AUTO else request.name

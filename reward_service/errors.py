@@ -3,13 +3,20 @@
 RewardError                  a group got no reward; the class name is the reason of its dead letter
 ├── UnknownReward            nobody offers a reward of this name             never gets better
 ├── BadGroundTruth           the row's ground truth does not fit its reward  never gets better
-├── RewardUnavailable        the endpoint was unregistered; it may come back
+├── NotAsked                 nobody was asked: no attempt at scoring, but there is a limit to patience
+│   ├── RewardUnavailable    the endpoint was unregistered; it may come back
+│   ├── LeaseExpired         the endpoint stopped renewing its lease
+│   ├── EndpointDrained      somebody took the endpoint out of service for a while
+│   ├── BreakerOpen          the endpoint fails too often to be called now
+│   └── EndpointBusy         all its places are taken; it works, so there is no limit to this wait
 ├── EndpointFailed           no connection, time-out, or an error status
 ├── EndpointNonsense         an answer that is not what the contract says
 ├── ScoreRefused             the endpoint itself said that it could not score this completion
 ├── GraderFailed             the math grader did not answer and the completion is not to blame
 └── RewardCrashed            a built-in reward raised: a bug of ours
 EndpointRefused              a registration that breaks the rules (name taken, target not allowed)
+├── NameTaken                another endpoint has the name
+└── NotAllowed               the caller's token does not allow it
 UserFileError                the file given to ``serve`` holds no reward function we can call
 """
 
@@ -24,6 +31,7 @@ class RewardError(PenstockError):
     """A group got no reward. ``permanent`` errors are not tried again."""
 
     permanent: ClassVar[bool] = False
+    blames_endpoint: bool = False  # counts against it in its circuit breaker
 
     @property
     def reason(self) -> str:
@@ -43,16 +51,52 @@ class BadGroundTruth(RewardError):
     permanent = True
 
 
-class RewardUnavailable(RewardError):
+class NotAsked(RewardError):
+    """Nobody was asked for these scores. The delivery is no attempt; the group comes again after ``retry_in_s``."""
+
+    has_limit: ClassVar[bool] = True  # after `reward_service.patience_s` of this the group is dead-lettered
+
+    def __init__(self, text: str, *, retry_in_s: float = 0.0) -> None:
+        """``retry_in_s``: it makes no sense to come back earlier."""
+        super().__init__(text)
+        self.retry_in_s = retry_in_s
+
+
+class RewardUnavailable(NotAsked):
     """The endpoint was unregistered; whoever starts it again registers it again."""
+
+
+class LeaseExpired(NotAsked):
+    """The endpoint registered itself with a lease and has stopped renewing it."""
+
+
+class EndpointDrained(NotAsked):
+    """Somebody took the endpoint out of service; it is registered, and asked nothing."""
+
+
+class BreakerOpen(NotAsked):
+    """The endpoint failed so often that it is left alone for a while."""
+
+
+class EndpointBusy(NotAsked):
+    """The endpoint works and has more to do than it may hold; the group waits at the broker instead of here."""
+
+    has_limit = False
 
 
 class EndpointFailed(RewardError):
     """The endpoint could not be reached, did not answer in time or answered with an error status."""
 
+    def __init__(self, text: str, *, refused: bool = False) -> None:
+        """``refused``: it answered with a status of 400 to 499, which says nothing about other calls."""
+        super().__init__(text)
+        self.blames_endpoint = not refused
+
 
 class EndpointNonsense(RewardError):
     """The endpoint's answer is not JSON, too large, of the wrong shape, not finite or out of range."""
+
+    blames_endpoint = True
 
 
 class ScoreRefused(RewardError):
@@ -73,6 +117,10 @@ class EndpointRefused(PenstockError):
 
 class NameTaken(EndpointRefused):
     """Another endpoint is registered under the name, and the caller did not say ``replace``."""
+
+
+class NotAllowed(EndpointRefused):
+    """The caller's token is of a lower role, or the endpoint is somebody else's."""
 
 
 class UserFileError(PenstockError):

@@ -42,6 +42,7 @@ class Figures:
         self.scored: Counter[str] = Counter()  # groups by scorer
         self.completions = 0
         self.dead: Counter[str] = Counter()  # groups by reason
+        self.waited: Counter[str] = Counter()  # times that groups went back to come again, by reason
         self.num_errors = 0  # packs given back because NATS or S3 was away
         self.queue = 0  # packs waiting at the broker, as of the last heartbeat
 
@@ -50,6 +51,10 @@ class Figures:
         for group in groups:
             self.scored[group.scorer] += 1
             self.completions += len(group.rewards)
+
+    def groups_waited(self, reasons: Iterable[str]) -> None:
+        """Count groups that went back and come again."""
+        self.waited.update(reasons)
 
     def groups_dead(self, reason: str, num_groups: int) -> None:
         """Count groups that were dead-lettered."""
@@ -62,6 +67,7 @@ class Figures:
             "completions_scored": float(self.completions),
             "packs": float(self.packs.num_calls),
             "errors": float(self.packs.num_failed + self.num_errors),
+            "groups_waited": float(self.waited.total()),
             "groups_dead": float(self.dead.total()),
             "queue": float(self.queue),
             "pack_ms_p50": 1000 * self.packs.quantile(0.5),

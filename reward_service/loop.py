@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -28,12 +29,12 @@ from protocol.facts import GeneratedGroup, GroupGenerated
 from protocol.transport.blobs import Blobs
 from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
-from reward_service import pack_texts
+from reward_service import pack_texts, progress
 from reward_service.announce import Announcer
 from reward_service.catalogue import Catalogue
-from reward_service.errors import RewardCrashed, RewardError
+from reward_service.errors import NotAsked, RewardCrashed, RewardError
 from reward_service.figures import Figures
-from reward_service.progress import Progress
+from reward_service.progress import PackProgress, Progress
 from reward_service.scores import Outcome
 from reward_service.scoring import as_scored
 
@@ -41,19 +42,27 @@ log = structlog.get_logger("reward_service")
 
 _FETCH_WAIT_S = 1.0  # also how long a stop may take to be noticed
 _MAX_DELAY_S = 60.0
+_UNASKED_S = 0.5
+_UNASKED_MAX_S = 8.0
 _BACK_SOON_S = 5.0  # S3 or NATS is away: nobody's group is to blame
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How often and how soon a group that got no reward comes again."""
+    """How often and how soon a group that got no reward comes again, and how long it may go unasked."""
 
     attempts: int
     delay_s: float
+    unasked_s: float
 
     def next_delay_s(self, attempt: int) -> float:
         """Return the wait after a failed attempt: doubled each time, at most a minute (or the first wait)."""
         return min(self.delay_s * 2.0 ** min(attempt - 1, 30), max(_MAX_DELAY_S, self.delay_s))
+
+    def unasked_delay_s(self, err: NotAsked, num_excused: int) -> float:
+        """Return the wait after nobody was asked: what the error says, longer when that goes on, never in step."""
+        wait_s = min(max(err.retry_in_s, _UNASKED_S) * 2.0 ** min(num_excused, 30), max(err.retry_in_s, _UNASKED_MAX_S))
+        return wait_s * random.uniform(0.75, 1.25)  # noqa: S311 no secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +78,60 @@ class Bench:
     activity: Activity
 
 
+class Places:
+    """Where packs are worked on. A pack that only waits for somebody outside stands aside and holds none."""
+
+    def __init__(self, num_places: int, max_packs: int) -> None:
+        """``num_places`` packs may be worked on, ``max_packs`` may be in this process's hands."""
+        self._num_places = num_places
+        self._max_packs = max_packs
+        self._occupied: set[int] = set()
+        self._held = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def free(self) -> int:
+        """How many more packs may be taken."""
+        return max(0, min(self._num_places - len(self._occupied), self._max_packs - self._held))
+
+    def enter(self, sequence: int) -> None:
+        """A pack comes."""
+        self._occupied.add(sequence)
+        self._held += 1
+
+    def stand_aside(self, sequence: int) -> None:
+        """All that a pack still waits for is outside."""
+        self._occupied.discard(sequence)
+        self._changed.set()
+
+    def leave(self, sequence: int) -> None:
+        """A pack is done with."""
+        self._held -= 1
+        self.stand_aside(sequence)
+
+    async def wait_for_change(self, wait_s: float) -> None:
+        """Wait until a pack stood aside or left, at most ``wait_s``."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), wait_s)
+        self._changed.clear()
+
+
 async def run(
-    inbox: Inbox[GroupGenerated], bench: Bench, *, concurrency: int, stop: asyncio.Event, drain_s: float
+    inbox: Inbox[GroupGenerated], bench: Bench, *, places: Places, stop: asyncio.Event, drain_s: float
 ) -> None:
-    """Score packs, ``concurrency`` at a time, until ``stop``; then finish what is under way within ``drain_s``.
+    """Score packs, as many at a time as there are ``places``, until ``stop``; then finish within ``drain_s``.
 
     Raises what makes going on pointless: refused credentials, a stream or bucket that is not there.
     """
     under_way: set[asyncio.Task[None]] = set()
     try:
         while not stop.is_set():
-            if free := concurrency - len(under_way):
+            if free := places.free:
                 for delivery in await inbox.fetch(free, _FETCH_WAIT_S):
-                    under_way.add(asyncio.create_task(_handle(delivery, bench)))
+                    places.enter(delivery.sequence)
+                    under_way.add(asyncio.create_task(_handle(delivery, bench, places)))
             else:
-                await asyncio.wait(under_way, timeout=_FETCH_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+                await places.wait_for_change(_FETCH_WAIT_S)
             under_way = _reap(under_way)
         if under_way:
             log.info("draining", packs=len(under_way), at_most_s=drain_s)
@@ -103,42 +151,63 @@ def _reap(under_way: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     return {task for task in under_way if not task.done()}
 
 
-async def _handle(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
+async def _handle(delivery: Delivery[GroupGenerated], bench: Bench, places: Places) -> None:
     """Settle one message; when NATS, S3 or this process goes away first, it is given back."""
+    pack = Pack(delivery, await bench.progress.load(delivery.sequence, delivery.num_delivered))
     try:
         with bench.activity.working("scoring"):
-            await score_pack(delivery, bench)
+            await score_pack(pack, bench, lambda: places.stand_aside(delivery.sequence))
     except (BlobStoreUnreachable, BusUnreachable) as err:
         log.warning("pack goes back, nobody is to blame", pack_id=delivery.fact.pack_id, error=str(err))
         bench.figures.num_errors += 1
-        bench.progress.excuse(delivery.sequence)
+        excused = pack.progress.excuse(group.group_id for group in pack.unsettled)
+        await bench.progress.save(delivery.sequence, excused)
         await delivery.give_back(_BACK_SOON_S)
     except asyncio.CancelledError:
         with contextlib.suppress(BusUnreachable):
+            await bench.progress.save(delivery.sequence, pack.progress)
             await delivery.give_back(0.0)
         raise
+    finally:
+        places.leave(delivery.sequence)
 
 
-async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
+@dataclass(slots=True)
+class Pack:
+    """A message under way, and what is known of its groups."""
+
+    delivery: Delivery[GroupGenerated]
+    progress: PackProgress
+
+    @property
+    def unsettled(self) -> list[GeneratedGroup]:
+        """The groups that still need a reward or a grave."""
+        return [group for group in self.delivery.fact.groups if group.group_id not in self.progress.settled]
+
+    def attempt(self, group: GeneratedGroup) -> int:
+        """Return which attempt at scoring a group this is."""
+        return self.progress.attempt(group.group_id, self.delivery.num_delivered)
+
+
+async def score_pack(pack: Pack, bench: Bench, stand_aside: Callable[[], None]) -> None:
     """Score the groups of one message that are not settled yet, announce them, and end or return the message."""
     started = time.monotonic()
-    attempt = bench.progress.attempt(delivery.sequence, delivery.num_delivered)
-    groups = _unsettled(delivery, bench)
+    delivery, groups = pack.delivery, pack.unsettled
     try:
-        failed = await _score(delivery, groups, bench, attempt)
+        failed = await _score(pack, groups, bench, stand_aside)
     except PenstockError:
         raise
     except Exception as err:
         log.exception("a pack could not be handled", pack_id=delivery.fact.pack_id)
         crash = RewardCrashed(f"scoring pack {delivery.fact.pack_id} raised {type(err).__name__}: {err}")
-        failed = dict.fromkeys((group.group_id for group in _unsettled(delivery, bench)), crash)
+        failed = dict.fromkeys((group.group_id for group in pack.unsettled), crash)
 
-    spent = attempt >= bench.patience.attempts
-    dead = {group_id: err for group_id, err in failed.items() if spent or _is_permanent(err)}
+    dead = _hopeless(pack, failed, bench.patience)
     await _bury(delivery, dead, bench)
-    bench.progress.add(delivery.sequence, frozenset(dead))
+    pack.progress = pack.progress.settle(dead)
     waiting = {group_id: err for group_id, err in failed.items() if group_id not in dead}
     bench.figures.packs.record(time.monotonic() - started, failed=bool(failed))
+    bench.figures.groups_waited(type(err).__name__ for err in waiting.values())
     log.info(
         "pack",
         run_id=delivery.fact.run_id,
@@ -150,46 +219,72 @@ async def score_pack(delivery: Delivery[GroupGenerated], bench: Bench) -> None:
         ms=round(1000 * (time.monotonic() - started), 1),
     )
     if waiting:
-        delay_s = bench.patience.next_delay_s(attempt)
+        delay_s = _delay_s(pack, waiting, bench.patience)
+        pack.progress = pack.progress.excuse(name for name, err in waiting.items() if isinstance(err, NotAsked))
+        await bench.progress.save(delivery.sequence, pack.progress)
         await bench.announcer.waiting(delivery, waiting, delay_s=delay_s)
         await delivery.give_back(delay_s)
     else:
         await delivery.ack()
-        bench.progress.forget(delivery.sequence)
+        await bench.progress.forget(delivery.sequence, delivery.num_delivered)
 
 
-def _unsettled(delivery: Delivery[GroupGenerated], bench: Bench) -> list[GeneratedGroup]:
-    settled = bench.progress.settled(delivery.sequence)
-    return [group for group in delivery.fact.groups if group.group_id not in settled]
+def _hopeless(pack: Pack, failed: Mapping[str, Exception], patience: Patience) -> dict[str, Exception]:
+    """Return the failed groups that do not come again, and take note of those that nobody was asked about."""
+    clock = progress.now()
+    unasked = {name for name, err in failed.items() if isinstance(err, NotAsked) and err.has_limit}
+    pack.progress = pack.progress.asked(failed.keys() - unasked).refuse(unasked, clock)
+    attempts = {group.group_id: pack.attempt(group) for group in pack.delivery.fact.groups}
+    return {
+        name: err
+        for name, err in failed.items()
+        if _is_permanent(err)
+        or (not isinstance(err, NotAsked) and attempts[name] >= patience.attempts)
+        or (name in unasked and clock - pack.progress.refused_since[name] >= patience.unasked_s)
+    }
+
+
+def _delay_s(pack: Pack, waiting: Mapping[str, Exception], patience: Patience) -> float:
+    """Return when the message comes again: when the last of its groups should."""
+    attempts = {group.group_id: pack.attempt(group) for group in pack.delivery.fact.groups}
+    return max(
+        patience.unasked_delay_s(err, pack.progress.excused.get(name, 0))
+        if isinstance(err, NotAsked)
+        else patience.next_delay_s(attempts[name])
+        for name, err in waiting.items()
+    )
 
 
 async def _score(
-    delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], bench: Bench, attempt: int
+    pack: Pack, groups: Sequence[GeneratedGroup], bench: Bench, stand_aside: Callable[[], None]
 ) -> dict[str, Exception]:
     """Score and announce groups as they get ready; returns those that got no reward, with the error."""
     failed: dict[str, Exception] = {}
-    async for some in _outcomes(delivery, groups, bench, attempt):
+    async for some in _outcomes(pack, groups, bench, stand_aside):
         scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
         wrong: dict[str, Exception] = {
             group.group_id: outcome for group, outcome in some if isinstance(outcome, Exception)
         }
-        wrong |= await bench.announcer.scored(delivery, scored)
+        if scored:
+            wrong |= await bench.announcer.scored(pack.delivery, scored)
         bench.figures.groups_scored(group for group in scored if group.generated.group_id not in wrong)
-        bench.progress.add(delivery.sequence, frozenset(group.group_id for group, _ in some) - frozenset(wrong))
+        pack.progress = pack.progress.settle({group.group_id for group, _ in some} - wrong.keys())
         failed |= wrong
     return failed
 
 
 async def _outcomes(
-    delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], bench: Bench, attempt: int
+    pack: Pack, groups: Sequence[GeneratedGroup], bench: Bench, stand_aside: Callable[[], None]
 ) -> AsyncIterator[list[tuple[GeneratedGroup, Outcome | PackError | BlobMissing | BlobCorrupt]]]:
     """Yield what became of the groups; a pack that cannot be read is the same error for all of them."""
     try:
-        texts = await asyncio.to_thread(pack_texts.fetch, bench.blobs, delivery.fact.pack, groups)
+        texts = await asyncio.to_thread(pack_texts.fetch, bench.blobs, pack.delivery.fact.pack, groups)
     except (PackError, BlobMissing, BlobCorrupt) as err:
         yield [(group, err) for group in groups]
         return
-    async with contextlib.aclosing(as_scored(bench.catalogue, texts, attempt=attempt)) as batches:
+    attempts = [pack.attempt(group) for group in groups]
+    scoring = as_scored(bench.catalogue, texts, attempts=attempts, only_slow_left=stand_aside)
+    async with contextlib.aclosing(scoring) as batches:
         async for batch in batches:
             yield [(groups[place], outcome) for place, outcome in sorted(batch.items(), key=lambda item: item[0])]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from protocol.activity import Activity, cpu_seconds
-from reward_service.endpoint_client import LiveFigures
+from reward_service.breaker import BreakerState
 from reward_service.figures import Figures
+from reward_service.line import LiveFigures
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "penstock_reward_"
@@ -33,6 +34,12 @@ def render(figures: Figures, activity: Activity, endpoints: Mapping[str, LiveFig
             "Groups dead-lettered.",
             [({"reason": r}, n) for r, n in figures.dead.items()],
         ),
+        _family(
+            "groups_waited_total",
+            "counter",
+            "Times that groups went back to come again.",
+            [({"reason": r}, n) for r, n in figures.waited.items()],
+        ),
         _family("packs_total", "counter", "Deliveries worked on.", [({}, packs.num_calls)]),
         _family(
             "pack_errors_total", "counter", "Deliveries with a failure.", [({}, packs.num_failed + figures.num_errors)]
@@ -54,7 +61,22 @@ def render(figures: Figures, activity: Activity, endpoints: Mapping[str, LiveFig
             "endpoint_calls_total", "counter", "Calls to an endpoint.", [({"endpoint": n}, f.calls) for n, f in of]
         ),
         _family("endpoint_errors_total", "counter", "Calls that failed.", [({"endpoint": n}, f.errors) for n, f in of]),
-        _family("endpoint_under_way", "gauge", "Calls under way.", [({"endpoint": n}, f.under_way) for n, f in of]),
+        _family("endpoint_under_way", "gauge", "Groups in calls.", [({"endpoint": n}, f.under_way) for n, f in of]),
+        _family("endpoint_waiting", "gauge", "Groups in line.", [({"endpoint": n}, f.waiting) for n, f in of]),
+        _family("endpoint_retries_total", "counter", "Further tries.", [({"endpoint": n}, f.retries) for n, f in of]),
+        _family("endpoint_hedges_total", "counter", "Second asks.", [({"endpoint": n}, f.hedges) for n, f in of]),
+        _family(
+            "endpoint_turned_away_total",
+            "counter",
+            "Groups that did not fit into the line.",
+            [({"endpoint": n}, f.turned_away) for n, f in of],
+        ),
+        _family(
+            "endpoint_breaker_open",
+            "gauge",
+            "1 while the endpoint is left alone.",
+            [({"endpoint": n}, float(f.breaker is not BreakerState.CLOSED)) for n, f in of],
+        ),
         _family(
             "endpoint_seconds",
             "summary",

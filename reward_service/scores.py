@@ -40,7 +40,16 @@ Outcome = GroupScores | RewardError
 
 
 class Scorer(Protocol):
-    """Scores groups; every group gets an outcome of its own, in the order given. Never raises RewardError."""
+    """Scores groups; every group gets an outcome of its own, in the order given. Never raises RewardError.
+
+    A scorer is ``slow`` when it waits for somebody outside this process (an endpoint, a grader process): a
+    pack that waits for it holds none of the service's places.
+    """
+
+    @property
+    def slow(self) -> bool:
+        """Whether its work is done elsewhere."""
+        ...
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
         """Score the groups; ``attempt`` counts from 1 how often they were delivered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from protocol.group_pack import GroupTexts
 from reward_service.catalogue import Catalogue
@@ -13,38 +13,51 @@ from reward_service.scores import Outcome, Scorer
 _TOGETHER_S = 0.5  # outcomes that are there within this time are handed on together
 
 
-async def score_groups(catalogue: Catalogue, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-    """Return an outcome for every group, in order; ``attempt`` counts from 1 how often they were delivered."""
+async def score_groups(catalogue: Catalogue, groups: Sequence[GroupTexts]) -> list[Outcome]:
+    """Return an outcome for every group, in order, as at its first delivery."""
     outcomes: dict[int, Outcome] = {}
-    async for some in as_scored(catalogue, groups, attempt=attempt):
+    async for some in as_scored(catalogue, groups, attempts=[1] * len(groups)):
         outcomes |= some
     return [outcomes[place] for place in range(len(groups))]
 
 
 async def as_scored(
-    catalogue: Catalogue, groups: Sequence[GroupTexts], *, attempt: int
+    catalogue: Catalogue,
+    groups: Sequence[GroupTexts],
+    *,
+    attempts: Sequence[int],
+    only_slow_left: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[dict[int, Outcome], None]:
     """Yield outcomes by the groups' places, so that no group waits for another group's slow endpoint.
 
-    Groups of one reward are scored together. What comes soon comes in one piece; whatever takes
-    longer follows as it gets ready.
+    Groups of one reward at the same attempt (from 1) are scored together. What comes soon comes in one
+    piece; whatever takes longer follows as it gets ready. ``only_slow_left`` is called as soon as all
+    that is left is waiting for somebody outside this process.
     """
-    failed: dict[int, Outcome] = {}
-    by_scorer: dict[Scorer, list[int]] = {}
+    done: dict[int, Outcome] = {}
+    by_scorer: dict[tuple[Scorer, int], list[int]] = {}
     for place, group in enumerate(groups):
         try:
-            by_scorer.setdefault(await catalogue.find(group.reward), []).append(place)
+            by_scorer.setdefault((await catalogue.find(group.reward), attempts[place]), []).append(place)
         except RewardError as err:
-            failed[place] = err
+            done[place] = err
 
-    async def score(scorer: Scorer, places: list[int]) -> dict[int, Outcome]:
+    async def score(scorer: Scorer, attempt: int, places: list[int]) -> dict[int, Outcome]:
         found = await scorer.score([groups[place] for place in places], attempt=attempt)
         return dict(zip(places, found, strict=True))
 
-    under_way = {asyncio.create_task(score(scorer, places)) for scorer, places in by_scorer.items()}
+    under_way = {
+        asyncio.create_task(score(scorer, attempt, places))
+        for (scorer, attempt), places in by_scorer.items()
+        if scorer.slow
+    }
     try:
+        for (scorer, attempt), places in by_scorer.items():
+            if not scorer.slow:
+                done |= await score(scorer, attempt, places)
+        only_slow_left()
         ready, under_way = await asyncio.wait(under_way, timeout=_TOGETHER_S) if under_way else (set(), set())
-        yield failed | {place: outcome for task in ready for place, outcome in task.result().items()}
+        yield done | {place: outcome for task in ready for place, outcome in task.result().items()}
         while under_way:
             ready, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
             yield {place: outcome for task in ready for place, outcome in task.result().items()}

@@ -21,8 +21,10 @@ from reward_service.catalogue import Catalogue
 from reward_service.endpoint_client import EndpointClient
 from reward_service.figures import Figures
 from reward_service.grader_pool import GraderPool
+from reward_service.health import HealthChecks
 from reward_service.progress import Progress
 from reward_service.registry import Registry
+from reward_service.secret_store import SecretStore
 from reward_service.settings import RewardSettings
 from reward_service.target_policy import TargetPolicy
 from reward_service.vital_signs import VitalSigns
@@ -43,15 +45,18 @@ async def run(settings: RewardSettings) -> None:
         blobs = Blobs(settings.s3, deadline_s=_S3_DEADLINE_S)
         await asyncio.to_thread(blobs.check)
         consumer = streams.generated_consumer(run_id)
+        secrets = SecretStore(await bus.key_value(streams.secrets_bucket().bucket))
+        progress = Progress(await bus.key_value(streams.scoring_bucket(run_id).bucket))
         offers = await bus.key_value(streams.registry_bucket().bucket)
         live = await bus.key_value(streams.live_bucket(run_id).bucket)
         inbox = await bus.inbox(consumer, GroupGenerated)
 
-        registry = Registry(offers)
-        await registry.refresh()
+        policy = TargetPolicy(section.allowed_targets)
         client = await doors.enter_async_context(
-            EndpointClient(TargetPolicy(section.allowed_targets), max_response_bytes=section.max_response_bytes)
+            EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )
+        registry = Registry(offers, secrets, client.follow)
+        await registry.refresh()
         grader = GraderPool(section.math_workers, cpu_s=section.math_timeout_s)
         doors.push_async_callback(grader.close)
         catalogue = Catalogue(built_in.scorers(grader), registry, client)
@@ -71,8 +76,8 @@ async def run(settings: RewardSettings) -> None:
             blobs=blobs,
             catalogue=catalogue,
             announcer=Announcer(bus, run_id=run_id, source=section.id),
-            patience=loop.Patience(section.endpoint_attempts, section.retry_delay_s),
-            progress=Progress(),
+            patience=loop.Patience(section.endpoint_attempts, section.retry_delay_s, section.patience_s),
+            progress=progress,
             figures=figures,
             activity=activity,
         )
@@ -88,7 +93,8 @@ async def run(settings: RewardSettings) -> None:
                 away_s=lambda: bus.down_s,
                 num_held=lambda: inbox.num_held,
             ),
-            token=section.secret(),
+            access=section.access(),
+            hosts=(section.host,),
         )
         bound = doors.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
         _announce_port(bound, section.port_file, section.host)
@@ -99,7 +105,9 @@ async def run(settings: RewardSettings) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(web_server.serve(api, bound, done))
             tasks.create_task(signs.run(done))
-            await loop.run(inbox, bench, concurrency=section.concurrency, stop=stop, drain_s=section.drain_s)
+            tasks.create_task(HealthChecks(registry, client).run(done))
+            places = loop.Places(section.concurrency, section.max_packs)
+            await loop.run(inbox, bench, places=places, stop=stop, drain_s=section.drain_s)
             done.set()
     log.info("stopped", replica=section.id)
 

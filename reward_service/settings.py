@@ -12,7 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
+from reward_service.access import Access, Role, read_tokens
 from reward_service.target_policy import PRIVATE_TARGETS, TargetPolicy
+
+ADMIN = "admin"  # the name that goes with token and token_file
 
 
 def _default_id() -> str:
@@ -32,11 +35,24 @@ class RewardServiceSection(Section):
     )
     port: int = Field(default=8700, ge=0, le=65535, description="Port of the HTTP API; 0 takes any free one.")
     port_file: Path | None = Field(default=None, description="File that receives the port once the API listens.")
-    token: str = Field(
-        default="", description="Bearer token every call but /healthz must carry; prefer token_file.", repr=False
-    )
+    token: str = Field(default="", description="Bearer token of the admin; prefer token_file.", repr=False)
     token_file: Path | None = Field(default=None, description="File that holds the token, as a secret mount gives it.")
-    concurrency: int = Field(default=8, ge=1, le=1024, description="Packs scored at the same time by this process.")
+    tokens_file: Path | None = Field(
+        default=None,
+        description="File with lines NAME ROLE TOKEN; roles are read, register (its own endpoints) and admin.",
+    )
+    concurrency: int = Field(
+        default=8,
+        ge=1,
+        le=1024,
+        description="Packs worked on at the same time; those that wait for others count below.",
+    )
+    max_packs: int = Field(
+        default=1024,
+        ge=1,
+        le=100_000,
+        description="Packs in this process's hands, those that wait for endpoints and graders included.",
+    )
     endpoint_attempts: int = Field(
         default=5, ge=1, le=1000, description="Deliveries after which a group that gets no reward is dead-lettered."
     )
@@ -45,6 +61,12 @@ class RewardServiceSection(Section):
         gt=0,
         le=3600,
         description="First wait before a failed group comes again; doubles, at most 60 s or this.",
+    )
+    patience_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86_400,
+        description="How long a group waits unasked (endpoint gone, drained, or left alone) until it is dead-lettered.",
     )
     allowed_targets: tuple[str, ...] = Field(
         default=PRIVATE_TARGETS,
@@ -78,24 +100,26 @@ class RewardServiceSection(Section):
 
     @model_validator(mode="after")
     def _token_on_open_doors(self) -> RewardServiceSection:
-        if not _is_loopback(self.host) and not self.token and self.token_file is None:
+        if not _is_loopback(self.host) and not self.token and self.token_file is None and self.tokens_file is None:
             raise ValueError(
                 f"reward_service.host {self.host} can be reached from other machines: set reward_service.token_file "
-                "(or token), or listen on 127.0.0.1"
+                "(or tokens_file), or listen on 127.0.0.1"
             )
         return self
 
-    def secret(self) -> str:
-        """Return the bearer token, empty when none is asked for; raises ConfigError when its file is unreadable."""
-        if self.token_file is None:
-            return self.token
-        try:
-            secret = self.token_file.read_text().strip()
-        except OSError as err:
-            raise ConfigError(f"reward_service.token_file = {self.token_file}: not readable ({err.strerror})") from None
-        if not secret:
-            raise ConfigError(f"reward_service.token_file = {self.token_file}: the file is empty")
-        return secret
+    def access(self) -> Access:
+        """Return whose tokens open what; raises ConfigError when a file of them is unreadable or wrong."""
+        tokens = []
+        if self.token_file is not None:
+            tokens.append((ADMIN, Role.ADMIN, _read(self.token_file, "token_file").strip()))
+        elif self.token:
+            tokens.append((ADMIN, Role.ADMIN, self.token))
+        if self.tokens_file is not None:
+            try:
+                tokens += read_tokens(_read(self.tokens_file, "tokens_file"))
+            except ValueError as err:
+                raise ConfigError(f"reward_service.tokens_file = {self.tokens_file}: {err}") from None
+        return Access(tokens)
 
 
 class RewardSettings(Section):
@@ -114,3 +138,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _read(file: Path, key: str) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
+        raise ConfigError(f"reward_service.{key} = {file}: not readable ({reason})") from None
+    if not text.strip():
+        raise ConfigError(f"reward_service.{key} = {file}: the file is empty")
+    return text

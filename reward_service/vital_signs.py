@@ -20,7 +20,6 @@ from protocol.transport.key_value import KeyValue
 from reward_service.catalogue import Catalogue
 from reward_service.figures import Figures
 from reward_service.registry import Registry
-from reward_service.rewards.data_sources import BY_SOURCE
 
 log = structlog.get_logger("reward_service.vital_signs")
 
@@ -88,6 +87,6 @@ class VitalSigns:
             replica=self.replica,
             at=time.time(),
             names=self.catalogue.names(),
-            by_source=BY_SOURCE,
+            by_source=self.catalogue.by_source(),
         )
         await self.offers.put(rewards_offered.key(self.replica), encode(offer))

@@ -71,9 +71,9 @@ class KeyValue:
         """Remove a key."""
         return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
-    def entries(self) -> Pending[list[Entry]]:
-        """Read all keys that are there."""
-        return self._call(self._entries, f"list {self.bucket}")
+    def entries(self, prefix: str = "") -> Pending[list[Entry]]:
+        """Read all keys that are there, or those below a ``prefix`` that ends with a dot."""
+        return self._call(lambda: self._entries(prefix), f"list {self.bucket}/{prefix}")
 
     def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         async def run() -> T:
@@ -105,10 +105,10 @@ class KeyValue:
                 f"{self.bucket}/{key}: expected revision {expected}, somebody else moved it ({err})"
             ) from None
 
-    async def _entries(self) -> list[Entry]:
+    async def _entries(self, below: str) -> list[Entry]:
         """One request for all keys (ADR-31); the client library makes a consumer and a request for each key."""
         prefix = f"$KV.{self.bucket}."
-        request = {"multi_last": [f"{prefix}>"], "batch": _MAX_ENTRIES}
+        request = {"multi_last": [f"{prefix}{below}>"], "batch": _MAX_ENTRIES}
         return [
             Entry(headers["Nats-Subject"].removeprefix(prefix), msg.data, int(headers["Nats-Sequence"]))
             for msg in await _direct_get(self._connection, f"KV_{self.bucket}", request)

@@ -23,7 +23,7 @@ from deploy.make_secrets import make_secrets
 from deploy.servers import find_program
 from protocol import streams, subjects
 from protocol.connection import NatsSettings
-from protocol.errors import BusRefused
+from protocol.errors import BusError, BusRefused
 from protocol.facts import (
     BlobRef,
     GroupGenerated,
@@ -355,6 +355,26 @@ def test_no_role_may_do_anothers_part(roles: Roles, secured_run: str) -> None:
     with pytest.raises(BusRefused, match=r"(?i)permissions violation for publish"):
         deletion.wait()
     assert roles.bus("admin").stream_state(f"{run}-tasks").wait().num_messages == 0
+
+
+def test_only_reward_services_read_what_endpoints_were_given_in_confidence(roles: Roles, secured_run: str) -> None:
+    """The reward service writes and reads secrets and its progress; no other service may read a secret."""
+    reward = roles.bus("reward")
+    progress = reward.key_value(streams.scoring_bucket(secured_run).bucket).wait()
+    progress.put("reward.7", b"{}").wait()
+    progress.delete("reward.7").wait()
+    name = streams.secrets_bucket().bucket
+    key = f"endpoint.{secured_run}"
+    secrets = reward.key_value(name).wait()
+    secrets.put(key, b"confidential").wait()
+    assert secrets.get(key).wait() is not None
+    for user in ("trainer", "rollout", "viewer"):
+        theirs = roles.bus(user).key_value(name).wait()
+        reading = [theirs.get(key), theirs.entries()]
+        for read in reading:
+            with pytest.raises(BusError):
+                read.wait()
+    secrets.delete(key).wait()
 
 
 def test_health_settings_come_from_the_environment() -> None:

@@ -37,11 +37,21 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
         "dialect": "penstock",
         "options": {},
         "timeout_s": 3.0,
+        "retries": 3,
         "concurrency": 8,
         "batch_size": 16,
+        "rate_per_s": None,
+        "hedge_after_s": None,
         "version": "2",
         "min_score": -1e6,
         "max_score": 1e6,
+        "data_sources": [],
+        "needs_ground_truth": False,
+        "returns_parts": [],
+        "health_url": None,
+        "lease_s": None,
+        "owner": "",
+        "secret_id": "",
     }
     tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json={}).json()
     assert tried["ok"] is True

@@ -1,0 +1,97 @@
+"""A circuit breaker: an endpoint that mostly fails is left alone for a while, then tried with one call. Pure.
+
+closed ──(of the last calls, at least `MIN_CALLS`, half or more failed)──▶ open
+open ──(its pause is over)──▶ half-open: one call at a time goes through
+half-open ──(it succeeds)──▶ closed            half-open ──(it fails)──▶ open, for twice as long
+
+Clock readings are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+
+WINDOW = 20  # most recent calls that are looked at
+MIN_CALLS = 5  # fewer say nothing about an endpoint
+FAILED_SHARE = 0.5
+FIRST_PAUSE_S = 1.0  # a restart of a small server
+LONGEST_PAUSE_S = 30.0
+
+
+class BreakerState(StrEnum):
+    """Whether calls go through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    """The state for one endpoint in one replica."""
+
+    def __init__(self) -> None:
+        """Start closed, with no call seen."""
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+        self._open_until: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._probing = False
+        self.num_opened = 0
+
+    def state(self, now: float) -> BreakerState:
+        """Return the state at ``now``."""
+        if self._open_until is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
+
+    def admit(self, now: float) -> bool:
+        """Say whether a call may be made now; half-open, that takes the one place there is."""
+        state = self.state(now)
+        if state is BreakerState.CLOSED:
+            return True
+        if state is BreakerState.OPEN or self._probing:
+            return False
+        self._probing = True
+        return True
+
+    def withdraw(self) -> None:
+        """A call that was admitted is not made after all."""
+        self._probing = False
+
+    def retry_in_s(self, now: float) -> float:
+        """Return how long it makes no sense to come back, 0.0 when closed."""
+        if self._open_until is None:
+            return 0.0
+        return max(self._open_until - now, FIRST_PAUSE_S / 2)
+
+    def record(self, now: float, *, failed: bool) -> bool:
+        """Take note of how a call ended; True when this opened the breaker."""
+        state = self.state(now)
+        if state is BreakerState.OPEN:
+            return False  # a call from before
+        if state is BreakerState.HALF_OPEN:
+            self._probing = False
+            if failed:
+                self._open(now, min(2 * self._pause_s, LONGEST_PAUSE_S))
+                return True
+            self.close()
+            return False
+        self._recent.append(failed)
+        if len(self._recent) >= MIN_CALLS and sum(self._recent) >= FAILED_SHARE * len(self._recent):
+            self._open(now, FIRST_PAUSE_S)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Let calls through again, as after a health check that passed."""
+        self._open_until, self._probing, self._pause_s = None, False, FIRST_PAUSE_S
+        self._recent.clear()
+
+    def trip(self, now: float) -> None:
+        """Open at once, as after health checks that failed."""
+        self._open(now, min(2 * self._pause_s, LONGEST_PAUSE_S) if self._open_until is not None else FIRST_PAUSE_S)
+
+    def _open(self, now: float, pause_s: float) -> None:
+        self._pause_s, self._open_until, self._probing = pause_s, now + pause_s, False
+        self._recent.clear()
+        self.num_opened += 1

@@ -1,0 +1,61 @@
+"""The routes /v1/rewards and /v1/score: what can be asked for, and scoring by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from fastapi import Depends, FastAPI, HTTPException
+from pydantic import ValidationError
+
+from protocol.facts import RewardRequest
+from protocol.group_pack import GroupTexts
+from reward_service import built_in
+from reward_service.access import Caller, Role
+from reward_service.api_models import RewardList, RewardRecord, ScoreAnswer
+from reward_service.catalogue import Catalogue
+from reward_service.registry import Registry
+from reward_service.rewards.data_sources import AUTO
+from reward_service.scoring import score_groups
+from reward_service.wire import GroupToScore, ScoreRequest
+
+
+def add(app: FastAPI, registry: Registry, catalogue: Catalogue, needs: Callable[[Role], Callable[..., Caller]]) -> None:
+    """Add the routes; ``needs`` makes one ask for a role."""
+
+    @app.get("/v1/rewards", dependencies=[Depends(needs(Role.READ))])
+    async def rewards() -> RewardList:
+        """List every reward that tasks may ask for."""
+        await registry.refresh()
+        rows = [RewardRecord(name=n, kind="built-in", description=d) for n, d in built_in.DESCRIPTIONS.items()]
+        rows.append(RewardRecord(name=AUTO, kind="built-in", description="whatever fits the row's data_source"))
+        for endpoint in registry.endpoints.values():
+            problem = registry.problem(endpoint)
+            state = f", {problem.reason}" if problem is not None else ""
+            text = f"{endpoint.url} (version {endpoint.version}{state})"
+            rows.append(RewardRecord(name=endpoint.name, kind="endpoint", description=text))
+        return RewardList(rewards=sorted(rows, key=lambda row: row.name), by_source=catalogue.by_source())
+
+    @app.post("/v1/score", dependencies=[Depends(needs(Role.REGISTER))])
+    async def score(request: ScoreRequest) -> ScoreAnswer:
+        """Score groups by any reward, by the same code that scores the run's groups."""
+        texts = [_texts(request.reward, group) for group in request.groups]
+        outcomes = await score_groups(catalogue, texts)
+        return ScoreAnswer.of([group.group_id for group in request.groups], outcomes)
+
+
+def _texts(reward: str, group: GroupToScore) -> GroupTexts:
+    truth = None if group.ground_truth is None else json.dumps(group.ground_truth)
+    try:
+        request = RewardRequest(
+            name=reward, data_source=group.data_source, ground_truth=truth, extra_info=json.dumps(group.extra_info)
+        )
+    except ValidationError as err:
+        raise HTTPException(422, f"reward {reward!r}: {err.errors()[0]['msg']}") from None
+    return GroupTexts(
+        group_id=group.group_id,
+        prompt_text=group.prompt,
+        completions=tuple(group.completions),
+        finish_reasons=("stop",) * len(group.completions),
+        reward=request,
+    )

@@ -1,0 +1,45 @@
+"""Signatures of the requests to an endpoint, by Standard Webhooks (https://www.standardwebhooks.com); pure.
+
+``webhook-signature: v1,base64(HMAC-SHA256(key, "{webhook-id}.{webhook-timestamp}.{body}"))``, one for every
+key, separated by a space. The id is the call's idempotency key, the same for all its tries; the timestamp is
+the try's. An endpoint checks the signature in constant time and refuses timestamps that are minutes old.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+PREFIX = "whsec_"
+_MIN_BYTES, _MAX_BYTES = 24, 64  # as the specification has it
+
+
+def key_bytes(secret: str) -> bytes:
+    """Return the key of a secret ``whsec_<base64>``; raises ValueError, which never shows the secret."""
+    try:
+        key = base64.b64decode(secret.removeprefix(PREFIX), validate=True) if secret.startswith(PREFIX) else b""
+    except binascii.Error:
+        key = b""
+    if not _MIN_BYTES <= len(key) <= _MAX_BYTES:
+        raise ValueError(
+            f"a signing secret is {PREFIX} and the base64 of {_MIN_BYTES} to {_MAX_BYTES} random bytes; make one: "
+            "python -c \"import base64, secrets; print('whsec_' + base64.b64encode(secrets.token_bytes(32)).decode())\""
+        )
+    return key
+
+
+def headers(secrets: Sequence[str], *, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Return the three headers of a signed request; ``timestamp`` in whole seconds since the epoch."""
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": " ".join(f"v1,{_sign(key_bytes(secret), signed)}" for secret in secrets),
+    }
+
+
+def _sign(key: bytes, signed: bytes) -> str:
+    return base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
