@@ -91,7 +91,10 @@ class RewardRequest(Wire):
 
 
 class Task(Wire):
-    """Generate one group: ``group_size`` completions of one prompt."""
+    """Generate one group: ``group_size`` completions of one prompt.
+
+    With a baseline one more stands last in the group, sampled greedily: it is scored, and never trained on.
+    """
 
     group_id: Identifier
     prompt_ids: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)]
@@ -104,6 +107,7 @@ class Task(Wire):
     attempt: Count = 0
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
+    with_baseline: bool = False  # ReMax: the greedy completion's reward is what the others are measured against
 
 
 class GeneratedGroup(Wire):
@@ -120,11 +124,17 @@ class GeneratedGroup(Wire):
     prompt_tokens: Count
     completion_tokens: tuple[Count, ...]
     finish_reasons: tuple[FinishReason, ...]
+    has_baseline: bool = False  # the last trajectory is the greedy one that is not trained on
+
+    @property
+    def num_trained(self) -> int:
+        """Trajectories that the trainer may train on: all but the baseline, and they stand first."""
+        return len(self.completion_tokens) - self.has_baseline
 
     @model_validator(mode="after")
     def _consistent(self) -> GeneratedGroup:
-        if not self.completion_tokens:
-            raise ValueError(f"group {self.group_id} has no trajectory")
+        if self.num_trained < 1:
+            raise ValueError(f"group {self.group_id} has no trajectory" + " but a baseline" * self.has_baseline)
         if len(self.completion_tokens) != len(self.finish_reasons):
             raise ValueError(
                 f"group {self.group_id}: {len(self.completion_tokens)} lengths but "

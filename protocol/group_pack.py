@@ -58,6 +58,7 @@ SCHEMA = pa.schema(
         pa.field("data_source", pa.string(), nullable=False),
         pa.field("ground_truth", pa.string(), nullable=True),  # JSON
         pa.field("extra_info", pa.string(), nullable=False),  # JSON
+        pa.field("is_baseline", pa.bool_(), nullable=False),  # greedy, scored and not trained on; absent: none is
     ],
     metadata={b"schema": SCHEMA_TAG.encode()},
 )
@@ -129,6 +130,7 @@ def _table(groups: Sequence[Group]) -> pa.Table:
         pa.array([group.reward.data_source for group in owners], pa.string()),
         pa.array([group.reward.ground_truth for group in owners], pa.string()),
         pa.array([group.reward.extra_info for group in owners], pa.string()),
+        pa.array([row.is_baseline for row in trajectories], pa.bool_()),
     ]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
@@ -191,6 +193,7 @@ def _group(table: pa.Table) -> Group:
             _slices(table, "version_runs"),
             table.column("completion_text").to_pylist(),
             table.column("finish_reason").to_pylist(),
+            _baselines(table),
             strict=True,
         )
         trajectories = tuple(
@@ -201,8 +204,9 @@ def _group(table: pa.Table) -> Group:
                 version_runs=tuple(VersionRun(PolicyVersion(v), s, e) for v, s, e in runs.reshape(-1, 3).tolist()),
                 finish_reason=finish,
                 completion_text=text,
+                is_baseline=is_baseline,
             )
-            for tokens, mask, logprobs, runs, text, finish in arrays
+            for tokens, mask, logprobs, runs, text, finish, is_baseline in arrays
         )
         return Group(
             group_id=_first(table, "group_id"),
@@ -216,6 +220,12 @@ def _group(table: pa.Table) -> Group:
         )
     except (KeyError, ValueError, IndexError, pa.ArrowException) as err:
         raise PackError(f"pack rows do not fit {SCHEMA_TAG}: {err}") from None
+
+
+def _baselines(table: pa.Table) -> list[bool]:
+    if "is_baseline" not in table.column_names:  # written before there were any
+        return [False] * table.num_rows
+    return table.column("is_baseline").to_pylist()
 
 
 def _first(table: pa.Table, name: str) -> Any:

@@ -29,6 +29,7 @@ class Trajectory:
     version_runs: tuple[VersionRun, ...]  # cover exactly the tokens with loss_mask True
     finish_reason: FinishReason
     completion_text: str
+    is_baseline: bool = False  # sampled greedily, to be scored and compared with, never trained on
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -79,6 +80,8 @@ class Group:
     def __post_init__(self) -> None:
         if not self.trajectories:
             raise PackError(f"group {self.group_id} has no trajectory")
+        if any(trajectory.is_baseline for trajectory in self.trajectories[:-1]):
+            raise PackError(f"group {self.group_id}: a baseline stands before the end; there is one at most, the last")
 
     def summary(self, row_group: int) -> GeneratedGroup:
         """Describe the group for the message that announces it."""
@@ -94,4 +97,5 @@ class Group:
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=tuple(t.num_completion_tokens for t in self.trajectories),
             finish_reasons=tuple(t.finish_reason for t in self.trajectories),
+            has_baseline=self.trajectories[-1].is_baseline,
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 
 from protocol.activity import Activity
 from protocol.facts import Task, TaskList, decode
@@ -101,13 +102,25 @@ class PackGenerator:
         groups: list[Group] = []
         for name, same in by_environment.items():
             try:
-                rolled = await self._environments[name].rollout(same)
+                rolled = await self._with_baselines(self._environments[name], same)
                 for task, trajectories in zip(same, rolled, strict=True):
                     self._check_origin(task, trajectories)
             except EngineError:
                 await self._engine.suspect()
                 raise
             groups += map(build_group, same, rolled)
+        return groups
+
+    async def _with_baselines(self, environment: Environment, tasks: Sequence[Task]) -> list[list[Trajectory]]:
+        """Roll tasks out, and for those that want a baseline one greedy completion more, last in its group.
+
+        An environment sees it as a task of its own, so none has to know about baselines.
+        """
+        measured = [number for number, task in enumerate(tasks) if task.with_baseline]
+        rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)])
+        groups = [list(trajectories) for trajectories in rolled[: len(tasks)]]
+        for number, (baseline,) in zip(measured, rolled[len(tasks) :], strict=True):
+            groups[number].append(replace(baseline, is_baseline=True))
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
@@ -126,3 +139,8 @@ class PackGenerator:
                     f"{task.group_id} is pinned to version {task.pinned_version}, but version {run.version} sampled "
                     f"tokens {run.start} to {run.end}"
                 )
+
+
+def _greedy(task: Task) -> Task:
+    sampling = task.sampling.model_copy(update={"temperature": 0.0})
+    return task.model_copy(update={"sampling": sampling, "group_size": 1, "with_baseline": False})

@@ -12,7 +12,7 @@ from trainer.aggregation import Aggregation
 from trainer.presets import ADVANTAGE_OPTIONS, LOSS_OPTIONS, PRESETS, canonical
 
 Advantage = Literal[
-    "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "gae",
+    "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "remax", "gae",
 ]  # fmt: skip
 Loss = Literal[
     "ppo_clip", "gspo", "gspo_token", "ce_gppo", "sapo", "cispo", "minirl", "topr", "topr_token", "reinforce",
@@ -230,6 +230,11 @@ class AlgorithmSettings(Section):
                     f"algorithm.{name} looks at the advantage of a whole trajectory, and with algorithm.advantage = gae "
                     "every token has its own; leave it off, or choose another algorithm.advantage"
                 )
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether every group carries a greedy completion that is not trained on."""
+        return self.advantage == "remax"
 
     @property
     def has_critic(self) -> bool:

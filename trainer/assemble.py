@@ -177,7 +177,13 @@ def _training(
     """Make the parts, resume them, start their threads, and stop these at the end."""
     rollout = settings.rollout
     order = DataOrder(len(data.train), settings.run.seed, settings.data.shuffle)
-    dispatch = Dispatch(data.train, order=order, rollout=rollout, stop_token_ids=data.stop_token_ids)
+    dispatch = Dispatch(
+        data.train,
+        order=order,
+        rollout=rollout,
+        stop_token_ids=data.stop_token_ids,
+        with_baseline=settings.algorithm.needs_baseline,
+    )
     ledger = Ledger(resumed.ledger if resumed else ())
     tally = Tally.from_document(resumed.totals) if resumed else Tally()
     recorder = Recorder(bus=doors.bus, run_id=doors.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
@@ -191,6 +197,7 @@ def _training(
         max_staleness=rollout.max_staleness,
         ledger=ledger,
         needs_signal=settings.algorithm.dynamic_sampling,
+        needs_baseline=settings.algorithm.needs_baseline,
     )
     training = Training(
         settings=settings,

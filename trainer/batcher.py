@@ -30,9 +30,18 @@ class Drop:
 class Batcher:
     """Holds groups between their arrival and their use. Not thread-safe: its owner locks."""
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, ledger: Ledger, needs_signal: bool = False) -> None:
-        """Start empty; with ``needs_signal`` groups whose rewards are all equal are not held."""
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        ledger: Ledger,
+        needs_signal: bool = False,
+        needs_baseline: bool = False,
+    ) -> None:
+        """Start empty; what ``needs_signal`` and has equal rewards, or ``needs_baseline`` and has none, is not held."""
         self._needs_signal = needs_signal
+        self._needs_baseline = needs_baseline
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._ledger = ledger
@@ -56,6 +65,8 @@ class Batcher:
         """Take in a group that is wanted and has been fetched; returns why not, when it teaches nothing."""
         if self._needs_signal and not differs(group.scored.rewards):
             return self._drop(group, DropReason.NO_SIGNAL)
+        if self._needs_baseline and not group.scored.generated.has_baseline:
+            return self._drop(group, DropReason.NO_BASELINE)
         self._ready[group.group_id] = group
         return None
 
@@ -98,10 +109,10 @@ class Batcher:
 
 
 def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion) -> dict[int, int]:
-    """Return how many sampled tokens of a batch are how many versions old, by each token's own version."""
+    """Return how many tokens to be trained on are how many versions old, by each token's own version."""
     histogram: dict[int, int] = {}
     for group in batch:
-        for trajectory in group.group.trajectories:
+        for trajectory in group.group.trajectories[: group.scored.generated.num_trained]:
             for run in trajectory.version_runs:
                 age = staleness(version, run.version)
                 histogram[age] = histogram.get(age, 0) + run.end - run.start

@@ -27,6 +27,7 @@ ESTIMATORS: dict[str, AdvantageEstimator] = {
     "opo": advantages.opo,
     "pass_at_k": advantages.pass_at_k,
     "gpg": advantages.gpg,
+    "remax": advantages.remax,
     "gae": advantages.reinforce,  # the reward, which `trainer/token_credit.py` turns into advantages by token
 }
 
@@ -40,6 +41,13 @@ class Scored:
     truncated: Sequence[bool]
     source: str = ""  # kind of task, the row's data_source
     kl: Sequence[float] = ()  # of each trajectory to the reference, summed over its tokens; none: 0
+    baseline: tuple[float, int] | None = None  # reward and length of the prompt's greedy completion
+
+    @property
+    def shaped_together(self) -> tuple[list[float], list[int]]:
+        """Rewards and lengths with the baseline's last: what happens to the others' rewards happens to it."""
+        more = [] if self.baseline is None else [self.baseline]
+        return [*self.rewards, *(r for r, _ in more)], [*self.lengths, *(n for _, n in more)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +80,10 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
     )
 
     def rule(groups: Sequence[Scored]) -> Credit:
-        rewards = torch.tensor([r for g in groups for r in g.rewards], dtype=torch.float64)
-        lengths = torch.tensor([n for g in groups for n in g.lengths], dtype=torch.int64)
-        index = torch.tensor([number for number, g in enumerate(groups) for _ in g.rewards], dtype=torch.int64)
+        members = [g.shaped_together for g in groups]
+        rewards = torch.tensor([r for some, _ in members for r in some], dtype=torch.float64)
+        lengths = torch.tensor([n for _, some in members for n in some], dtype=torch.int64)
+        index = torch.tensor([number for number, (some, _) in enumerate(members) for _ in some], dtype=torch.int64)
         if buffer:
             rewards = rewards + reward_shaping.overlong_penalty(
                 lengths, longest=longest, buffer=buffer, factor=settings.overlong_factor
@@ -83,10 +92,15 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         shaped = rewards
         rewards = _scaled(settings, remembered, rewards)
         rewards = _normalised(settings, remembered, rewards, groups, index)
+        apart = torch.tensor(
+            [n == len(g.rewards) for g, (some, _) in zip(groups, members, strict=True) for n in range(len(some))]
+        )
+        baselines = rewards[apart][index[~apart]] if settings.needs_baseline else None
+        rewards, shaped, lengths, index = (values[~apart] for values in (rewards, shaped, lengths, index))
         if settings.reward_kl_coefficient and not settings.has_critic:  # that one takes each token's own
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - remembered.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
-        found = estimate(Outcomes(rewards, index, lengths), **options)
+        found = estimate(Outcomes(rewards, index, lengths, baselines), **options)
         if not settings.has_critic:
             found = _finished(settings, found, lengths)
         kept = keeps.keep(found.tolist(), [t for g in groups for t in g.truncated])
@@ -119,7 +133,7 @@ def _normalised(
             state.norm.update(rewards)
             rewards = state.norm.normalise(rewards, shift=shift, scale=scale)
         case "source":
-            sources = [g.source for g in groups for _ in g.rewards]
+            sources = [g.source for g in groups for _ in g.shaped_together[0]]
             rewards = reward_shaping.normalise(rewards, reward_shaping.numbered(sources), shift=shift, scale=scale)
         case "batch":
             rewards = reward_shaping.normalise(rewards, shift=shift, scale=scale)

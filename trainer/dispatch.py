@@ -223,9 +223,16 @@ class Dispatch:
     """The state of dispatch with the prompts it is about; every method is one of the decisions above."""
 
     def __init__(
-        self, prompts: PromptSet, *, order: DataOrder, rollout: RolloutSettings, stop_token_ids: Sequence[int]
+        self,
+        prompts: PromptSet,
+        *,
+        order: DataOrder,
+        rollout: RolloutSettings,
+        stop_token_ids: Sequence[int],
+        with_baseline: bool = False,
     ) -> None:
         """Start at the first position; `resume` continues from a checkpoint."""
+        self._with_baseline = with_baseline
         self.order = order
         self._prompts = prompts
         self._rollout = rollout
@@ -276,7 +283,7 @@ class Dispatch:
         return given_up
 
     def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
-        return make_task(
+        task = make_task(
             self._prompts[key.prompt],
             str(key),
             sampling=self._sampling,
@@ -285,3 +292,4 @@ class Dispatch:
             issued_version=version,
             attempt=key.attempt,
         )
+        return task.model_copy(update={"with_baseline": True}) if self._with_baseline else task

@@ -15,5 +15,6 @@ class DropReason(StrEnum):
     UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
     DEAD = "dead"  # it went to the dead letters of another service
     NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
+    NO_BASELINE = "no_baseline"  # issued under another algorithm: it has no greedy completion, and remax needs one
     LOST = "lost"  # every queue is empty and it never arrived
     ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that began it

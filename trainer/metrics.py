@@ -5,6 +5,7 @@
 | `step`, `version`          |          | optimizer steps done; version the batch was trained at              |
 | `loss`                     |          | the objective, all denominators applied                            |
 | `reward_mean`, `reward_std`|          | over the batch's trajectories                                      |
+| `baseline_mean`            |          | reward of the greedy completions; remax only                       |
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate of this step                   |
 | `clip_fraction`            | share    | sampled tokens whose gradient the clip took away                   |
@@ -64,9 +65,11 @@ def step_fields(
     timing: StepTiming,
 ) -> dict[str, Any]:
     """Return what one step reports, without the counts of the whole run."""
-    rewards = [reward for group in batch for reward in group.scored.rewards]
-    lengths = [count for group in batch for count in group.scored.generated.completion_tokens]
-    finishes = [reason for group in batch for reason in group.scored.generated.finish_reasons]
+    trained = [group.trained for group in batch]
+    rewards = [reward for group in trained for reward in group.rewards]
+    baselines = [group.baseline[0] for group in trained if group.baseline is not None]
+    lengths = [count for group in trained for count in group.lengths]
+    cut = [is_cut for group in trained for is_cut in group.truncated]
     sums, num_tokens = figures.sums, max(1.0, figures.sums["tokens"])
     return {
         "step": step,
@@ -74,6 +77,7 @@ def step_fields(
         "loss": figures.loss,
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
+        **({"baseline_mean": fmean(baselines)} if baselines else {}),
         "zero_signal_groups": fmean(max(g.scored.rewards) == min(g.scored.rewards) for g in batch),
         "grad_norm": figures.grad_norm,
         "lr": figures.lr,
@@ -91,7 +95,7 @@ def step_fields(
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "completion_tokens_mean": fmean(lengths),
-        "truncated_share": finishes.count("length") / len(finishes),
+        "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),
         "wait_s": timing.wait_s,
         "step_s": timing.step_s,

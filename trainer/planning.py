@@ -37,7 +37,7 @@ class Planner:
         """Plan the step on a batch at ``version``; looks at the reference first when the reward holds a KL."""
         gaps: list[float] = []
         algorithm = self._algorithm
-        lengths = [count for group in batch for count in group.scored.generated.completion_tokens]
+        lengths = [count for group in batch for count in group.trained.lengths]
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
             look = all_rows(batch, budget_tokens=self._budget, num_ranks=self._crew.num_ranks)

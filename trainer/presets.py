@@ -45,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "gae", "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "whiten_advantages": True,
         "aggregation": "token-mean",
     },
+    "remax": {"advantage": "remax", "loss": "ppo_clip", "aggregation": "token-mean"},
     "rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "seq-mean-token-sum"},
     "reinforce": {"advantage": "reinforce", "loss": "reinforce", "aggregation": "seq-mean-token-sum"},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss": "ppo_clip", "aggregation": "token-mean"},
@@ -105,6 +106,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "reinforce_pp_baseline": (),
     "opo": (),
     "gpg": (),
+    "remax": (),
     "gae": (),
 }
 
@@ -127,8 +129,6 @@ ALIASES: dict[str, str] = {
 }
 
 REFUSED: dict[str, str] = {
-    "remax": "it needs the reward of a greedy completion for every prompt, which the workers do not generate; "
-    "rloo and grpo take the other completions of the prompt as baseline",
     "crossentropy": "supervised fine-tuning is `penstock sft`",
     "sft": "supervised fine-tuning is `penstock sft`",
     "dpo": "it learns from pairs of given answers, not from rewards of sampled ones; this trainer samples",

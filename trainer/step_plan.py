@@ -40,6 +40,19 @@ class ReadyGroup:
         """Sampled tokens of all its trajectories."""
         return sum(self.scored.generated.completion_tokens)
 
+    @property
+    def trained(self) -> Scored:
+        """What may be trained on, as credit sees it: without the baseline, which stands beside it."""
+        summary, rewards = self.scored.generated, self.scored.rewards
+        num = summary.num_trained
+        return Scored(
+            rewards[:num],
+            summary.completion_tokens[:num],
+            [reason == "length" for reason in summary.finish_reasons[:num]],
+            self.group.reward.data_source,
+            baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
@@ -118,10 +131,11 @@ def make_plan(
     Raises:
         BatchDoesNotFit: A trajectory is longer than a micro-batch may be.
     """
-    found = credit([_scored(group) for group in groups])
-    counts = [n for group in groups for n in group.scored.generated.completion_tokens]
+    scored = [group.trained for group in groups]
+    found = credit(scored)
+    counts = [n for group in scored for n in group.lengths]
     kept = [n if w > 0 else 0 for n, w in zip(counts, found.weights, strict=True)]
-    by_group = _sums(groups, kept)
+    by_group = _sums(scored, kept)
     denominators = Denominators(
         max(1, sum(kept)), max(1, sum(n > 0 for n in kept)), max_completion_tokens, max(1, sum(n > 0 for n in by_group))
     )
@@ -136,7 +150,7 @@ def make_plan(
             packs[group.pack.key] = len(references)
             references.append(group.pack)
         summary = group.scored.generated
-        for number in range(len(summary.completion_tokens)):
+        for number in range(summary.num_trained):
             factor, reward = found.weights[place], found.rewards[place]
             if factor > 0.0:
                 weight = factor * sequence_weight(
@@ -170,16 +184,10 @@ def _nothing(groups: Sequence[Scored]) -> Credit:
     return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
 
 
-def _scored(group: ReadyGroup) -> Scored:
-    summary = group.scored.generated
-    truncated = [reason == "length" for reason in summary.finish_reasons]
-    return Scored(group.scored.rewards, summary.completion_tokens, truncated, group.group.reward.data_source)
-
-
-def _sums(groups: Sequence[ReadyGroup], counts: Sequence[int]) -> list[int]:
+def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
     """Add up one count per trajectory by group."""
     remaining = iter(counts)
-    return [sum(next(remaining) for _ in group.scored.generated.completion_tokens) for group in groups]
+    return [sum(next(remaining) for _ in group.lengths) for group in groups]
 
 
 def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[int, int], Group]) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from protocol import group_pack
 from protocol.errors import PackError
@@ -64,6 +66,7 @@ def _same(a: Group, b: Group) -> bool:
         and np.array_equal(x.loss_mask, y.loss_mask)
         and np.array_equal(x.behaviour_logprobs, y.behaviour_logprobs)
         and (x.version_runs, x.finish_reason, x.completion_text) == (y.version_runs, y.finish_reason, y.completion_text)
+        and x.is_baseline is y.is_baseline
         for x, y in rows
     )
 
@@ -79,6 +82,29 @@ def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObj
     for number, texts in zip(wanted, group_pack.decode_texts(stored, wanted), strict=True):
         assert texts.completions == tuple(t.completion_text for t in packed[number].trajectories)
         assert texts.reward == packed[number].reward
+
+
+def test_a_baseline_stands_last_and_is_remembered():
+    """The pack and its summary say which trajectory is the greedy baseline; one before the end is refused."""
+    group = _group()
+    marked = replace(group.trajectories[-1], is_baseline=True)
+    with_baseline = replace(group, trajectories=(*group.trajectories[:-1], marked))
+    [back] = group_pack.decode(group_pack.encode([with_baseline]))
+    assert [row.is_baseline for row in back.trajectories] == [False, True]
+    assert (back.summary(0).has_baseline, back.summary(0).num_trained) == (True, 1)
+    with pytest.raises(PackError, match="a baseline stands before the end"):
+        replace(group, trajectories=(marked, *group.trajectories))
+    with pytest.raises(ValidationError, match="no trajectory but a baseline"):
+        replace(group, trajectories=(marked,)).summary(0)
+
+
+def test_a_pack_from_before_there_were_baselines_is_readable():
+    """Without the column nothing is a baseline."""
+    table = pq.read_table(pa.BufferReader(group_pack.encode([_group()]))).drop_columns(["is_baseline"])
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    [group] = group_pack.decode(sink.getvalue().to_pybytes())
+    assert [row.is_baseline for row in group.trajectories] == [False, False]
 
 
 def test_arrays_keep_their_types():

@@ -8,7 +8,7 @@ import numpy as np
 
 from deploy.bootstrap import bootstrap
 from deploy.child import Child
-from protocol import streams, subjects
+from protocol import group_pack, streams, subjects
 from protocol.facts import RunEvent, TaskList, encode_unbounded
 from protocol.streams import StreamLimits
 from tests.groups import make_task
@@ -73,6 +73,24 @@ def test_tasks_that_sample_differently_share_a_pack_but_not_a_request(
     assert [(group.group_id, len(group.trajectories)) for group in groups] == [("a", 2), ("b", 3), ("c", 2), ("d", 2)]
     asked = sorted((len(b["input_ids"]), b["sampling_params"]["n"]) for b in faulty_engine.requests)
     assert asked == [(1, 2), (1, 3), (2, 2)]
+
+
+def test_a_task_with_a_baseline_brings_one_greedy_completion_more(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """It is sampled at temperature 0 beside the others, and stands last and marked in its group."""
+    ring_end.publish(0)
+    with_baseline = make_task("a", group_size=3).model_copy(update={"with_baseline": True})
+    ring_end.issue("pack-0", [with_baseline, make_task("b", group_size=3)])
+    start_worker("w0", *attached(faulty_engine))
+    [delivery] = ring_end.collect(1)
+    assert [group.has_baseline for group in delivery.fact.groups] == [True, False]
+    assert [len(group.completion_tokens) for group in delivery.fact.groups] == [4, 3]
+    groups = group_pack.decode(ring_end.blobs.get(delivery.fact.pack))
+    assert [[row.is_baseline for row in group.trajectories] for group in groups] == [[False] * 3 + [True], [False] * 3]
+    asked = {(b["sampling_params"]["temperature"], b["sampling_params"]["n"]): b for b in faulty_engine.requests}
+    assert set(asked) == {(1.0, 3), (0.0, 1)}
+    assert len(asked[0.0, 1]["input_ids"]) == 1
 
 
 def test_tasks_too_large_for_a_message_are_read_from_s3(

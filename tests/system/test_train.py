@@ -61,12 +61,17 @@ def _train(run_file: Path, *overrides: str) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_verl_parquet_is_trained_to_the_end_and_resumed(run_file: Path, tmp_path: Path, run_id: str):
-    """Three steps with the math reward, then three more from the checkpoint: each step happens once, in order."""
+    """Three steps with the math reward, then three more from the checkpoint: each step happens once, in order.
+
+    The last three are ReMax's: worker, reward service and trainer carry a greedy baseline in every group.
+    """
     assert _train(run_file)["steps"] == 3
-    assert _train(run_file, "trainer.steps=6")["steps"] == 6
+    assert _train(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
     folder = tmp_path / "runs" / run_id
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    steps = [event for event in events if event["kind"] == "step"]
+    assert [event.get("baseline_mean") for event in steps] == [None] * 3 + [0.0] * 3
     assert {event["num_prompts"] for event in events if event["kind"] == "eval"} == {4}
     totals = json.loads((folder / "trainer.json").read_text())
     assert totals["groups"]["trained"] == 6 * 4

@@ -36,12 +36,12 @@ Author = Callable[[Task, PolicyVersion], Answer]
 def _group(task: Task, completions: list[tuple[np.ndarray, np.ndarray]], version: PolicyVersion) -> Group:
     start = len(task.prompt_ids)
     trajectories = []
-    for tokens, logprobs in completions:
+    for number, (tokens, logprobs) in enumerate(completions):
         ids = np.concatenate([np.array(task.prompt_ids), tokens]).astype(np.int32)
         mask = np.arange(len(ids)) >= start
         padded = np.concatenate([np.zeros(start), logprobs]).astype(np.float32)
         run = VersionRun(version, start, len(ids))
-        trajectories.append(Trajectory(ids, mask, padded, (run,), "stop", "text"))
+        trajectories.append(Trajectory(ids, mask, padded, (run,), "stop", "text", number == task.group_size))
     return Group(
         group_id=task.group_id, split=task.split, attempt=task.attempt, issued_version=task.issued_version,
         prompt_text=task.prompt_text, num_prompt_tokens=start, reward=task.reward, trajectories=tuple(trajectories),
@@ -52,10 +52,11 @@ def recite(task: Task, version: PolicyVersion) -> Answer:
     """Completions, log-probabilities and rewards that follow from the prompt alone."""
     random = np.random.default_rng(zlib.crc32(task.prompt_text.encode()))
     completions = []
-    for _ in range(task.group_size):
+    size = task.group_size + task.with_baseline
+    for _ in range(size):
         length = int(random.integers(1, 6))
         completions.append((random.integers(3, 55, size=length), random.normal(-4.0, 0.3, size=length)))
-    return _group(task, completions, version), tuple(float(r) for r in random.integers(0, 2, size=task.group_size))
+    return _group(task, completions, version), tuple(float(r) for r in random.integers(0, 2, size=size))
 
 
 class Sampler:
@@ -77,6 +78,8 @@ class Sampler:
             logits = self._model(torch.tensor([task.prompt_ids])).logits[0, -1]
         logprobs = torch.log_softmax(logits / max(task.sampling.temperature, 1e-4), dim=-1)
         tokens = torch.multinomial(logprobs.exp(), task.group_size, replacement=True, generator=self._random)
+        if task.with_baseline:
+            tokens = torch.cat([tokens, logprobs.argmax()[None]])
         completions = [(np.array([int(t)]), np.array([float(logprobs[t])])) for t in tokens]
         return _group(task, completions, version), tuple(float(int(t) % 2 == 0) for t in tokens)
 

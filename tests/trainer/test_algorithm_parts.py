@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,11 +12,12 @@ import torch
 
 from deploy.quickstart_task import write_model
 from protocol.facts import BlobRef, ScoredGroup
+from protocol.versions import PolicyVersion
 from tests.trainer.stored_groups import invent_group
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
 from trainer.batch import MicroBatch, build
-from trainer.batcher import Batcher
+from trainer.batcher import Batcher, staleness_tokens
 from trainer.credit import Scored, credit_rule
 from trainer.drops import DropReason
 from trainer.filters import Skipped
@@ -171,6 +173,46 @@ def test_rewards_are_shaped_in_the_documented_order() -> None:
     assert found.advantages == pytest.approx([0.3, -0.3])
     assert sum(found.weights) == pytest.approx(2.0)
     assert found.weights[0] > found.weights[1]
+
+
+def remax_group(number: int, rewards: tuple[float, ...], greedy: float) -> ReadyGroup:
+    group = invent_group(f"e0.p{number}.a0", size=len(rewards) + 1, seed=number)
+    trajectories = (*group.trajectories[:-1], dataclasses.replace(group.trajectories[-1], is_baseline=True))
+    group = dataclasses.replace(group, trajectories=trajectories)
+    scored = ScoredGroup(generated=group.summary(number), rewards=(*rewards, greedy), scorer="test")
+    return ReadyGroup(scored, PACK, group)
+
+
+def test_remax_compares_with_the_greedy_completion_and_never_trains_on_it() -> None:
+    """Advantages are rewards minus the group's own baseline, for groups of one too; the baseline is in no plan."""
+    groups = [remax_group(1, (1.0, 0.0), 0.25), remax_group(2, (0.5,), 0.5), remax_group(3, (0.0,), 1.0)]
+    plan = plan_of(groups, AlgorithmSettings(name="remax"))
+    assert [row.advantage for row in plan.rows] == [0.75, -0.25, 0.0, -1.0]
+    assert [(row.row_group, row.trajectory) for row in plan.rows] == [(1, 0), (1, 1), (2, 0), (3, 0)]
+    trained = sum(n for g in groups for n in g.scored.generated.completion_tokens[:-1])
+    assert [row.weight for row in plan.rows] == pytest.approx([1 / trained] * 4)
+    ages = staleness_tokens(groups, PolicyVersion(0))
+    assert ages == {0: trained}
+
+
+def test_a_baseline_is_shaped_like_the_rewards_it_is_compared_with() -> None:
+    """Overlong penalty, clip and normalisation are the baseline's too, so that equal answers differ by nothing."""
+    settings = AlgorithmSettings(
+        name="remax", overlong_buffer=0.5, reward_clip=0.6, reward_norm="group", reward_scale=False
+    )
+    rule = credit_rule(settings, longest=10)
+    found = rule([Scored([1.0, 0.0], [10, 4], [True, False], baseline=(1.0, 10))])
+    assert found.advantages == pytest.approx([0.0, 0.0])  # both came to 0.0 before the mean went off
+    assert rule([Scored([2.0], [1], [False], baseline=(0.0, 1))]).advantages == pytest.approx([0.6])
+
+
+def test_groups_without_a_baseline_come_again_under_remax() -> None:
+    """What another algorithm issued before the run went on is dropped by a reason of its own, which is not final."""
+    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_baseline=True)
+    drop = box.offer(ready(1, (1.0, 0.0)))
+    assert drop is not None
+    assert drop.reason is DropReason.NO_BASELINE
+    assert box.offer(remax_group(2, (1.0, 0.0), 0.0)) is None
 
 
 def test_cut_answers_can_be_left_out() -> None:

@@ -76,7 +76,6 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["algorithm.name=ppo", "critic.value_clip=0.2"], "raise critic.updates"),
         (["algorithm.name=ppo", "critic.head_start_steps=100"], "leaves the policy none of trainer.steps"),
         (["algorithm.name=ppo", "algorithm.drop_zero_advantage=true"], "every token has its own"),
-        (["algorithm.name=remax"], "needs the reward of a greedy completion"),
         (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
         (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; known are"),
         (["algorithm.name=cispo", "algorithm.clip_low=0.1"], "clip_low does nothing with algorithm.loss = cispo"),
@@ -155,9 +154,12 @@ def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: st
 def test_every_preset_trains(name: str):
     """Objective and credit of every preset give a finite loss and gradient on a small batch."""
     section = settings(f"algorithm.name={name}").algorithm
-    found = credit_rule(section, longest=4)(
-        [Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False]), Scored([0.0, 0.0], [1, 4], [False, False])]
-    )
+    baseline = (0.25, 2) if section.needs_baseline else None
+    groups = [
+        Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False], baseline=baseline),
+        Scored([0.0, 0.0], [1, 4], [False, False], baseline=baseline),
+    ]
+    found = credit_rule(section, longest=4)(groups)
     lengths = [3, 4, 2, 1, 4]
     rows = [
         Row(
