@@ -28,13 +28,15 @@ class CheckpointState(Wire):
     epoch: Count  # of the lease it was written under
     step: Count  # optimizer steps done
     version: Count  # policy version of these weights
-    weights_digest: Sha256  # of these weights
+    weights_digest: Sha256  # of these weights, as they are published
+    weights_dtype: str  # of their publication
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
     dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/dispatch.py` writes it
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     totals: dict[str, Any]  # counters of the whole run, as `trainer/tally.py` writes them
     algorithm: dict[str, Any] = Field(default={})  # what it remembers, as `trainer/algorithm_state.py` writes it
     account: AccountState
+    algorithm: dict[str, Any] = Field(default={})  # what it remembers, as `trainer/algorithm_state.py` writes it
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
     record: BlobRef  # the last chapter of the lineage
     chapter: Count  # its number

@@ -137,14 +137,19 @@ class LineageChapter(Fact):
 
 
 class CheckpointCommitted(Fact):
-    """In the state bucket under ``checkpoint``: the newest committed checkpoint and the end of its record."""
+    """In the state bucket under ``checkpoint``: the newest committed checkpoint and the end of its record.
+
+    ``epoch`` is that of the trainer that holds the run: who takes it over writes this again under its own. All
+    else is None until something is committed.
+    """
 
     schema_tag = "checkpoint_committed.v1"
     epoch: Count
-    step: Count
-    version: Count
-    record: BlobRef | None  # None: a life has begun and nothing is committed yet
-    state_sha256: Sha256 | None  # of the bytes of state.json
+    step: Count | None = None
+    version: Count | None = None
+    chapter: Count | None = None  # number of the last chapter
+    record: BlobRef | None = None  # the last chapter
+    state_sha256: Sha256 | None = None  # of the bytes of state.json
 
 
 def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterator[LineageChapter]:

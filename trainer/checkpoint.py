@@ -2,7 +2,9 @@
 
 A checkpoint is a folder ``step00000050`` with DeepSpeed's own files (`engine/`), each rank's random
 state, and ``state.json``. It is written under another name, every file and folder is fsynced, and the
-rename is the commit: a crash leaves the old checkpoint or the new one, never half of one.
+rename is the commit: a crash leaves the old checkpoint or the new one, never half of one. When something
+happened since but no step (groups were dropped, an evaluation ended), only ``state.json`` is replaced, by a
+rename too.
 """
 
 from __future__ import annotations
@@ -11,47 +13,26 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import structlog
-from pydantic import Field, ValidationError
 
-from protocol.facts import Count, Identifier, Wire
-from trainer.errors import CheckpointError
+from protocol.checkpoint_state import PARTIAL, STATE_FILE, CheckpointState, committed, folder_name, read_state
+from protocol.errors import MalformedFact
+from trainer import crash_points
+from trainer.crash_points import CrashPoint
+from trainer.errors import CheckpointError, LeaseLost
 
 log = structlog.get_logger("trainer.checkpoint")
 
-_STATE = "state.json"
-_PREFIX = "step"
-_PARTIAL = ".partial"
 
-
-class TrainerState(Wire):
-    """What the trainer knows besides weights and optimizer; written with every checkpoint."""
-
-    run_id: Identifier
-    step: Count  # optimizer steps done
-    version: Count  # policy version of these weights
-    ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids)
-    dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/dispatch.py` writes it
-    totals: dict[str, Any]  # counters of the whole run, as `trainer/tally.py` writes them
-    algorithm: dict[str, Any] = Field(
-        default={}
-    )  # what the algorithm remembers, as `trainer/algorithm_state.py` writes it
-    metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
-
-
-def folder_of(root: Path, step: int) -> Path:
-    """Return the folder of the checkpoint after ``step`` optimizer steps."""
-    return root / f"{_PREFIX}{step:08d}"
-
-
-def partial_of(root: Path, step: int) -> Path:
-    """Return the folder that a checkpoint is written in before it is committed."""
-    return root / f"{_PREFIX}{step:08d}{_PARTIAL}"
-
-
-def commit(root: Path, state: TrainerState, write: Callable[[Path], None], *, keep: int) -> Path:
+def commit(
+    root: Path,
+    state: CheckpointState,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    confirm: Callable[[], None] = lambda: None,
+) -> bytes:
     """Write a checkpoint and make it the newest; keeps the newest ``keep``.
 
     Args:
@@ -59,49 +40,83 @@ def commit(root: Path, state: TrainerState, write: Callable[[Path], None], *, ke
         state: What goes into ``state.json``.
         write: Writes the policy's files into the folder it is given.
         keep: How many checkpoints stay.
+        confirm: Called immediately before the rename; what it raises leaves everything as it was.
 
     Returns:
-        The folder of the committed checkpoint.
+        The bytes of ``state.json``.
+
+    Raises:
+        LeaseLost: A checkpoint of a newer epoch is there.
     """
-    partial, final = partial_of(root, state.step), folder_of(root, state.step)
-    if final.exists():  # resumed from it and stopped again before another step
-        return final
+    partial, final = partial_of(root, state), root / folder_name(state.step)
+    data = state.model_dump_json(indent=1).encode()
+    if final.exists() and _is_ours(final, state):
+        _replace_state(final, data, confirm)
+        return data
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write(partial)
-    (partial / _STATE).write_text(state.model_dump_json(indent=1))
+    (partial / STATE_FILE).write_bytes(data)
     _sync_tree(partial)
+    crash_points.reach(CrashPoint.WRITTEN)
+    confirm()
+    if final.exists():  # left by a trainer that had lost its lease: it was never acknowledged
+        _set_aside(final)
     partial.rename(final)
     _sync(root)
-    for old in _committed(root)[:-keep]:
+    for old, _ in committed(root)[:-keep]:
         shutil.rmtree(old)
-    return final
+    return data
 
 
-def newest(root: Path, run_id: str) -> tuple[Path, TrainerState] | None:
+def partial_of(root: Path, state: CheckpointState) -> Path:
+    """Return the folder that a checkpoint is written in before it is committed: each epoch has its own."""
+    return root / f"{folder_name(state.step)}.e{state.epoch}{PARTIAL}"
+
+
+def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
     """Return the newest checkpoint and its state, None when there is none.
 
     Raises CheckpointError when it cannot be read or belongs to another run.
     """
-    for leftover in root.glob(f"*{_PARTIAL}"):
+    for leftover in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover)
-    folders = _committed(root)
-    if not folders:
-        return None
-    folder = folders[-1]
     try:
-        state = TrainerState.model_validate_json((folder / _STATE).read_bytes())
-    except (OSError, ValidationError) as err:
+        found = committed(root)
+    except (OSError, MalformedFact) as err:
         raise CheckpointError(
-            f"{folder / _STATE} is not readable ({err}); remove {folder} to go on from the checkpoint before it"
+            f"a checkpoint is not readable ({err}); remove its folder below {root} to go on from the one before it"
         ) from None
+    if not found:
+        return None
+    folder, state = found[-1]
     if state.run_id != run_id:
         raise CheckpointError(f"{folder} belongs to run {state.run_id}, this is run {run_id}")
     return folder, state
 
 
-def _committed(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.is_dir() and not path.name.endswith(_PARTIAL))
+def _is_ours(folder: Path, state: CheckpointState) -> bool:
+    """Say whether a folder holds the same weights, of this life or of the one it resumed."""
+    there = read_state(folder)
+    if there.epoch > state.epoch:
+        raise LeaseLost(f"{folder} is of a newer trainer (epoch {there.epoch}, this is {state.epoch}); this one ends")
+    return there.weights_digest == state.weights_digest and there.chapter + 1 == state.chapter
+
+
+def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> None:
+    partial = folder / (STATE_FILE + PARTIAL)
+    partial.write_bytes(data)
+    _sync(partial)
+    crash_points.reach(CrashPoint.WRITTEN)
+    confirm()
+    partial.rename(folder / STATE_FILE)
+    _sync(folder)
+
+
+def _set_aside(folder: Path) -> None:
+    doomed = folder.with_name(folder.name + ".doomed" + PARTIAL)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -50,7 +50,7 @@ class Issued(Protocol):
         """Ids issued and neither trained nor dropped."""
         ...
 
-    def expects(self, group_id: str) -> bool:
+    def expects(self, group_id: str, holds: Callable[[str], bool]) -> bool:
         """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id."""
         ...
 
@@ -109,9 +109,9 @@ class Collector:
         self._last_dead = ""
         self._last_arrival = time.monotonic()
         self.num_scored = 0
-        spec = streams.scored_consumer(doors.run_id, "train")
-        doors.bus.reset_consumer(spec).wait()
-        self._inbox: Inbox[GroupScored] = doors.bus.inbox(spec, GroupScored).wait()
+        self._spec = streams.scored_consumer(doors.run_id, "train")
+        doors.bus.reset_consumer(self._spec).wait()
+        self._inbox: Inbox[GroupScored] = doors.bus.inbox(self._spec, GroupScored).wait()
         self._thread = threading.Thread(target=self._guard, name="collector", daemon=True)
 
     def __enter__(self) -> Collector:
@@ -255,7 +255,9 @@ class Collector:
         with self._changed:
             dead = set(self._issued.outstanding()) & set(letter.group_ids)
             dead = {group_id for group_id in dead if not self._batcher.holds(group_id)}
-            self._drop([Drop(group_id, DropReason.DEAD, 0) for group_id in sorted(dead)])
+            # our own letter, read again after a crash: the object may be readable for the next attempt
+            reason = DropReason.UNREADABLE if letter.stage == self._spec.stage else DropReason.DEAD
+            self._drop([Drop(group_id, reason, 0) for group_id in sorted(dead)])
             if dead:
                 self._dead_in_a_row += len(dead)
                 self._last_dead = f"{letter.stage}: {letter.reason}: {letter.detail}"
@@ -271,7 +273,7 @@ class Collector:
 
     def _refusal(self, group_id: str) -> DropReason | None:
         try:
-            wanted = not self._batcher.is_spent(group_id) and self._issued.expects(group_id)
+            wanted = not self._batcher.is_spent(group_id) and self._issued.expects(group_id, self._batcher.holds)
         except ValueError:
             return DropReason.FOREIGN
         return None if wanted else DropReason.DUPLICATE

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -168,16 +168,33 @@ def _take(state: DispatchState, order: DataOrder, count: int) -> tuple[tuple[Gro
     )
 
 
-def expect(state: DispatchState, group_id: str, *, order: DataOrder) -> DispatchState | None:
+def expect(
+    state: DispatchState, group_id: str, *, order: DataOrder, holds: Callable[[str], bool] = lambda _: False
+) -> DispatchState | None:
     """Take note of a group that arrived; None when it must not be used, as a duplicate or an abandoned attempt.
 
-    A group whose prompt this life of the trainer has not reached yet was issued by an earlier life,
-    after the checkpoint: it counts as issued from now on.
+    A group that this life of the trainer has not issued was issued by an earlier life, after the checkpoint:
+    it counts as issued from now on. When it is a further attempt, the earlier life had dropped the one before:
+    that one leaves what is outstanding, unless ``holds`` says that it is here and can be used itself.
     """
     key = GroupKey.parse(group_id)
     if key in state.outstanding:
         return state
-    if key.prompt >= order.num_prompts or key.place in state.ahead or order.position_of(key.place) < state.position:
+    if key.prompt >= order.num_prompts:
+        return None
+    replaced = frozenset(k for k in state.outstanding if k.place == key.place and k.attempt < key.attempt)
+    queued = [k for k in state.again if k.place == key.place and k.attempt <= key.attempt]
+    if replaced or queued:
+        if any(holds(str(k)) for k in replaced):
+            return None
+        return replace(
+            state,
+            outstanding=(state.outstanding - replaced) | {key},
+            again=tuple(k for k in state.again if k not in queued),
+            num_issued=state.num_issued + 1,
+            num_issued_again=state.num_issued_again + 1,
+        )
+    if key.place in state.ahead or order.position_of(key.place) < state.position:
         return None
     return replace(
         state,
@@ -265,9 +282,13 @@ class Dispatch:
         )
         return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
 
-    def expects(self, group_id: str) -> bool:
+    def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
+        """Make the pack of groups that are issued already: the same ids, and so the same pack id."""
+        return pack_tasks([self._task(GroupKey.parse(group_id), version) for group_id in group_ids])
+
+    def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
         """Take note of a group that arrived; False: a duplicate or an abandoned attempt, not to be used."""
-        state = expect(self.state, group_id, order=self.order)
+        state = expect(self.state, group_id, order=self.order, holds=holds)
         if state is None:
             return False
         self.state = state

@@ -17,4 +17,5 @@ class DropReason(StrEnum):
     NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
     NO_BASELINE = "no_baseline"  # issued under another algorithm: it has no greedy completion, and remax needs one
     LOST = "lost"  # every queue is empty and it never arrived
+    SUPERSEDED = "superseded"  # a life before this one had dropped it, and its next attempt is here
     ABANDONED = "abandoned"  # held-out: its evaluation failed, or ended with the trainer that began it

@@ -10,6 +10,8 @@ PenstockError
     ├── TooManyDead           group after group goes to the dead letters
     ├── EvaluationFailed      an evaluation did not come back whole, or came from another version
     ├── PublicationFailed     the weights could not be stored, verified or announced
+    ├── RunIsHeld             another trainer leads this run and is alive
+    ├── LeaseLost             another trainer took the run over while this one was away
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
     └── UnknownReward         the run file names a reward that no service offers
 ```
@@ -50,6 +52,14 @@ class EvaluationFailed(TrainerError):
 
 class PublicationFailed(TrainerError):
     """A version could not be stored, verified or announced."""
+
+
+class RunIsHeld(TrainerError):
+    """Another trainer leads this run and is alive."""
+
+
+class LeaseLost(TrainerError):
+    """Another trainer took the run over while this one was suspended or cut off; it must not write any more."""
 
 
 class CheckpointError(TrainerError):

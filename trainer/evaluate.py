@@ -2,7 +2,8 @@
 
 Every task is pinned: all its tokens must come from that version, and an answer that says otherwise is
 refused. An evaluation counts only as a whole: a group that dies makes it fail, since an accuracy over
-what happened to come back would flatter.
+what happened to come back would flatter. Messages are acknowledged after a checkpoint that knows what became
+of their groups, as those of the training are.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import structlog
 
@@ -23,8 +25,11 @@ from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
 from protocol.versions import PolicyVersion
 from trainer import waiting
+from trainer.account import Account
+from trainer.batcher import Drop
 from trainer.dataset import PromptSet
 from trainer.doors import Doors
+from trainer.drops import DropReason
 from trainer.errors import EvaluationFailed
 from trainer.publish import Publisher
 from trainer.settings import EvalSettings
@@ -90,6 +95,7 @@ class _Evaluation:
     is_issued: bool = False
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
     failure: str = ""
+    is_closed: bool = False  # its result is told and its groups are in the account
 
     @property
     def is_over(self) -> bool:
@@ -109,6 +115,7 @@ class Evaluator:
         publisher: Publisher,
         deadline_s: float,
         on_result: Callable[[EvalResult], None],
+        account: Account | None = None,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -120,6 +127,7 @@ class Evaluator:
             publisher: Says when a version is published, and keeps its weights while it is evaluated.
             deadline_s: An evaluation that takes longer has failed.
             on_result: Called on the evaluator's thread.
+            account: Of all groups of the run.
         """
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._prompts = prompts
@@ -129,7 +137,9 @@ class Evaluator:
         self._publisher = publisher
         self._deadline_s = deadline_s
         self._on_result = on_result
+        self._account = account or Account()
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
+        self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._crash: PenstockError | None = None
@@ -154,12 +164,46 @@ class Evaluator:
         self._thread.join(30.0)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        """Evaluate a version that was submitted for publication with ``must_publish``; returns at once."""
+        """Evaluate a version that was submitted for publication with ``must_publish``; returns at once.
+
+        Groups of it that an earlier life had issued are in flight already.
+        """
         ids = {_group_id(version, index) for index in range(self._num_prompts)}
         with self._changed:
             if version not in self._evaluations:
+                self._account.issue("eval", sorted(ids - self._account.in_flight("eval")))
                 self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
                 self._changed.notify_all()
+
+    def resume(self, version: PolicyVersion, *, now: PolicyVersion) -> bool:
+        """Close what an earlier life had in flight; returns whether ``version`` was being evaluated.
+
+        These weights are called ``now`` in this life. When that is the same number, their groups stay in
+        flight: `start` waits for them.
+        """
+        with self._changed:
+            left = self._account.in_flight("eval")
+            of_version = {group_id for group_id in left if _version_of(group_id) == version}
+            self._abandon(left - of_version if now == version else left)
+            return bool(of_version)
+
+    def settled(self) -> list[Delivery[GroupScored]]:
+        """Return the messages all of whose groups are closed: what a checkpoint now will cover."""
+        with self._changed:
+            open_ids = self._account.in_flight("eval")
+            return [
+                delivery
+                for delivery in self._held.values()
+                if open_ids.isdisjoint(group.generated.group_id for group in delivery.fact.groups)
+            ]
+
+    def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
+        """Acknowledge what a committed checkpoint covers."""
+        for pending in [delivery.ack() for delivery in deliveries]:
+            pending.wait()
+        with self._changed:
+            for delivery in deliveries:
+                self._held.pop(delivery.sequence, None)
 
     def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until an evaluation is over, or ``should_stop`` says so.
@@ -168,7 +212,7 @@ class Evaluator:
         """
         with self._changed:
             evaluation = self._evaluations[version]
-            while not evaluation.is_over and not should_stop():
+            while not evaluation.is_closed and not should_stop():
                 if self._crash is not None:
                     raise self._crash
                 self._changed.wait(_FETCH_WAIT_S)
@@ -202,7 +246,7 @@ class Evaluator:
                 self._finish(evaluation)
 
     def _open(self) -> list[_Evaluation]:
-        return [e for e in self._evaluations.values() if not e.is_over]
+        return [e for e in self._evaluations.values() if not e.is_closed]
 
     def _issue_when_published(self, evaluation: _Evaluation) -> None:
         if evaluation.is_issued or not self._publisher.is_published(evaluation.version):
@@ -234,14 +278,14 @@ class Evaluator:
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
         with self._changed:
+            self._held[delivery.sequence] = delivery
             for group in delivery.fact.groups:
                 self._accept(group)
-        delivery.ack().wait()
 
     def _accept(self, group: ScoredGroup) -> None:
         summary = group.generated
         for evaluation in self._evaluations.values():
-            if summary.group_id in evaluation.waiting_for:
+            if summary.group_id in evaluation.waiting_for and not evaluation.is_closed:
                 if not summary.oldest_version == summary.newest_version == evaluation.version:
                     evaluation.failure = (
                         f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
@@ -250,6 +294,8 @@ class Evaluator:
                     return
                 evaluation.waiting_for.discard(summary.group_id)
                 evaluation.groups[summary.group_id] = group
+                return
+        self._account.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, _num_tokens(group)))
 
     def _finish(self, evaluation: _Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
@@ -264,13 +310,21 @@ class Evaluator:
         if evaluation.failure:
             self.num_failed += 1
             log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
+            self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation.groups)
         else:
             groups = list(evaluation.groups.values())
             self._on_result(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
+            self._account.use("eval", {group.generated.group_id: _num_tokens(group) for group in groups})
         self._publisher.unpin(evaluation.version)
         with self._changed:
             evaluation.groups.clear()
+            evaluation.is_closed = True
             self._changed.notify_all()
+
+    def _abandon(self, group_ids: Iterable[str], arrived: Mapping[str, ScoredGroup] = MappingProxyType({})) -> None:
+        for group_id in sorted(group_ids):
+            group = arrived.get(group_id)
+            self._account.drop("eval", Drop(group_id, DropReason.ABANDONED, _num_tokens(group) if group else 0))
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 
@@ -287,3 +341,11 @@ class Evaluator:
 
 def _group_id(version: PolicyVersion, index: int) -> str:
     return f"eval.v{version}.p{index}"
+
+
+def _version_of(group_id: str) -> int:
+    return int(group_id.split(".")[1].removeprefix("v"))
+
+
+def _num_tokens(group: ScoredGroup) -> int:
+    return sum(group.generated.completion_tokens)

@@ -7,7 +7,8 @@ dropped (and perhaps issued again), and makes room for the next ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -18,6 +19,7 @@ from protocol.trace import new_trace
 from protocol.transport.pending import Pending
 from protocol.transport.publication import Receipt
 from protocol.versions import PolicyVersion
+from trainer.account import Account, Entries
 from trainer.batcher import Drop
 from trainer.dispatch import Dispatch
 from trainer.doors import Doors
@@ -31,13 +33,36 @@ log = structlog.get_logger("trainer.issue")
 _FINAL = frozenset({DropReason.DEAD, DropReason.NO_SIGNAL})
 
 
+@dataclass(frozen=True, slots=True)
+class IssuerState:
+    """Everything about issued groups at one moment, as a checkpoint and its chapter hold it."""
+
+    dispatch: dict[str, Any]
+    totals: dict[str, Any]
+    unsent: tuple[tuple[str, ...], ...]  # packs that are issued but not known to be on the stream
+    entries: Entries
+
+
 class Issuer:
     """Keeps the workers supplied; use as a context manager."""
 
-    def __init__(self, doors: Doors, dispatch: Dispatch, tally: Tally) -> None:
-        """Issue nothing yet; ``dispatch`` and ``tally`` are owned by this issuer from now on."""
+    def __init__(
+        self,
+        doors: Doors,
+        dispatch: Dispatch,
+        tally: Tally,
+        account: Account | None = None,
+        unsent: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        """Issue nothing yet; ``dispatch`` and ``tally`` are owned by this issuer from now on.
+
+        ``unsent`` are packs that an earlier life had issued without seeing them arrive: they go out first.
+        """
         self._dispatch = dispatch
         self._tally = tally
+        self._account = account or Account()
+        self._unsent = list(unsent)
+        self._resends = bool(unsent)
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._version = PolicyVersion(0)
         self._most_outstanding = 0
@@ -67,24 +92,32 @@ class Issuer:
         with self._changed:
             return tuple(str(key) for key in sorted(self._dispatch.state.outstanding))
 
-    def expects(self, group_id: str) -> bool:
-        """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id."""
+    def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
+        """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id.
+
+        ``holds`` says which groups are here already: an older attempt that is here is not given up for a newer.
+        """
         with self._changed:
-            expected = self._dispatch.expects(group_id)
+            before = self._dispatch.state
+            expected = self._dispatch.expects(group_id, holds)
             self._tally.groups_scored += expected
+            if self._dispatch.state is not before:
+                self._account.issue("train", [group_id])
+                for key in sorted(before.outstanding - self._dispatch.state.outstanding):
+                    self._close(Drop(str(key), DropReason.SUPERSEDED, 0))
             return expected
 
-    def trained(self, group_ids: Iterable[str], staleness_tokens: dict[int, int]) -> None:
-        """Close a batch that was trained."""
-        ids = list(group_ids)
+    def trained(self, tokens: Mapping[str, int], staleness_tokens: dict[int, int]) -> None:
+        """Close a batch that was trained; ``tokens`` are the sampled tokens of each group, by id."""
         with self._changed:
-            self._dispatch.settle(ids)
-            self._tally.count_batch(len(ids), staleness_tokens)
+            self._dispatch.settle(tokens)
+            self._account.use("train", tokens)
+            self._tally.count_batch(len(tokens), staleness_tokens)
 
     def dropped(self, drop: Drop) -> None:
         """Close a group that is not trained on; its prompt comes again while it has attempts left."""
         with self._changed:
-            self._tally.count_drop(drop)
+            self._close(drop)
             if drop.reason in _FINAL:
                 self._dispatch.settle([drop.group_id])
             elif self._dispatch.send_back([drop.group_id]):
@@ -95,6 +128,7 @@ class Issuer:
         """Count a group that came although nobody waits for it."""
         with self._changed:
             self._tally.count_drop(drop)
+            self._account.refuse("train", drop)
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
         """Issue what a newly published version admits, and the rest of the run needs.
@@ -112,10 +146,20 @@ class Issuer:
             if self._failure is not None:
                 raise self._failure
 
-    def documents(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return dispatch state and tally at one moment, as a checkpoint holds them."""
+    def take_state(self) -> IssuerState:
+        """Return everything at one moment; the entries are those since the last call."""
         with self._changed:
-            return self._dispatch.state.to_document(), self._tally.to_document()
+            return IssuerState(
+                dispatch=self._dispatch.state.to_document(),
+                totals=self._tally.to_document(),
+                unsent=tuple(self._unsent),
+                entries=self._account.take_entries(),
+            )
+
+    def totals(self) -> dict[str, Any]:
+        """Return the counters of the run so far."""
+        with self._changed:
+            return self._tally.to_document()
 
     def groups(self) -> dict[str, Any]:
         """Return what became of the run's groups so far, as the step events show it."""
@@ -134,7 +178,7 @@ class Issuer:
     def _work(self) -> None:
         while True:
             with self._changed:
-                packs = [] if self._closing else self._dispatch.next_packs(self._version, self._most_outstanding)
+                packs = [] if self._closing else self._next_packs()
                 if not packs:
                     if self._closing:
                         return
@@ -147,6 +191,24 @@ class Issuer:
                 with self._changed:
                     self._failure = err
                 return
+            with self._changed:
+                self._unsent.clear()
+
+    def _next_packs(self) -> list[TaskPack]:
+        if self._resends:
+            if self._most_outstanding == 0:  # no version is announced yet
+                return []
+            self._resends = False
+            return [self._dispatch.pack_again(ids, self._version) for ids in self._unsent]
+        packs = self._dispatch.next_packs(self._version, self._most_outstanding)
+        self._unsent = [tuple(task.group_id for task in pack.tasks) for pack in packs]
+        for ids in self._unsent:
+            self._account.issue("train", ids)
+        return packs
+
+    def _close(self, drop: Drop) -> None:
+        self._tally.count_drop(drop)
+        self._account.drop("train", drop)
 
     def _publish(self, pack: TaskPack) -> Pending[Receipt]:
         stored = self._blobs.put(blob_keys.task_list(self._run_id, pack.pack_id), pack.blob) if pack.blob else None

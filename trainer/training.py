@@ -5,20 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import structlog
 import torch
+from torch import Tensor
 
 from protocol.activity import Activity
+from protocol.checkpoint_state import CheckpointState
 from protocol.versions import PolicyVersion, next_version
-from trainer import checkpoint
+from trainer import crash_points
 from trainer.batcher import staleness_tokens
-from trainer.checkpoint import TrainerState
+from trainer.chronicle import Chronicle
 from trainer.collect import Collector
+from trainer.committing import commit_everything
+from trainer.crash_points import CrashPoint
 from trainer.crew import Crew
 from trainer.evaluate import EvalResult, Evaluator
 from trainer.issue import Issuer
+from trainer.errors import CheckpointError
+from trainer.lease import HeldLease
 from trainer.ledger import Ledger
 from trainer.metrics import StepTiming, step_fields
 from trainer.model_folder import write_model_folder
@@ -50,8 +57,12 @@ class Training:
     activity: Activity
     ledger: Ledger
     tally: Tally
+    lease: HeldLease
+    chronicle: Chronicle
+    config: bytes  # the settings as JSON, for the record
+    clock: Callable[[], float]
     stop: threading.Event  # set by whoever asks the run to end early
-    resumed: TrainerState | None
+    resumed: CheckpointState | None
     version: PolicyVersion = field(init=False)
     planner: Planner = field(init=False)
     evaluations: list[EvalResult] = field(default_factory=list)
@@ -83,20 +94,32 @@ class Training:
         """
         self._say("starting", total_steps=self.settings.trainer.steps)
         head = self.publisher.head
-        is_published = head is not None and self.resumed is not None and head.version == self.resumed.version
+        parent = self.resumed.version if self.resumed else None
+        is_published = head is not None and head.version == parent
+        tensors = self._snapshot()
+        self._check_weights()
         if not is_published:
             self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
-            self._submit(must_publish=True)
+            self._submit(tensors, must_publish=True)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
+        self.chronicle.life(
+            holder=self.lease.holder,
+            at=self.clock(),
+            step=self.num_steps_done,
+            version=self.version,
+            parent=parent,
+            config=self.config,
+        )
         self.pulse.version = self.version
-        evaluates = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0
+        at_start = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0
+        evaluates = self._resume_evaluation() or at_start
         if evaluates:
             self._evaluate()
         self.admit(self.version)
-        if evaluates:
+        if at_start:
             self._say("evaluating the start")
             self._await_evaluation()
-        elif not is_published:
+        elif not is_published and not evaluates:
             self.publisher.unpin(self.version)
         self._say("training")
         self.activity.restart()
@@ -115,21 +138,25 @@ class Training:
         with self.activity.working("training"):
             plan = self.planner.plan(batch, self.version)
             figures = self.crew.step(plan, batch)
+        crash_points.reach(CrashPoint.STEPPED)
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version)
         ids = [group.group_id for group in batch]
         self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
-        self._fields["skipped"] = dict(plan.skipped)
+        self._fields["skipped"] = skipped = dict(plan.skipped)
         self._fields |= self.planner.learned(figures)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
-        self.issuer.trained(ids, ages)
+        self.issuer.trained({group.group_id: group.num_tokens for group in batch}, ages)
         self.collector.trained(ids)
-        self.version = next_version(self.version)
+        made = next_version(self.version)
+        self.chronicle.step(self.num_steps_done, self.version, made, batch, skipped)
+        self.version = made
 
     def publish(self) -> None:
-        """Hand the new weights to the publisher."""
+        """Hand the new weights to the publisher; raises LeaseLost when another trainer has the run."""
+        self.lease.check()
         with self.activity.working("publishing"):
-            self._submit(must_publish=self._evaluation_is_due())
+            self._submit(self._snapshot(), must_publish=self._evaluation_is_due())
         self.pulse.version = self.version
 
     def evaluate_if_due(self) -> None:
@@ -171,6 +198,7 @@ class Training:
             if self.evaluator is not None and self._evaluated == self.version:
                 self._say("evaluating the end")
                 self._await_evaluation()
+                self._checkpoint()  # its groups are acknowledged too
         self.publisher.close()
         self._say("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
 
@@ -208,43 +236,57 @@ class Training:
         assert self._evaluated is not None
         self.evaluator.wait(self._evaluated, self._should_stop)
 
+    def _resume_evaluation(self) -> bool:
+        """Close the evaluations of an earlier life; say whether one of these very weights was not over."""
+        if self.evaluator is None or self.resumed is None:
+            return False
+        return self.evaluator.resume(PolicyVersion(self.resumed.version), now=self.version)
+
+    def _check_weights(self) -> None:
+        """Refuse a checkpoint whose weights are not those that its state tells of."""
+        if self.resumed is None or self.resumed.weights_dtype != self.published_dtype:
+            return  # nothing to compare with
+        if self.chronicle.digest() != self.resumed.weights_digest:
+            raise CheckpointError(
+                f"the checkpoint of step {self.resumed.step} says its weights are {self.resumed.weights_digest[:16]}…, "
+                f"but loaded they are {self.chronicle.digest()[:16]}…; remove its folder to go on from the one before it"
+            )
+
     def _should_stop(self) -> bool:
+        self.lease.check()
         self.publisher.check()
         self.issuer.check()
         return self.stop.is_set()
 
-    def _submit(self, *, must_publish: bool) -> None:
+    @property
+    def published_dtype(self) -> str:
+        """Name of the dtype that weights are published in."""
+        chosen = self.settings.trainer.publish_dtype
+        return self.crew.policy.dtype if chosen == "as-trained" else chosen
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        """Copy the weights as they are published, and begin to hash them."""
+        chosen = self.settings.trainer.publish_dtype
+        tensors = self.crew.snapshot(None if chosen == "as-trained" else getattr(torch, chosen))
+        self.chronicle.weights(tensors)
+        return tensors
+
+    def _submit(self, tensors: dict[str, Tensor], *, must_publish: bool) -> None:
         is_last = self.num_steps_done == self.settings.trainer.steps
-        policy, chosen = self.crew.policy, self.settings.trainer.publish_dtype
-        dtype = None if chosen == "as-trained" else getattr(torch, chosen)
         self.publisher.submit(
             Snapshot(
                 version=self.version,
                 step=self.num_steps_done,
-                tensors=self.crew.snapshot(dtype),
-                num_parameters=policy.num_parameters,
-                dtype=str(dtype).removeprefix("torch.") if dtype else policy.dtype,
+                tensors=tensors,
+                num_parameters=self.crew.policy.num_parameters,
+                dtype=self.published_dtype,
                 must_publish=must_publish or is_last,
             )
         )
 
     def _checkpoint(self) -> None:
-        settled = self.collector.settled()
-        dispatch, totals = self.issuer.documents()
-        state = TrainerState(
-            run_id=self.settings.run.id,
-            step=self.num_steps_done,
-            version=self.version,
-            ledger=self.ledger.rows(),
-            dispatch=dispatch,
-            totals=totals,
-            algorithm=self.planner.document(),
-            metrics_bytes=self.recorder.num_bytes,
-        )
         with self.activity.working("checkpointing"):
-            root = self.settings.run.folder / "checkpoints"
-            checkpoint.commit(root, state, self.crew.save, keep=self.settings.trainer.keep_checkpoints)
-        self.collector.acknowledge(settled)
+            commit_everything(self)
 
     def _say(self, text: str, **more: object) -> None:
         self.activity.state = text

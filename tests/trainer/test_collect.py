@@ -76,7 +76,7 @@ class Intake:
         batch = self.collector.collect(version)
         ids = [group.group_id for group in batch]
         self.ledger.record(version, ids, max_staleness=ROLLOUT.max_staleness)
-        self.issuer.trained(ids, {0: sum(group.num_tokens for group in batch)})
+        self.issuer.trained({g.group_id: g.num_tokens for g in batch}, {0: sum(g.num_tokens for g in batch)})
         self.collector.trained(ids)
         return ids
 
@@ -162,7 +162,7 @@ def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
         covered = intake.collector.settled()
         assert len(covered) == 2
         assert doors.bus.stream_state(spec.stream).wait().num_messages == 4
-        rows, document = intake.ledger.rows(), intake.issuer.documents()[0]  # the checkpoint; then the crash
+        rows, document = intake.ledger.rows(), intake.issuer.take_state().dispatch  # the checkpoint; then the crash
     with Intake(doors, prompts, Ledger(rows)) as resumed:
         resumed.dispatch.resume(document)
         resumed.issuer.advance(V1, 100)

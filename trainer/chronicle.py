@@ -1,0 +1,156 @@
+"""Writes the record of the run: what each checkpoint adds to it (`protocol/lineage.py` says what that is)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protocol import blob_keys
+from protocol.checkpoint_state import CheckpointState
+from protocol.facts import BlobRef, encode, encode_unbounded
+from protocol.lineage import CheckpointCommitted, LineageChapter, RecordedGroup, RecordedLife, RecordedStep
+from protocol.versions import PolicyVersion
+from protocol.weights_digest import TensorDigest, tensor_digest, weights_digest
+from trainer.account import Entries
+from trainer.dispatch import GroupKey
+from trainer.doors import Doors
+from trainer.lease import FencedKey
+from trainer.step_plan import ReadyGroup
+
+
+def snapshot_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the `weights_digest` of tensors on the CPU, under the names they are published with."""
+    return weights_digest(_digest(name, tensor) for name, tensor in tensors.items())
+
+
+def _digest(name: str, tensor: Tensor) -> TensorDigest:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tensor_digest(name, dtype, tuple(tensor.shape), memoryview(flat.numpy()))
+
+
+class Chronicle:
+    """Gathers steps until a checkpoint closes them into a chapter; for the training thread only."""
+
+    def __init__(self, doors: Doors, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None) -> None:
+        """Go on where the newest checkpoint ended; ``pointer`` is the checkpoint key in NATS."""
+        self._run_id, self._blobs = doors.run_id, doors.blobs
+        self._pointer = pointer
+        self._epoch = epoch
+        self._last = resumed.record if resumed else None
+        self._number = resumed.chapter if resumed else 0
+        self._lives: list[RecordedLife] = []
+        self._steps: list[RecordedStep] = []
+        self._taken: dict[str, Any] | None = None  # the newest step, until the digest of what it made is asked for
+        self._hashing = ThreadPoolExecutor(1, "digest")
+        self._digest: Future[str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was gathered since the last chapter."""
+        return not (self._lives or self._steps)
+
+    def close(self) -> None:
+        """End the hashing thread."""
+        self._hashing.shutdown(cancel_futures=True)
+
+    def weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to hash the weights that the life began with, or that the newest step made."""
+        self._digest = self._hashing.submit(snapshot_digest, tensors)
+
+    def digest(self) -> str:
+        """Return the digest of the weights as they are now, waiting for it if it must be."""
+        if self._digest is None:
+            raise ValueError("no weights were handed over yet")
+        return self._digest.result()
+
+    def life(self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes) -> None:
+        """Enter that this process leads the run from here; ``config`` is its settings as JSON."""
+        key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
+        self._lives.append(
+            RecordedLife(
+                epoch=self._epoch,
+                holder=holder,
+                at=at,
+                step=step,
+                version=version,
+                parent_version=parent,
+                weights_digest=self.digest(),
+                config=self._blobs.put(key, config),
+            )
+        )
+
+    def step(
+        self, step: int, trained: PolicyVersion, made: PolicyVersion, batch: Sequence[ReadyGroup], skipped: Mapping[str, int]
+    ) -> None:
+        """Enter a step; `weights` with what it made comes next."""
+        self._settle_step()
+        packs = {group.pack.key: group.pack for group in batch}
+        numbers = {key: number for number, key in enumerate(packs)}
+        self._digest = None
+        self._taken = {
+            "epoch": self._epoch,
+            "step": step,
+            "trained_version": trained,
+            "made_version": made,
+            "packs": tuple(packs.values()),
+            "groups": tuple(
+                RecordedGroup(
+                    prompt=GroupKey.parse(group.group_id).prompt, pack=numbers[group.pack.key], scored=group.scored
+                )
+                for group in batch
+            ),
+            "skipped": dict(skipped),
+        }
+
+    def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:
+        """Store everything since the last chapter; returns its reference and number, and the weights' digest.
+
+        A chapter counts once a committed checkpoint names it. Raises the errors of `Blobs.put`.
+        """
+        self._settle_step()
+        chapter = LineageChapter(
+            run_id=self._run_id,
+            number=self._number + 1,
+            parent=self._last,
+            epoch=self._epoch,
+            step=step,
+            version=version,
+            weights_digest=self.digest(),
+            lives=tuple(self._lives),
+            steps=tuple(self._steps),
+            issued=entries.issued,
+            dropped=entries.dropped,
+            evaluated=entries.evaluated,
+            account=entries.account,
+        )
+        key = blob_keys.lineage_chapter(self._run_id, chapter.number, self._epoch, secrets.token_hex(4))
+        return self._blobs.put(key, encode_unbounded(chapter)), chapter.number, chapter.weights_digest
+
+    def point(self, state: CheckpointState, state_json: bytes) -> None:
+        """Say in NATS that a checkpoint is committed; the next chapter follows on it.
+
+        Raises LeaseLost when another trainer holds the run, BusUnreachable after two minutes.
+        """
+        committed = CheckpointCommitted(
+            epoch=self._epoch,
+            step=state.step,
+            version=state.version,
+            chapter=state.chapter,
+            record=state.record,
+            state_sha256=hashlib.sha256(state_json).hexdigest(),
+        )
+        self._pointer.move(encode(committed))
+        self._last, self._number = state.record, state.chapter
+        self._lives, self._steps = [], []
+
+    def _settle_step(self) -> None:
+        if self._taken is not None:
+            self._steps.append(RecordedStep(**self._taken, weights_digest=self.digest()))
+            self._taken = None

@@ -1,0 +1,57 @@
+"""Named points at which this process kills itself with SIGKILL, so that a test can crash it exactly there.
+
+``trainer.kill_at = "committed"`` (or ``PENSTOCK_TRAINER__KILL_AT=committed:2``: the second time in this life)
+arms one point. Off, which is the default, passing a point costs one comparison.
+
+    step ▸ write ▸ [written] ▸ commit ▸ [committed] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
+         ▸ shards ▸ [shards_stored] ▸ manifest ▸ [manifest_stored] ▸ head ▸ [head_moved] ▸ announce ▸ [announced]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from enum import StrEnum
+
+from protocol.errors import ConfigError
+
+
+class CrashPoint(StrEnum):
+    """Between which two acts; each is passed after the first and before the second."""
+
+    STEPPED = "stepped"  # the optimizer step is made ▸ its groups are entered in the ledger
+    RECORDED = "recorded"  # the chapter is in the object store ▸ the checkpoint is written
+    WRITTEN = "written"  # every file of the checkpoint is on the disk ▸ the rename that commits it
+    COMMITTED = "committed"  # the rename ▸ the checkpoint key in NATS
+    POINTED = "pointed"  # the checkpoint key ▸ the first acknowledgement
+    ACKNOWLEDGING = "acknowledging"  # half of the acknowledgements ▸ the others
+    ACKNOWLEDGED = "acknowledged"  # the last acknowledgement ▸ the next step
+    SHARDS_STORED = "shards_stored"  # a version's shards ▸ its manifest
+    MANIFEST_STORED = "manifest_stored"  # its manifest ▸ the head
+    HEAD_MOVED = "head_moved"  # the head ▸ the announcement
+    ANNOUNCED = "announced"  # the announcement ▸ tasks for that version
+
+
+class _Armed:
+    point: CrashPoint | None = None
+    times_left = 0
+
+
+def arm(text: str) -> None:
+    """Arm the point that ``trainer.kill_at`` names; empty disarms. Raises ConfigError."""
+    name, _, times = text.partition(":")
+    try:
+        _Armed.point = CrashPoint(name) if text else None
+        _Armed.times_left = int(times or 1)
+    except ValueError:
+        raise ConfigError(
+            f"trainer.kill_at = {text!r}: expected one of {', '.join(CrashPoint)}, with :N for the N-th time"
+        ) from None
+
+
+def reach(point: CrashPoint) -> None:
+    """Die here, if this is the armed point and it is its time."""
+    if _Armed.point is point:
+        _Armed.times_left -= 1
+        if _Armed.times_left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
