@@ -36,7 +36,6 @@ class CheckpointState(Wire):
     totals: dict[str, Any]  # counters of the whole run, as `trainer/tally.py` writes them
     algorithm: dict[str, Any] = Field(default={})  # what it remembers, as `trainer/algorithm_state.py` writes it
     account: AccountState
-    algorithm: dict[str, Any] = Field(default={})  # what it remembers, as `trainer/algorithm_state.py` writes it
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
     record: BlobRef  # the last chapter of the lineage
     chapter: Count  # its number

@@ -48,8 +48,9 @@ class Account:
     def __init__(self, state: AccountState | None = None) -> None:
         """Start empty, or where a checkpoint ended."""
         state = state or AccountState()
-        self._books = {
-            split: _Book(state.totals.get(split, SplitTotals()), set(state.in_flight.get(split, ()))) for split in SPLITS
+        self._books: dict[Split, _Book] = {
+            split: _Book(state.totals.get(split, SplitTotals()), set(state.in_flight.get(split, ())))
+            for split in SPLITS
         }
         self._lock = threading.Lock()
 
@@ -90,9 +91,7 @@ class Account:
             book = self._books[split]
             self._close(book, drop.group_id)
             reason, tokens = str(drop.reason), drop.num_tokens
-            book.dropped.append(
-                DroppedGroup(group_id=drop.group_id, split=split, reason=reason, num_tokens=tokens)
-            )
+            book.dropped.append(DroppedGroup(group_id=drop.group_id, split=split, reason=reason, num_tokens=tokens))
             totals = book.totals
             book.totals = totals.model_copy(
                 update={
@@ -123,17 +122,17 @@ class Account:
     def take_entries(self) -> Entries:
         """Return what happened since the last call: what the next chapter tells."""
         with self._lock:
+            books = self._books
+            issued: dict[Split, tuple[str, ...]] = {s: tuple(book.issued) for s, book in books.items() if book.issued}
+            in_flight: dict[Split, tuple[str, ...]] = {s: tuple(sorted(book.in_flight)) for s, book in books.items()}
+            totals: dict[Split, SplitTotals] = {
+                s: book.totals.model_copy(update={"in_flight": len(book.in_flight)}) for s, book in books.items()
+            }
             entries = Entries(
-                issued={split: tuple(book.issued) for split, book in self._books.items() if book.issued},
-                dropped=tuple(drop for book in self._books.values() for drop in book.dropped),
-                evaluated=tuple(self._books["eval"].evaluated),
-                account=AccountState(
-                    totals={
-                        split: book.totals.model_copy(update={"in_flight": len(book.in_flight)})
-                        for split, book in self._books.items()
-                    },
-                    in_flight={split: tuple(sorted(book.in_flight)) for split, book in self._books.items()},
-                ),
+                issued=issued,
+                dropped=tuple(drop for book in books.values() for drop in book.dropped),
+                evaluated=tuple(books["eval"].evaluated),
+                account=AccountState(totals=totals, in_flight=in_flight),
             )
             for book in self._books.values():
                 book.issued, book.dropped, book.evaluated = [], [], []

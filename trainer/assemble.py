@@ -14,16 +14,20 @@ from typing import Any
 import structlog
 import torch
 
+from protocol import streams
 from protocol.activity import Activity, cpu_seconds
+from protocol.checkpoint_state import STATE_FILE, CheckpointState
 from protocol.errors import ConfigError
 from protocol.facts import Sampling
 from protocol.transport.blobs import Blobs
-from trainer import checkpoint, loop
+from trainer import checkpoint, crash_points, lease, loop
+from trainer.account import Account
 from trainer.algorithms import objective
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
-from trainer.checkpoint import TrainerState
+from trainer.chronicle import Chronicle
 from trainer.collect import Collector
+from trainer.committing import CHECKPOINTS
 from trainer.crew import Crew
 from trainer.critic import Critic, Regression, load_critic
 from trainer.data_order import DataOrder
@@ -33,9 +37,10 @@ from trainer.doors import Doors
 from trainer.errors import UnsupportedModel
 from trainer.evaluate import Evaluator
 from trainer.issue import Issuer
+from trainer.lease import FencedKey, HeldLease
 from trainer.ledger import Ledger
 from trainer.policy import load_policy, load_reference
-from trainer.preflight import check_rewards, check_run_is_ours, open_doors
+from trainer.preflight import check_checkpoint_is_here, check_rewards, check_run_is_ours, open_doors
 from trainer.publish import Publisher
 from trainer.pulse import Pulse
 from trainer.ranks import Ranks
@@ -51,39 +56,71 @@ log = structlog.get_logger("trainer")
 _EVENT_CLOCK = time.time  # events of several machines are compared by the time of day
 
 
-def train(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> None:
-    """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError."""
+def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
+    """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError.
+
+    ``config`` is what the run's record keeps of the settings, as JSON.
+    """
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
             f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
             "`penstock train` starts the right number (torchrun --nproc-per-node N -m trainer train ...)"
         )
     if ranks.is_leader:
-        _lead(settings, ranks, stop)
+        _lead(settings, config, ranks, stop)
     else:
         _crew(settings, ranks, Blobs(settings.s3)).follow()
 
 
-def _lead(settings: TrainerSettings, ranks: Ranks, stop: threading.Event) -> None:
+def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
+    crash_points.arm(settings.trainer.kill_at)
     data = _open_data(settings)
     doors = open_doors(settings)
     try:
-        found = checkpoint.newest(settings.run.folder / "checkpoints", settings.run.id)
-        check_run_is_ours(doors, resume=settings.trainer.resume, has_checkpoint=found is not None)
-        crew = _crew(settings, ranks, doors.blobs)
-        check_rewards(doors, data.sets, clock=_EVENT_CLOCK)
-        if found is not None:
-            crew.load(found[0])
-            log.info("resumed", checkpoint=str(found[0]), step=crew.policy.steps_done)
-        with _training(settings, doors, crew, data, stop, found[1] if found else None) as training:
-            started = time.monotonic()
-            try:
-                loop.run(training)
-            finally:
-                _write_summary(training, wall_s=time.monotonic() - started)
-        crew.dismiss()
+        state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
+        with lease.acquire(state, doors.run_id, clock=_EVENT_CLOCK) as held:
+            life = _Life(settings, config, data, doors, held, lease.fence(state, held.epoch), stop)
+            _live(life, ranks)
     finally:
         doors.bus.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """What a trainer that holds its run begins with."""
+
+    settings: TrainerSettings
+    config: bytes
+    data: _Data
+    doors: Doors
+    lease: HeldLease
+    pointer: FencedKey
+    stop: threading.Event
+
+
+def _live(life: _Life, ranks: Ranks) -> None:
+    settings, doors = life.settings, life.doors
+    found = checkpoint.newest(settings.run.folder / CHECKPOINTS, settings.run.id)
+    check_run_is_ours(doors, resume=settings.trainer.resume, has_checkpoint=found is not None)
+    check_checkpoint_is_here(life.pointer.value, settings.run.folder, has_checkpoint=found is not None)
+    settings.run.folder.mkdir(parents=True, exist_ok=True)
+    (settings.run.folder / "config.json").write_bytes(life.config)
+    crew = _crew(settings, ranks, doors.blobs)
+    check_rewards(doors, life.data.sets, clock=_EVENT_CLOCK)
+    resumed = found[1] if found else None
+    chronicle = Chronicle(doors, life.pointer, epoch=life.lease.epoch, resumed=resumed)
+    if found is not None:
+        crew.load(found[0])
+        log.info("resumed", checkpoint=str(found[0]), step=crew.policy.steps_done)
+        chronicle.point(found[1], (found[0] / STATE_FILE).read_bytes())  # a crash may have come in between
+    with contextlib.closing(chronicle), _training(life, crew, chronicle, resumed) as training:
+        started = time.monotonic()
+        try:
+            loop.run(training)
+        finally:
+            if training.lease.is_held:
+                _write_summary(training, wall_s=time.monotonic() - started)
+    crew.dismiss()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +203,9 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
 
 
 @contextlib.contextmanager
-def _training(
-    settings: TrainerSettings,
-    doors: Doors,
-    crew: Crew,
-    data: _Data,
-    stop: threading.Event,
-    resumed: TrainerState | None,
-) -> Iterator[Training]:
+def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: CheckpointState | None) -> Iterator[Training]:
     """Make the parts, resume them, start their threads, and stop these at the end."""
+    settings, doors, data = life.settings, life.doors, life.data
     rollout = settings.rollout
     order = DataOrder(len(data.train), settings.run.seed, settings.data.shuffle)
     dispatch = Dispatch(
@@ -186,12 +217,13 @@ def _training(
     )
     ledger = Ledger(resumed.ledger if resumed else ())
     tally = Tally.from_document(resumed.totals) if resumed else Tally()
+    account = Account(resumed.account if resumed else None)
     recorder = Recorder(bus=doors.bus, run_id=doors.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
     if resumed is not None:
         dispatch.resume(resumed.dispatch)
     recorder.rewind(resumed.metrics_bytes if resumed else 0)
     activity = Activity()
-    issuer = Issuer(doors, dispatch, tally)
+    issuer = Issuer(doors, dispatch, tally, account, resumed.unsent if resumed else ())
     batcher = Batcher(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
@@ -215,6 +247,7 @@ def _training(
             model_folder=settings.model.path,
             keep_versions=settings.trainer.keep_versions,
             on_published=lambda version: training.admit(version),  # noqa: PLW0108  bound below
+            epoch=life.lease.epoch,
         ),
         evaluator=None,
         recorder=recorder,
@@ -222,40 +255,44 @@ def _training(
         activity=activity,
         ledger=ledger,
         tally=tally,
-        stop=stop,
+        lease=life.lease,
+        chronicle=chronicle,
+        config=life.config,
+        clock=_EVENT_CLOCK,
+        stop=life.stop,
         resumed=resumed,
     )
     with contextlib.ExitStack() as running:
         running.callback(recorder.close)
         if data.eval is not None:
-            training.evaluator = running.enter_context(_evaluator(settings, doors, data, data.eval, training))
+            training.evaluator = running.enter_context(_evaluator(life, data.eval, training, account))
         for part in (training.pulse, training.collector, training.issuer):
             running.enter_context(part)
         yield training
 
 
-def _evaluator(
-    settings: TrainerSettings, doors: Doors, data: _Data, prompts: PromptSet, training: Training
-) -> Evaluator:
+def _evaluator(life: _Life, prompts: PromptSet, training: Training, account: Account) -> Evaluator:
+    settings = life.settings
     return Evaluator(
-        doors,
+        life.doors,
         prompts=prompts,
         settings=settings.eval,
         sampling=Sampling(
             max_new_tokens=settings.eval.max_new_tokens or settings.rollout.max_new_tokens,
             temperature=settings.eval.temperature,
-            stop_token_ids=data.stop_token_ids,
+            stop_token_ids=life.data.stop_token_ids,
         ),
         publisher=training.publisher,
         deadline_s=settings.trainer.collect_deadline_s,
         on_result=training.on_evaluation,
+        account=account,
     )
 
 
 def _write_summary(training: Training, *, wall_s: float) -> None:
     """Write ``trainer.json``: what the run came to, as far as the trainer knows."""
     busy_s, idle_s = training.activity.totals()
-    _, totals = training.issuer.documents()
+    totals = training.issuer.totals()
     document: dict[str, Any] = {
         "run_id": training.settings.run.id,
         "finished": training.num_steps_done >= training.settings.trainer.steps,

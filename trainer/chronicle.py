@@ -32,7 +32,7 @@ def snapshot_digest(tensors: Mapping[str, Tensor]) -> str:
 def _digest(name: str, tensor: Tensor) -> TensorDigest:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return tensor_digest(name, dtype, tuple(tensor.shape), memoryview(flat.numpy()))
+    return tensor_digest(name, dtype, tuple(tensor.shape), flat.numpy().data)
 
 
 class Chronicle:
@@ -87,7 +87,12 @@ class Chronicle:
         )
 
     def step(
-        self, step: int, trained: PolicyVersion, made: PolicyVersion, batch: Sequence[ReadyGroup], skipped: Mapping[str, int]
+        self,
+        step: int,
+        trained: PolicyVersion,
+        made: PolicyVersion,
+        batch: Sequence[ReadyGroup],
+        skipped: Mapping[str, int],
     ) -> None:
         """Enter a step; `weights` with what it made comes next."""
         self._settle_step()

@@ -8,7 +8,6 @@ of their groups, as those of the training are.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from trainer.dataset import PromptSet
 from trainer.doors import Doors
 from trainer.drops import DropReason
 from trainer.errors import EvaluationFailed
+from trainer.eval_result import EvalResult, summarise
 from trainer.publish import Publisher
 from trainer.settings import EvalSettings
 from trainer.task_packs import make_task, pack_tasks
@@ -40,50 +40,6 @@ log = structlog.get_logger("trainer.evaluate")
 _SAMPLES_PER_PACK = 64
 _FETCH_WAIT_S = 0.5
 _UNPUBLISHED_WAIT_S = 0.05  # an upload is about to end
-CORRECT = 1.0 - 1e-6  # a completion counts as correct from this reward on
-
-
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """What one evaluation came to."""
-
-    step: int
-    version: int
-    num_prompts: int
-    num_samples: int  # completions of each prompt
-    accuracy: float  # share of completions with the full reward of 1
-    reward_mean: float
-    pass_at: dict[int, float]  # k -> share of prompts solved by k samples, unbiased; empty for one sample
-    completion_tokens_mean: float
-    truncated_share: float  # completions cut off at max_new_tokens
-    eval_s: float
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the chance that at least one of ``k`` samples is correct (unbiased, arXiv 2107.03374)."""
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def summarise(groups: Sequence[ScoredGroup], *, step: int, version: int, eval_s: float) -> EvalResult:
-    """Reduce scored groups, one of each prompt, to an evaluation's result; pure."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    tokens = [count for group in groups for count in group.generated.completion_tokens]
-    finishes = [reason for group in groups for reason in group.generated.finish_reasons]
-    num_samples = min(len(group.rewards) for group in groups)
-    correct = [sum(reward >= CORRECT for reward in group.rewards) for group in groups]
-    ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
-    return EvalResult(
-        step=step,
-        version=version,
-        num_prompts=len(groups),
-        num_samples=num_samples,
-        accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
-        reward_mean=sum(rewards) / len(rewards),
-        pass_at={k: sum(pass_at_k(num_samples, c, k) for c in correct) / len(groups) for k in ks},
-        completion_tokens_mean=sum(tokens) / len(tokens),
-        truncated_share=finishes.count("length") / len(finishes),
-        eval_s=eval_s,
-    )
 
 
 @dataclass(slots=True)
@@ -115,7 +71,7 @@ class Evaluator:
         publisher: Publisher,
         deadline_s: float,
         on_result: Callable[[EvalResult], None],
-        account: Account | None = None,
+        account: Account,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -137,7 +93,7 @@ class Evaluator:
         self._publisher = publisher
         self._deadline_s = deadline_s
         self._on_result = on_result
-        self._account = account or Account()
+        self._account = account
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()

@@ -7,7 +7,7 @@ dropped (and perhaps issued again), and makes room for the next ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,16 @@ class Issuer:
         doors: Doors,
         dispatch: Dispatch,
         tally: Tally,
-        account: Account | None = None,
+        account: Account,
         unsent: Sequence[tuple[str, ...]] = (),
     ) -> None:
-        """Issue nothing yet; ``dispatch`` and ``tally`` are owned by this issuer from now on.
+        """Issue nothing yet; ``dispatch``, ``tally`` and the train book of ``account`` are owned by this issuer now.
 
         ``unsent`` are packs that an earlier life had issued without seeing them arrive: they go out first.
         """
         self._dispatch = dispatch
         self._tally = tally
-        self._account = account or Account()
+        self._account = account
         self._unsent = list(unsent)
         self._resends = bool(unsent)
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs

@@ -72,6 +72,11 @@ class HeldLease:
         """Name of this holder."""
         return self._lease.holder
 
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody is known to have taken over."""
+        return not self._lost
+
     def __enter__(self) -> HeldLease:
         """Begin to renew."""
         self._thread.start()
@@ -188,7 +193,9 @@ def acquire(
         else:
             if watched is None:
                 watched = (entry.revision, time.monotonic())
-                log.info("waiting: is the trainer that holds the run alive?", ttl_s=found.ttl_s, holder=_describe(found))
+                log.info(
+                    "waiting: is the trainer that holds the run alive?", ttl_s=found.ttl_s, holder=_describe(found)
+                )
             elif entry.revision != watched[0]:
                 raise RunIsHeld(
                     f"run {run_id} is held by {_describe(found)}, and it is alive. Only one trainer may run: "

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from protocol import streams
 from protocol.errors import ConfigError
-from protocol.facts import Head
+from protocol.facts import Head, decode
+from protocol.lineage import CheckpointCommitted
 from protocol.rewards_offered import RewardsOffered, current_offers, names_nobody_offers
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from trainer.dataset import AUTO_REWARD, PromptSet
 from trainer.doors import Doors
-from trainer.errors import UnknownReward
+from trainer.errors import CheckpointError, UnknownReward
 from trainer.publish import read_head
 from trainer.settings import TrainerSettings
 
@@ -50,6 +52,26 @@ def check_run_is_ours(doors: Doors, *, resume: bool, has_checkpoint: bool) -> He
             f"choose another run.id, or delete its streams: python -m deploy.bootstrap --run {doors.run_id} --delete"
         )
     return head
+
+
+def check_checkpoint_is_here(committed: bytes | None, folder: Path, *, has_checkpoint: bool) -> None:
+    """Refuse to begin anew where a checkpoint was committed and its groups acknowledged: they would be lost.
+
+    Args:
+        committed: The checkpoint key of the run, None when there is none.
+        folder: The run's folder.
+        has_checkpoint: Whether it holds a checkpoint, be it an older one.
+
+    Raises:
+        CheckpointError: NATS knows of a checkpoint and the folder has none.
+    """
+    known = decode(committed, CheckpointCommitted) if committed is not None else None
+    if known is not None and known.record is not None and not has_checkpoint:
+        raise CheckpointError(
+            f"a checkpoint of step {known.step} was committed in this run, and {folder / 'checkpoints'} has none: the "
+            "groups it was made of are acknowledged and would be lost. Bring the folder here (run.dir), or start over "
+            "with another run.id"
+        )
 
 
 def check_rewards(

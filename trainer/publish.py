@@ -25,6 +25,8 @@ from protocol.transport.blobs import BlobStat
 from protocol.transport.key_value import KeyValue
 from protocol.versions import PolicyVersion
 from protocol.weights import ModelFile, WeightsManifest
+from trainer import crash_points
+from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.model_folder import MAX_SHARD_BYTES, Shards, shard_bytes, small_files, split_shards
@@ -64,6 +66,7 @@ class Publisher:
         keep_versions: int,
         on_published: Callable[[PolicyVersion], None] = lambda _: None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
+        epoch: int = 0,
     ) -> None:
         """Read where the run stands and start the thread; raises MissingStream when it was not bootstrapped.
 
@@ -73,12 +76,14 @@ class Publisher:
             keep_versions: Newest versions that stay in the object store.
             on_published: Called on the publisher's thread for every version that has been announced.
             max_shard_bytes: Largest file of weights.
+            epoch: Of this trainer's lease; a head of another epoch is not moved.
         """
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._model_folder = model_folder
         self._keep_versions = keep_versions
         self._on_published = on_published
         self._max_shard_bytes = max_shard_bytes
+        self._epoch = epoch
         self._state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
         self.head = read_head(self._state)
         self._small: tuple[ModelFile, ...] | None = None
@@ -191,20 +196,29 @@ class Publisher:
             shards=tuple(self._put_shard(snapshot.version, attempt, name, part) for name, part in shards.items()),
             model_files=self._small,
         )
+        crash_points.reach(CrashPoint.SHARDS_STORED)
         key = blob_keys.weights_manifest(self._run_id, snapshot.version, attempt)
         reference = self._blobs.put(key, manifest.to_json())
         self._verify(snapshot.version, [*(shard.blob for shard in manifest.shards), reference])
-        self._move_head(Head(version=snapshot.version, step=snapshot.step, manifest=reference))
+        crash_points.reach(CrashPoint.MANIFEST_STORED)
+        head = Head(version=snapshot.version, step=snapshot.step, manifest=reference, epoch=self._epoch)
+        self._move_head(head)
+        crash_points.reach(CrashPoint.HEAD_MOVED)
+        self._announce(head, manifest.num_bytes)
+        crash_points.reach(CrashPoint.ANNOUNCED)
+
+    def announce_again(self) -> None:
+        """Announce the head once more: an earlier life may have ended between moving and announcing it."""
+        if self.head is not None:
+            self._announce(self.head, WeightsManifest.from_json(self._blobs.get(self.head.manifest)).num_bytes)
+
+    def _announce(self, head: Head, num_bytes: int) -> None:
         self._bus.publish(
             subjects.weights_published(self._run_id),
             WeightsPublished(
-                run_id=self._run_id,
-                version=snapshot.version,
-                step=snapshot.step,
-                manifest=reference,
-                num_bytes=manifest.num_bytes,
+                run_id=self._run_id, version=head.version, step=head.step, manifest=head.manifest, num_bytes=num_bytes
             ),
-            msg_id=f"w:{snapshot.version}:{attempt}",
+            msg_id=f"w:{head.version}:{head.epoch}",
         ).wait()
 
     def _put_shard(self, version: PolicyVersion, attempt: str, name: str, shard: dict[str, Tensor]) -> ModelFile:

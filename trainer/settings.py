@@ -164,6 +164,10 @@ class OptimizerSettings(Section):
     resume: bool = Field(
         default=True, description="Go on from the newest checkpoint of this run id, when there is one."
     )
+    kill_at: str = Field(
+        default="",
+        description="For tests of crashes: SIGKILL oneself at this point (trainer/crash_points.py), NAME:2 the 2nd time.",
+    )
     collect_deadline_s: float = Field(
         default=600.0,
         gt=0.0,

@@ -34,11 +34,9 @@ def main(arguments: Sequence[str]) -> int:
     stop = threading.Event()
     code = 0
     signals = _stop_on_signals(stop, is_leader=ranks.is_leader)
-    if ranks.is_leader:
-        settings.run.folder.mkdir(parents=True, exist_ok=True)
-        (settings.run.folder / "config.json").write_text(json.dumps(config_document(loaded), indent=1) + "\n")
+    config = (json.dumps(config_document(loaded), indent=1) + "\n").encode()
     try:
-        train(settings, ranks, stop)
+        train(settings, config, ranks, stop)
         code = 128 + signals[0] if signals else 0
     except PenstockError as err:
         log.debug("the run ends", exc_info=True)

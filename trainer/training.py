@@ -22,9 +22,10 @@ from trainer.collect import Collector
 from trainer.committing import commit_everything
 from trainer.crash_points import CrashPoint
 from trainer.crew import Crew
-from trainer.evaluate import EvalResult, Evaluator
-from trainer.issue import Issuer
 from trainer.errors import CheckpointError
+from trainer.eval_result import EvalResult
+from trainer.evaluate import Evaluator
+from trainer.issue import Issuer
 from trainer.lease import HeldLease
 from trainer.ledger import Ledger
 from trainer.metrics import StepTiming, step_fields
@@ -102,6 +103,8 @@ class Training:
             self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
             self._submit(tensors, must_publish=True)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
+        else:
+            self.publisher.announce_again()
         self.chronicle.life(
             holder=self.lease.holder,
             at=self.clock(),

@@ -81,6 +81,7 @@ def state(step: int, epoch: int) -> CheckpointState:
         step=step,
         version=step,
         weights_digest="a" * 64,
+        weights_dtype="bfloat16",
         ledger=((step, ("e0.p1.a0",)),),
         dispatch={},
         totals={},

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from protocol.checkpoint_state import CheckpointState
+from protocol.facts import BlobRef
+from protocol.lineage import AccountState
 from trainer import checkpoint
-from trainer.checkpoint import TrainerState
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LeaseLost
+
+RECORD = BlobRef(key="runs/r/lineage/x", size_bytes=1, sha256="0" * 64)
 
 
-def state(step: int, run_id: str = "r") -> TrainerState:
-    return TrainerState(
-        run_id=run_id, step=step, version=step + 1, ledger=((step, ("e0.p1.a0", "e0.p2.a0")),),
-        dispatch={"position": 7}, totals={"groups_trained": 3}, metrics_bytes=11,
+def state(step: int, run_id: str = "r", *, epoch: int = 1, chapter: int = 1, weights: str = "a") -> CheckpointState:
+    return CheckpointState(
+        run_id=run_id, epoch=epoch, step=step, version=step + 1, weights_digest=weights * 64, weights_dtype="bfloat16",
+        ledger=((step, ("e0.p1.a0", "e0.p2.a0")),), dispatch={"position": 7}, totals={"groups_trained": 3},
+        account=AccountState(in_flight={"train": ("e0.p9.a0",)}), metrics_bytes=11, record=RECORD, chapter=chapter,
     )  # fmt: skip
 
 
@@ -44,17 +49,50 @@ def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         checkpoint.commit(tmp_path, state(4), crash, keep=2)
-    assert checkpoint.partial_of(tmp_path, 4).exists()
+    assert checkpoint.partial_of(tmp_path, state(4)).exists()
     found = checkpoint.newest(tmp_path, "r")
     assert found is not None
     assert found[1].step == 2
-    assert not checkpoint.partial_of(tmp_path, 4).exists()
+    assert not checkpoint.partial_of(tmp_path, state(4)).exists()
 
 
-def test_committing_a_step_again_changes_nothing(tmp_path: Path) -> None:
-    """A life that made no step leaves the checkpoint it came from."""
-    first = checkpoint.commit(tmp_path, state(2), write, keep=2)
-    assert checkpoint.commit(tmp_path, state(2), lambda _: pytest.fail("written again"), keep=2) == first
+def test_what_happened_without_a_step_replaces_the_state(tmp_path: Path) -> None:
+    """The next chapter on the same weights leaves the policy's files alone, and counts at once."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+    later = state(2, epoch=2, chapter=2)
+    checkpoint.commit(tmp_path, later, lambda _: pytest.fail("written again"), keep=2)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1] == later
+    assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
+
+
+def test_a_lost_lease_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """What is asked immediately before the rename can still prevent it, for a new step and for the same one."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+
+    def refuse() -> None:
+        raise LeaseLost("somebody else trains")
+
+    for attempt in (state(2, chapter=2), state(4)):
+        with pytest.raises(LeaseLost):
+            checkpoint.commit(tmp_path, attempt, write, keep=2, confirm=refuse)
+        found = checkpoint.newest(tmp_path, "r")
+        assert found is not None
+        assert found[1] == state(2)
+
+
+def test_a_folder_of_an_older_epoch_gives_way(tmp_path: Path) -> None:
+    """What a suspended trainer committed after it lost its lease is replaced; its own attempt to replace is refused."""
+    checkpoint.commit(tmp_path, state(10, epoch=1), write, keep=3)
+    checkpoint.commit(tmp_path, state(12, epoch=1, weights="b"), write, keep=3)  # woke up in the middle of a commit
+    newer = state(12, epoch=2)
+    checkpoint.commit(tmp_path, newer, write, keep=3)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1] == newer
+    with pytest.raises(LeaseLost, match=r"epoch 2, this is 1"):
+        checkpoint.commit(tmp_path, state(12, epoch=1, chapter=2), write, keep=3)
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
@@ -64,9 +102,10 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
 
 def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     """Another run's checkpoint, or one whose state does not read, is an error that names the folder."""
-    folder = checkpoint.commit(tmp_path, state(2), write, keep=2)
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+    folder = tmp_path / "step00000002"
     with pytest.raises(CheckpointError, match="belongs to run r, this is run other"):
         checkpoint.newest(tmp_path, "other")
     (folder / "state.json").write_text('{"run_id": "r"}')
-    with pytest.raises(CheckpointError, match=r"step00000002.*not readable"):
+    with pytest.raises(CheckpointError, match=r"not readable .*step00000002.*epoch: Field required.*remove its folder"):
         checkpoint.newest(tmp_path, "r")

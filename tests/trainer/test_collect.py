@@ -16,6 +16,7 @@ from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
 from tests.servers import wait_for
 from tests.trainer.producer import ScriptedProducer, recite
+from trainer.account import Account
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
 from trainer.collect import Collector
@@ -24,7 +25,7 @@ from trainer.dataset import PromptSet
 from trainer.dispatch import Dispatch
 from trainer.doors import Doors
 from trainer.errors import CollectTimeout, TooManyDead
-from trainer.issue import Issuer
+from trainer.issue import Issuer, IssuerState
 from trainer.ledger import Ledger
 from trainer.settings import DataSettings, RewardSettings, RolloutSettings
 from trainer.tally import Tally
@@ -50,12 +51,17 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptSet:
 class Intake:
     """One life of the trainer's intake: issuer, collector, and what they share."""
 
-    def __init__(self, doors: Doors, prompts: PromptSet, ledger: Ledger | None = None, **options: float) -> None:
+    def __init__(self, doors: Doors, prompts: PromptSet, ledger: Ledger | None = None, saved: IssuerState | None = None,
+        **options: float,
+    ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         self.tally = Tally()
         self.ledger = ledger or Ledger()
         self.dispatch = Dispatch(prompts, order=order, rollout=ROLLOUT, stop_token_ids=(2,))
-        self.issuer = Issuer(doors, self.dispatch, self.tally)
+        if saved is not None:
+            self.dispatch.resume(saved.dispatch)
+        account = Account(saved.entries.account if saved else None)
+        self.issuer = Issuer(doors, self.dispatch, self.tally, account, saved.unsent if saved else ())
         batcher = Batcher(
             groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger
         )
@@ -162,9 +168,8 @@ def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
         covered = intake.collector.settled()
         assert len(covered) == 2
         assert doors.bus.stream_state(spec.stream).wait().num_messages == 4
-        rows, document = intake.ledger.rows(), intake.issuer.take_state().dispatch  # the checkpoint; then the crash
-    with Intake(doors, prompts, Ledger(rows)) as resumed:
-        resumed.dispatch.resume(document)
+        rows, saved = intake.ledger.rows(), intake.issuer.take_state()  # the checkpoint; then the crash
+    with Intake(doors, prompts, Ledger(rows), saved) as resumed:
         resumed.issuer.advance(V1, 100)
         assert resumed.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
         wait_for(lambda: resumed.tally.dropped_groups["duplicate"] == 4, "the trained groups to be refused")

@@ -17,11 +17,13 @@ from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
 from tests.servers import wait_for
 from tests.trainer.producer import Answer, ScriptedProducer, recite
+from trainer.account import Account
 from trainer.chat_template import ChatTokenizer
 from trainer.dataset import PromptSet
 from trainer.doors import Doors
 from trainer.errors import EvaluationFailed
-from trainer.evaluate import EvalResult, Evaluator, pass_at_k
+from trainer.eval_result import EvalResult, pass_at_k
+from trainer.evaluate import Evaluator
 from trainer.publish import Publisher, Snapshot
 from trainer.settings import DataSettings, EvalSettings, RewardSettings
 
@@ -41,11 +43,12 @@ class Scene:
         self.doors = doors
         self.producer = producer
         self.results: list[EvalResult] = []
+        self.account = Account()
         self.publisher = Publisher(doors, model_folder=folder / "model", keep_versions=4)
         self.evaluator = Evaluator(
             doors, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
-            on_result=self.results.append,
+            on_result=self.results.append, account=self.account,
         )  # fmt: skip
 
     def publish(self, version: PolicyVersion) -> None:

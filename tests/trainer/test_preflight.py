@@ -119,4 +119,4 @@ def test_the_number_of_processes_must_fit(settings: TrainerSettings) -> None:
     alone = Ranks.__new__(Ranks)
     alone.rank, alone.num_ranks = 0, 1
     with pytest.raises(ConfigError, match=r"num_ranks = 2, but 1 process.*penstock train"):
-        train(changed(settings, "trainer", num_ranks=2), alone, threading.Event())
+        train(changed(settings, "trainer", num_ranks=2), b"{}", alone, threading.Event())
