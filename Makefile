@@ -3,15 +3,22 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test check setup clean bench-quickstart bench-staleness
+.PHONY: quickstart test test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
 
 test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 	$(BIN)/python -m pytest
+
+test-sglang: $(STAMP) $(SGLANG)/.installed  ## the engine contract against a real SGLang server, on the CPU
+	PENSTOCK_TEST_SGLANG=1 PENSTOCK_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \
+		$(BIN)/python -m pytest --timeout 600 tests/contracts
+
+sglang-env: $(SGLANG)/.installed  ## a real SGLang for CPUs, in an environment of its own (0.3 GB to download)
 
 bench-staleness: $(STAMP)  ## which corrections survive stale samples: the missing runs, the table and the plot (hours)
 	$(BIN)/python -m benchmarks.staleness --all --report
@@ -36,5 +43,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[all,dev]'
 	touch $(STAMP)
 
+# Without dependencies: every pin is listed, and SGLang's own requirements would pull gigabytes for CUDA.
+$(SGLANG)/.installed: deploy/sglang_cpu/lock.txt
+	test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --no-deps -r deploy/sglang_cpu/lock.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) .pytest_cache .ruff_cache .hypothesis

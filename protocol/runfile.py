@@ -59,6 +59,7 @@ SECTIONS = (
     "eval",
     "sft",
     "worker",
+    "sglang",
     "reward_service",
 )
 

@@ -23,6 +23,7 @@ from rollout_service import loop
 from rollout_service.announce_pack import PackAnnouncer
 from rollout_service.attached_engine import AttachedEngine
 from rollout_service.engine import Engine
+from rollout_service.engine_pool import EnginePool
 from rollout_service.engine_process import embedded_command
 from rollout_service.environments.single_turn import SingleTurn
 from rollout_service.figures import Figures
@@ -32,6 +33,7 @@ from rollout_service.managed_engine import ManagedEngine
 from rollout_service.mirror import Mirror
 from rollout_service.settings import RolloutSettings
 from rollout_service.settlement import Settlement
+from rollout_service.sglang_command import sglang_command, sglang_environ
 from rollout_service.swap_turns import SwapTurns
 from rollout_service.task_source import TaskSource
 from rollout_service.version_gate import VersionGate
@@ -144,20 +146,37 @@ async def _wire(
 
 
 def _engine(settings: RolloutSettings) -> Engine:
-    worker = settings.worker
-    if worker.engine == "sglang-url":
-        return AttachedEngine(
-            worker.engine_url,
-            api_key=worker.engine_api_key(),
-            request_deadline_s=worker.request_deadline_s,
-            start_deadline_s=worker.start_deadline_s,
-        )
-    return ManagedEngine(
-        embedded_command(worker),
-        log_file=settings.cache_dir / "engine.log",
-        request_deadline_s=worker.request_deadline_s,
-        start_deadline_s=worker.start_deadline_s,
-    )
+    engines = _engines(settings)
+    return engines[0] if len(engines) == 1 else EnginePool(engines)
+
+
+def _engines(settings: RolloutSettings) -> list[Engine]:
+    worker, sglang = settings.worker, settings.sglang
+    request_s, start_s = worker.request_deadline_s, worker.start_deadline_s
+    match worker.engine:
+        case "sglang-url":
+            key = worker.engine_api_key()
+            return [
+                AttachedEngine(url, api_key=key, request_deadline_s=request_s, start_deadline_s=start_s)
+                for url in worker.engine_urls
+            ]
+        case "sglang":
+            environ = sglang_environ(sglang, os.environ)
+            return [
+                ManagedEngine(
+                    sglang_command(sglang, number),
+                    log_file=settings.cache_dir / f"sglang-{number}.log",
+                    request_deadline_s=request_s,
+                    start_deadline_s=start_s,
+                    environ=environ,
+                    context_length=sglang.context_length,
+                )
+                for number in range(sglang.engines)
+            ]
+        case "embedded":
+            log_file = settings.cache_dir / "engine.log"
+            command = embedded_command(worker)
+            return [ManagedEngine(command, log_file=log_file, request_deadline_s=request_s, start_deadline_s=start_s)]
 
 
 if __name__ == "__main__":

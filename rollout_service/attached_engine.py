@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from protocol.activity import cpu_seconds
 from protocol.versions import PolicyVersion
-from rollout_service.engine import wait_until_it_answers
-from rollout_service.errors import EngineError, EngineUnreachable, WeightsNotApplied
-from rollout_service.sglang_client import SglangClient
+from rollout_service.check_task import ModelLimits
+from rollout_service.engine import engine_figures, wait_until_it_answers
+from rollout_service.errors import EngineError, EngineMisconfigured, EngineRefused, EngineUnreachable, WeightsNotApplied
+from rollout_service.server_check import TESTED_VERSIONS, context_length, is_tested, objections
+from rollout_service.sglang_client import EngineChecksum, SglangClient
 
 log = structlog.get_logger("rollout.engine")
 
@@ -56,6 +60,21 @@ class AttachedEngine:
         async with self._loading:
             await self._load()
 
+    async def _inspect(self, folder: Path) -> None:
+        """Refuse a server that was started in a way the contract does not allow; note its limits."""
+        info: dict[str, Any] = {}
+        with contextlib.suppress(EngineRefused):  # a server without that page
+            info = await self.client.server_info()
+        if reasons := objections(info):
+            raise EngineMisconfigured(f"{self.client.url} was started with {'; '.join(reasons)}; start it without")
+        if not is_tested(info):
+            log.warning("SGLang of another version than tested", version=info["version"], tested=TESTED_VERSIONS)
+        self.client.limits = ModelLimits.of(folder).within(context_length(info))
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return what the engine says its weights are; None when it cannot say."""
+        return await self.client.weights_checksum()
+
     async def suspect(self) -> None:
         """Look at once whether the server still serves what it was given."""
         await self._look()
@@ -76,15 +95,21 @@ class AttachedEngine:
         """Return the CPU seconds of this process; the server's are not ours to know."""
         return cpu_seconds()
 
+    async def figures(self) -> dict[str, float]:
+        """Return what the engine's metrics page says, by the worker's names."""
+        return await engine_figures(self.client) if self.ready.is_set() else {}
+
     async def _look(self) -> EngineError | None:
         """Give the server its weights again when it lost them; returns why it cannot be used, if it cannot."""
         async with self._loading:
             try:
-                if await self.client.served_version() != self.version:
+                served = await self.client.served_version()
+                if served != self.version:
                     log.warning("the engine forgot its weights, loading them again", url=self.client.url)
+                    self.client.distrust(f"it was given version {self.version} but serves {served}")
                     self.ready.clear()
                     await self._load()
-            except WeightsNotApplied:
+            except (WeightsNotApplied, EngineMisconfigured):
                 raise
             except EngineError as err:
                 if self.ready.is_set():
@@ -100,9 +125,11 @@ class AttachedEngine:
         folder, version = self._wanted
         for attempt in range(1, _LOAD_ATTEMPTS + 1):
             await wait_until_it_answers(self.client, self._start_deadline_s)
+            await self._inspect(folder)
             try:
                 await self.client.load_weights(folder, version)
             except EngineError as err:
+                self.client.distrust(f"version {version} was not applied: {err}")
                 if attempt == _LOAD_ATTEMPTS:
                     raise
                 log.warning("weights were not applied", policy_version=version, error=str(err))
@@ -110,4 +137,5 @@ class AttachedEngine:
                 break
         self.version = version
         self.applied.add(version)
+        self.client.trust()
         self.ready.set()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from protocol.facts import Split, Task
+from protocol.facts import Sampling, Split, Task
 from rollout_service.errors import TaskRefused, WeightsUnusable
 
 
@@ -29,6 +29,11 @@ class ModelLimits:
         except (OSError, ValueError, AttributeError) as err:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
 
+    def within(self, context_tokens: int | None) -> ModelLimits:
+        """Return the limits of an engine that was started with a shorter context."""
+        known = [tokens for tokens in (self.context_tokens, context_tokens) if tokens is not None]
+        return replace(self, context_tokens=min(known, default=None))
+
 
 def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: Collection[str]) -> None:
     """Raise TaskRefused when no attempt at this task can ever succeed.
@@ -43,19 +48,10 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
             "unknown_environment",
             f"{task.group_id} wants environment {task.environment!r}; this worker has {', '.join(sorted(environments))}",
         )
-    if limits.vocab_size is not None and max(task.prompt_ids) >= limits.vocab_size:
-        raise TaskRefused(
-            "token_out_of_range",
-            f"{task.group_id}: token id {max(task.prompt_ids)} of a model with {limits.vocab_size} tokens; "
-            "the trainer uses another tokenizer",
-        )
-    wanted = len(task.prompt_ids) + task.sampling.max_new_tokens
-    if limits.context_tokens is not None and wanted > limits.context_tokens:
-        raise TaskRefused(
-            "too_long",
-            f"{task.group_id}: {len(task.prompt_ids)} prompt tokens and up to {task.sampling.max_new_tokens} new ones "
-            f"exceed the model's context of {limits.context_tokens}",
-        )
+    try:
+        check_request(task.prompt_ids, task.sampling, limits)
+    except TaskRefused as err:
+        raise TaskRefused(err.reason, f"{task.group_id}: {err}") from None
     sampling = task.sampling
     if split == "train" and (sampling.temperature == 0 or sampling.top_p != 1 or sampling.top_k != -1):
         raise TaskRefused(
@@ -63,4 +59,23 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
             f"{task.group_id}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} would "
             "give log-probabilities of another distribution than the sampled one; train with temperature > 0, "
             "top_p 1 and top_k -1",
+        )
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, limits: ModelLimits) -> None:
+    """Raise TaskRefused for a prompt that a model of these limits cannot take; some engines die of one."""
+    if not prompt_ids:
+        raise TaskRefused("empty_prompt", "a prompt without a token cannot be continued")
+    highest, lowest = max(prompt_ids), min(prompt_ids)
+    if lowest < 0 or (limits.vocab_size is not None and highest >= limits.vocab_size):
+        raise TaskRefused(
+            "token_out_of_range",
+            f"token id {lowest if lowest < 0 else highest} of a model with {limits.vocab_size} tokens; "
+            "the trainer uses another tokenizer",
+        )
+    if limits.context_tokens is not None and len(prompt_ids) + sampling.max_new_tokens > limits.context_tokens:
+        raise TaskRefused(
+            "too_long",
+            f"{len(prompt_ids)} prompt tokens and up to {sampling.max_new_tokens} new ones exceed the context of "
+            f"{limits.context_tokens} tokens",
         )

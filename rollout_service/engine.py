@@ -2,33 +2,76 @@
 
 A *managed* engine (`managed_engine.py`) is our child: when it dies or hangs, it is started again from the
 newest weights it was given. An *attached* one (`attached_engine.py`) is somebody else's server at a URL:
-when it was restarted and so forgot our weights, they are loaded again.
+when it was restarted and so forgot our weights, they are loaded again. Several of either kind act as one in
+`engine_pool.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from protocol.facts import Sampling
 from protocol.versions import PolicyVersion
+from rollout_service.engine_figures import read_figures
 from rollout_service.errors import EngineError, EngineUnreachable
-from rollout_service.sglang_client import SglangClient
+from rollout_service.sglang_client import Completion, EngineChecksum, SglangClient
 
 _POLL_S = 0.05
+
+
+class Generates(Protocol):
+    """Who is asked for completions: one engine's client, or whoever chooses among several."""
+
+    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
+        ...
+
+
+class Readiness(Protocol):
+    """What of an `asyncio.Event` others may use."""
+
+    def is_set(self) -> bool:
+        """Say whether it can be asked to generate now."""
+        ...
+
+    async def wait(self) -> bool:
+        """Wait until it can be."""
+        ...
 
 
 class Engine(Protocol):
     """What the worker needs of an engine."""
 
-    client: SglangClient
-    version: PolicyVersion | None  # last version it confirmed; None before the first
-    applied: set[PolicyVersion]  # every version it ever confirmed to us
-    ready: asyncio.Event  # set while it can be asked to generate
+    @property
+    def client(self) -> Generates:
+        """Whom to ask now; another one after a restart."""
+        ...
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The last version it confirmed; None before the first."""
+        ...
+
+    @property
+    def applied(self) -> set[PolicyVersion]:
+        """Every version it ever confirmed to us."""
+        ...
+
+    @property
+    def ready(self) -> Readiness:
+        """Set while it can be asked to generate."""
+        ...
 
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none."""
+        ...
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return what it says its weights are; None when it cannot say."""
         ...
 
     async def suspect(self) -> None:
@@ -47,16 +90,34 @@ class Engine(Protocol):
         """Return the CPU seconds of this process and of the engine, as far as it is ours."""
         ...
 
+    async def figures(self) -> dict[str, float]:
+        """Return what its metrics page says, by the worker's names; empty when it says nothing."""
+        ...
 
-async def wait_until_it_answers(client: SglangClient, deadline_s: float) -> None:
-    """Ask until the engine answers; raises EngineUnreachable when it does not within the deadline."""
+
+async def wait_until_it_answers(client: SglangClient, deadline_s: float, *, generating: bool = False) -> None:
+    """Ask until the engine answers; raises EngineUnreachable when it does not within the deadline.
+
+    A server may name its version long before it can generate: ``generating`` waits for that too. A server that
+    somebody paused never does.
+    """
     deadline = time.monotonic() + deadline_s
     while True:
         try:
             await client.served_version()
+            if generating:
+                await client.health()
         except EngineError as err:
             if time.monotonic() > deadline:
                 raise EngineUnreachable(f"no usable engine within {deadline_s:.0f} s: {err}") from None
             await asyncio.sleep(_POLL_S)
         else:
             return
+
+
+async def engine_figures(client: SglangClient) -> dict[str, float]:
+    """Read an engine's metrics page; empty when it has none, or does not answer now."""
+    try:
+        return read_figures(await client.metrics())
+    except EngineError:
+        return {}

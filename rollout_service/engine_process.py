@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from protocol.versions import PolicyVersion
@@ -19,7 +19,7 @@ LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder
 
 _POLL_S = 0.02
 _STOP_S = 5.0
-_TAIL_BYTES = 2000
+_TAIL_BYTES = 4000
 
 
 def embedded_command(settings: WorkerSettings) -> LaunchCommand:
@@ -47,14 +47,24 @@ class EngineProcess:
         self._process = process
         self._log = log
         self._log_start = log_start
+        self._members = [process.pid]
+        self._group_ended = False
 
     @classmethod
     async def start(
-        cls, command: LaunchCommand, folder: Path, version: PolicyVersion, *, log: Path, deadline_s: float
+        cls,
+        command: LaunchCommand,
+        folder: Path,
+        version: PolicyVersion,
+        *,
+        log: Path,
+        deadline_s: float,
+        environ: Mapping[str, str] | None = None,
     ) -> tuple[EngineProcess, str]:
         """Start an engine on a model folder and wait until it has a port; returns it and its URL.
 
-        Raises EngineUnreachable, with the tail of its log, when it ends or stays silent.
+        ``environ`` is its whole environment (None: as ours). Raises EngineUnreachable, with the tail of its
+        log, when it ends or stays silent.
         """
         port_file = log.with_suffix(".port")
         port_file.unlink(missing_ok=True)
@@ -65,6 +75,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env=environ,
                 start_new_session=True,  # Ctrl-C is ours: we end it after what is in flight
             )
         engine = cls(process, log, log_start)
@@ -80,9 +91,21 @@ class EngineProcess:
         """Process id of the child."""
         return self._process.pid
 
+    def started(self) -> None:
+        """Note which processes it consists of, now that it answers: looking through all of them takes milliseconds."""
+        self._members = group_members(self.pid)
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of its living processes and their ended children."""
+        return sum(map(process_cpu_seconds, self._members))
+
     async def wait(self) -> str:
-        """Wait until the process has ended; returns how, with the tail of its log."""
+        """Wait until the process has ended; returns how, with the tail of its log. Its group ends with it."""
         code = await self._process.wait()
+        if not self._group_ended:  # once only: the number may belong to somebody else by now
+            self._group_ended = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return f"the engine (pid {self.pid}) {how}; end of {self._log}:\n{self._tail()}"
 
@@ -94,15 +117,14 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """End the process in an orderly way, or kill it when it takes too long; idempotent."""
-        if self._process.returncode is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._process.wait(), _STOP_S)
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), _STOP_S)
+            except TimeoutError:
+                self.kill()
+        await self.wait()
 
     async def _read_port(self, port_file: Path, deadline_s: float) -> int:
         deadline = time.monotonic() + deadline_s
@@ -129,6 +151,16 @@ def _port_in(file: Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())
     return None
+
+
+def group_members(group: int) -> list[int]:
+    """Return the process ids of a process group."""
+    members: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if int(path.read_text().rpartition(")")[2].split()[2]) == group:
+                members.append(int(path.parent.name))
+    return members
 
 
 def process_cpu_seconds(pid: int) -> float:

@@ -7,10 +7,12 @@ PenstockError
 │   ├── EngineRefused         an HTTP error; the text holds the engine's words
 │   ├── EngineAborted         the engine cut the generation short: partial samples are not data
 │   ├── ReplyRefused          lengths, ids, log-probabilities or versions do not fit together
+│   ├── EngineDistrusted      sampled while nobody knew by which weights: an update failed, or versions disagree
 │   └── WeightsNotApplied     the engine did not confirm the version it was told to load
 ├── TaskRefused               the task can never be done by this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are gone or not what its manifest promised
 ├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
+├── EngineMisconfigured       a server at a URL was started in a way the contract does not allow; the worker ends
 └── EngineKeepsDying          restarted too often; the worker ends with this error
 """
 
@@ -43,6 +45,10 @@ class ReplyRefused(EngineError):
     """The engine's answer contradicts itself or the request; nothing of it is used."""
 
 
+class EngineDistrusted(EngineError):
+    """Nobody knows which weights sampled this: an update failed meanwhile, or the engine named another version."""
+
+
 class WeightsNotApplied(EngineError):
     """The engine did not confirm that it serves the version it was told to load."""
 
@@ -62,6 +68,10 @@ class WeightsUnusable(PenstockError):
 
 class EngineDisagrees(PenstockError):
     """The engine serves other weights than the other engines of the run, under the same version."""
+
+
+class EngineMisconfigured(PenstockError):
+    """A server at a URL was started in a way the contract does not allow."""
 
 
 class EngineKeepsDying(PenstockError):

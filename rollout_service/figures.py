@@ -17,6 +17,7 @@ class Figures:
     groups_generated: int = 0
     tokens_generated: int = 0
     packs_given_back: int = 0  # an engine failed them; they come again
+    packs_distrusted: int = 0  # of these, because nobody knew which weights sampled them
     groups_dead_lettered: int = 0
     weights_applied: int = 0
     _readings: collections.deque[tuple[float, int]] = field(
@@ -34,6 +35,7 @@ class Figures:
             "groups_generated": self.groups_generated,
             "tokens_generated": self.tokens_generated,
             "packs_given_back": self.packs_given_back,
+            "packs_distrusted": self.packs_distrusted,
             "groups_dead_lettered": self.groups_dead_lettered,
             "weights_applied": self.weights_applied,
             "tokens_per_s": (self.tokens_generated - then) / elapsed if elapsed > 0 else 0.0,

@@ -18,6 +18,8 @@ from rollout_service.figures import Figures
 
 log = structlog.get_logger("rollout.heartbeat")
 
+_ENGINE_PERIOD_S = 5.0
+
 
 class HeartbeatWriter:
     """Writes one worker's heartbeat."""
@@ -39,11 +41,23 @@ class HeartbeatWriter:
         self._activity = activity
         self._figures = figures
         self._packs_held = packs_held
+        self._engine_figures: dict[str, float] = {}
         self._run_id = run_id
         self._worker_id = worker_id
 
     async def run(self) -> None:
         """Write for as long as the worker lives; while NATS is away nothing is written."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read_engine())
+            tasks.create_task(self._write())
+
+    async def _read_engine(self) -> None:
+        """Look at the engine's own figures now and then: a busy engine may take seconds to say them."""
+        while True:
+            self._engine_figures = await self._engine.figures()
+            await asyncio.sleep(_ENGINE_PERIOD_S)
+
+    async def _write(self) -> None:
         live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
         key = streams.heartbeat_key("rollout", self._worker_id)
         while True:
@@ -64,5 +78,5 @@ class HeartbeatWriter:
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=self._engine.cpu_seconds(),
-            figures={**self._figures.reading(), "packs_held": float(self._packs_held())},
+            figures={**self._figures.reading(), "packs_held": float(self._packs_held()), **self._engine_figures},
         )

@@ -1,25 +1,31 @@
-"""An engine that is our child: started on the first weights, and again whenever it ends."""
+"""An engine that is our child: started on the first weights, and again whenever it ends or is not believed any more."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import time
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from protocol.activity import cpu_seconds
 from protocol.versions import PolicyVersion
-from rollout_service.engine import wait_until_it_answers
-from rollout_service.engine_process import EngineProcess, LaunchCommand, process_cpu_seconds
+from rollout_service.check_task import ModelLimits
+from rollout_service.engine import engine_figures, wait_until_it_answers
+from rollout_service.engine_process import EngineProcess, LaunchCommand
 from rollout_service.errors import EngineError, EngineKeepsDying, EngineUnreachable, WeightsNotApplied
-from rollout_service.sglang_client import SglangClient
+from rollout_service.sglang_client import EngineChecksum, SglangClient
 
 log = structlog.get_logger("rollout.engine")
 
 MAX_RESTARTS = 8  # more than one poisonous pack can cause before it goes to the dead letters
 RESTART_WINDOW_S = 600.0
+FIRST_BACK_OFF_S = 1.0  # before the second restart within the window; doubles with each
+_LONGEST_BACK_OFF_S = 30.0
+_LOOK_S = 2.0
 
 
 class ManagedEngine:
@@ -28,13 +34,26 @@ class ManagedEngine:
     client: SglangClient
 
     def __init__(
-        self, command: LaunchCommand, *, log_file: Path, request_deadline_s: float, start_deadline_s: float
+        self,
+        command: LaunchCommand,
+        *,
+        log_file: Path,
+        request_deadline_s: float,
+        start_deadline_s: float,
+        environ: Mapping[str, str] | None = None,
+        context_length: int | None = None,
     ) -> None:
-        """``command`` makes the command line; nothing is started before the first `load`."""
+        """``command`` makes the command line; nothing is started before the first `load`.
+
+        ``environ`` is the engine's whole environment (None: as ours); ``context_length`` is what it was told to
+        take at most, where that is less than the model's.
+        """
         self.version: PolicyVersion | None = None
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self._command = command
+        self._environ = environ
+        self._context_length = context_length
         self._log_file = log_file
         self._request_deadline_s = request_deadline_s
         self._start_deadline_s = start_deadline_s
@@ -45,8 +64,9 @@ class ManagedEngine:
     async def load(self, folder: Path, version: PolicyVersion) -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
 
-        An engine that does not confirm the version twice is not believed any more: it is killed and
-        started anew from that folder. Raises EngineUnreachable when the first start fails.
+        An engine that does not confirm the version twice is not believed any more: it is killed and started anew
+        from that folder. What it samples from the first failure until it confirms is refused. Raises
+        EngineUnreachable when the first start fails.
         """
         self._wanted = (folder, version)
         if self._process is None:
@@ -59,43 +79,40 @@ class ManagedEngine:
             try:
                 await self.client.load_weights(folder, version)
             except EngineError as err:
+                self.client.distrust(f"version {version} was not applied: {err}")
                 log.warning("weights were not applied", policy_version=version, error=str(err))
             else:
                 self._confirm(version)
                 return
-        self.ready.clear()
-        self._process.kill()
+        self._discard()
         await self.ready.wait()
         if self.version != version:
             raise WeightsNotApplied(f"the engine was restarted for version {version} but serves {self.version}")
 
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return what the engine says its weights are; None when it cannot say."""
+        return await self.client.weights_checksum()
+
     async def suspect(self) -> None:
-        """Kill the engine when it does not even answer a question that costs nothing."""
+        """Kill the engine when it does not generate any more, not even one token."""
         if self._process is not None and self.ready.is_set():
+            client = self.client
             try:
-                await self.client.served_version()
+                await client.served_version()
+                await client.health()
             except EngineError as err:
-                log.warning("the engine does not answer; it is killed and started again", error=str(err))
-                self.ready.clear()
-                self._process.kill()
+                if client is self.client:  # not restarted meanwhile
+                    log.warning("the engine does not answer; it is killed and started again", error=str(err))
+                    self._discard()
 
     async def run(self) -> None:
         """Restart the engine whenever it ends; raises EngineKeepsDying when that happens too often."""
         while self._process is not None:
-            how = await self._process.wait()
+            how = await self._watch(self._process)
             self.ready.clear()
-            now = time.monotonic()
-            if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_WINDOW_S:
-                raise EngineKeepsDying(
-                    f"the engine died {MAX_RESTARTS + 1} times within {now - self._restarts[0]:.0f} s; the last time {how}"
-                )
-            self._restarts.append(now)
-            log.error("engine died, restarting it", restarts=len(self._restarts), how=how)
             dead = self.client
-            try:
-                await self._start()
-            except EngineUnreachable as err:
-                log.warning("engine did not start", error=str(err))  # the next round counts it
+            dead.distrust("the engine died")
+            await self._start_again(how)
             await dead.close()
 
     async def stop(self) -> None:
@@ -108,24 +125,91 @@ class ManagedEngine:
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of this process and of its engines, past and present."""
-        return cpu_seconds() + (process_cpu_seconds(self._process.pid) if self._process else 0.0)
+        return cpu_seconds() + (self._process.cpu_seconds() if self._process else 0.0)
+
+    async def figures(self) -> dict[str, float]:
+        """Return what the engine's metrics page says, by the worker's names."""
+        return await engine_figures(self.client) if self.ready.is_set() else {}
+
+    async def _watch(self, process: EngineProcess) -> str:
+        """Wait for the end of a process, looking now and then whether it still serves what it was given."""
+        ending = asyncio.create_task(process.wait())
+        try:
+            while not ending.done():
+                await asyncio.wait({ending}, timeout=_LOOK_S)
+                if self.ready.is_set() and not ending.done():
+                    await self._look()
+            return ending.result()
+        finally:
+            ending.cancel()
+
+    async def _look(self) -> None:
+        try:
+            served = await self.client.served_version()
+        except EngineError:
+            return  # silence is noticed where somebody waits for an answer
+        if self.ready.is_set() and served != self.version:
+            log.error("the engine serves another version than it was given", given=self.version, served=served)
+            self.client.distrust(f"it was given version {self.version} but serves {served}")
+            self._discard()
+
+    def _discard(self) -> None:
+        """Kill an engine that is not believed; `run` starts another from the newest weights."""
+        assert self._process is not None
+        self.ready.clear()
+        self._process.kill()
+
+    async def _start_again(self, how: str) -> None:
+        while True:
+            self._note_restart(how)
+            try:
+                await asyncio.sleep(self._back_off_s())
+                await self._start()
+            except EngineUnreachable as err:
+                how = str(err)
+            else:
+                return
+
+    def _note_restart(self, how: str) -> None:
+        now = time.monotonic()
+        if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_WINDOW_S:
+            raise EngineKeepsDying(
+                f"the engine died {MAX_RESTARTS + 1} times within {now - self._restarts[0]:.0f} s; the last time {how}"
+            )
+        self._restarts.append(now)
+        log.error("engine died, restarting it", restarts=len(self._restarts), how=how)
+
+    def _back_off_s(self) -> float:
+        since = time.monotonic() - RESTART_WINDOW_S
+        recent = sum(at > since for at in self._restarts)
+        return 0.0 if recent < 2 else min(FIRST_BACK_OFF_S * 2 ** (recent - 2), _LONGEST_BACK_OFF_S)
 
     async def _start(self) -> None:
         assert self._wanted is not None
         folder, version = self._wanted
         process, url = await EngineProcess.start(
-            self._command, folder, version, log=self._log_file, deadline_s=self._start_deadline_s
+            self._command,
+            folder,
+            version,
+            log=self._log_file,
+            deadline_s=self._start_deadline_s,
+            environ=self._environ,
         )
         self._process = process
         self.client = SglangClient(url, request_deadline_s=self._request_deadline_s)
         try:
-            await wait_until_it_answers(self.client, self._start_deadline_s)
+            await _while_alive(process, wait_until_it_answers(self.client, self._start_deadline_s, generating=True))
             served = await self.client.served_version()
             if served != version:
                 raise EngineUnreachable(f"the engine was started with version {version} but says it serves {served}")
+            self.client.limits = ModelLimits.of(folder).within(self._context_length)
+        except EngineError as err:
+            process.kill()
+            raise EngineUnreachable(f"{err}\n{await process.wait()}") from None
         except BaseException:
             process.kill()
             raise
+        process.started()
         self._confirm(version)
         log.info("engine is ready", url=url, policy_version=version, pid=process.pid)
         self.ready.set()
@@ -133,3 +217,18 @@ class ManagedEngine:
     def _confirm(self, version: PolicyVersion) -> None:
         self.version = version
         self.applied.add(version)
+        self.client.trust()
+
+
+async def _while_alive(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:
+    """Wait for an engine's first answer; raises EngineUnreachable as soon as its process has ended."""
+    first = asyncio.create_task(answering)
+    ending = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait({first, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            raise EngineUnreachable("the engine ended before it answered")
+        await first
+    finally:
+        first.cancel()
+        ending.cancel()

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
 from protocol.facts import Split
+from rollout_service.sglang_settings import SglangSettings
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -29,10 +30,14 @@ class WorkerSettings(Section):
         default_factory=default_worker_id,
         description="Name of this worker in messages, heartbeats and folders; no two living workers share one.",
     )
-    engine: Literal["embedded", "sglang-url"] = Field(
-        "embedded", description="'embedded': our own torch engine as a child; 'sglang-url': an SGLang server at a URL."
+    engine: Literal["embedded", "sglang", "sglang-url"] = Field(
+        "embedded",
+        description="'embedded': our own torch engine as a child; 'sglang': SGLang as a child, see [sglang]; "
+        "'sglang-url': SGLang servers that somebody else runs.",
     )
-    engine_url: str = Field("", description="URL of the SGLang server, for engine = 'sglang-url'.")
+    engine_url: str = Field(
+        "", description="URL of the SGLang server, for engine = 'sglang-url'; several with commas between them."
+    )
     engine_api_key_file: Path | None = Field(
         None, description="File with the key that the SGLang server was started with (its admin key if it has one)."
     )
@@ -82,14 +87,22 @@ class WorkerSettings(Section):
 
     @model_validator(mode="after")
     def _engine_is_named(self) -> WorkerSettings:
-        if self.engine == "sglang-url" and not self.engine_url.startswith(("http://", "https://")):
+        urls = self.engine_urls
+        if self.engine == "sglang-url" and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise ValueError(
                 "worker.engine = 'sglang-url' needs worker.engine_url, such as 'http://127.0.0.1:30000', "
                 f"got {self.engine_url!r}"
             )
-        if self.engine == "embedded" and self.engine_url:
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"worker.engine_url names a server twice: {self.engine_url!r}")
+        if self.engine != "sglang-url" and self.engine_url:
             raise ValueError("worker.engine_url is set, so set worker.engine = 'sglang-url' too, or leave both out")
         return self
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The URLs of the SGLang servers."""
+        return tuple(url.strip().rstrip("/") for url in self.engine_url.split(",") if url.strip())
 
     def engine_api_key(self) -> str:
         """Return the SGLang server's key, empty when none is needed; raises ConfigError when unreadable."""
@@ -110,6 +123,7 @@ class RolloutSettings(Section):
     nats: NatsSettings = NatsSettings()  # pyright: ignore[reportCallIssue]
     s3: S3Settings = S3Settings()  # pyright: ignore[reportCallIssue]
     worker: WorkerSettings = WorkerSettings()  # pyright: ignore[reportCallIssue]
+    sglang: SglangSettings = SglangSettings()  # pyright: ignore[reportCallIssue]
 
     @property
     def cache_dir(self) -> Path:

@@ -19,7 +19,7 @@ from protocol import subjects
 from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
 from protocol.facts import DeadLetter, RunEvent, Task, TaskIssued, encode
 from protocol.transport.bus import Bus
-from rollout_service.errors import EngineError, TaskRefused
+from rollout_service.errors import EngineDistrusted, EngineError, TaskRefused
 from rollout_service.figures import Figures
 from rollout_service.patience import outlast
 from rollout_service.task_source import Order
@@ -121,6 +121,7 @@ class Settlement:
             return
         delay_s = min(self._retry_delay_s * 2 ** (attempt - 1), MAX_RETRY_DELAY_S)
         self._figures.packs_given_back += 1
+        self._figures.packs_distrusted += isinstance(err, EngineDistrusted)
         log.warning("pack given back", pack_id=order.pack_id, attempt=attempt, delay_s=delay_s, error=str(err))
         await self._tell(order.delivery.give_back(delay_s), order, "give back")
 

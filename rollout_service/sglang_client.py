@@ -24,8 +24,10 @@ import httpx
 
 from protocol.facts import FinishReason, Sampling
 from protocol.versions import PolicyVersion, VersionRun
+from rollout_service.check_task import ModelLimits, check_request
 from rollout_service.errors import (
     EngineAborted,
+    EngineDistrusted,
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
@@ -35,7 +37,17 @@ from rollout_service.errors import (
 
 _CONNECT_S = 5.0
 _PROBE_S = 10.0  # a question that costs the engine nothing: model_info
+_HEALTH_S = 30.0  # a token of its own at most; SGLang itself gives up after 20 s
 _LOAD_S = 600.0  # draining what runs, then reading the weights
+
+
+_NEUTRAL = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,9 @@ class SglangClient:
         self._request_deadline_s = request_deadline_s
         self._probe_s = _PROBE_S
         self._weights_turn = asyncio.Lock()
+        self._num_doubts = 0
+        self._doubt: str | None = None
+        self.limits = ModelLimits(None, None)  # of the model that is served; requests beyond them are refused here
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -82,8 +97,13 @@ class SglangClient:
         """Sample ``n`` completions of every prompt in one request.
 
         Returns one list of ``n`` for each prompt, in order. Raises EngineError of the kind that fits;
-        a reply is used as a whole or not at all.
+        a reply is used as a whole or not at all. Raises TaskRefused, and sends nothing, for what no engine could
+        serve, or would die of.
         """
+        for prompt in prompts:
+            check_request(prompt, sampling, self.limits)
+        num_doubts = self._num_doubts
+        self._refuse_if_doubted(num_doubts)
         body = {
             "rid": [uuid.uuid4().hex for _ in prompts],  # aborts match by prefix, so all of one length
             "input_ids": [list(prompt) for prompt in prompts],
@@ -93,11 +113,14 @@ class SglangClient:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                # said although they are off: a server may have been started with other preferences
+                **_NEUTRAL,
                 "stop_token_ids": list(sampling.stop_token_ids),
             },
             "return_logprob": True,
         }
         rows = await self._call("POST", "/generate", body, self._request_deadline_s)
+        self._refuse_if_doubted(num_doubts)
         if isinstance(rows, dict):
             rows = [rows]
         if not isinstance(rows, list) or len(rows) != n * len(prompts):
@@ -108,6 +131,33 @@ class SglangClient:
             for i, row in enumerate(rows)
         ]
         return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+    def distrust(self, why: str) -> None:
+        """Refuse what is under way, and whatever is asked until `trust`: nobody knows which weights sample it."""
+        self._num_doubts += 1
+        self._doubt = why
+
+    def trust(self) -> None:
+        """Let requests through again: the engine has confirmed what it serves."""
+        self._doubt = None
+
+    def _refuse_if_doubted(self, num_doubts: int) -> None:
+        if self._doubt is not None or num_doubts != self._num_doubts:
+            raise EngineDistrusted(f"{self.url}: {self._doubt or 'an update of its weights failed meanwhile'}")
+
+    async def health(self) -> None:
+        """Return when the engine generates, or could; raises EngineError when it does not."""
+        async with self._weights_turn:  # while it drains for an update it answers nobody
+            await self._call("GET", "/health", None, _HEALTH_S, parse=False)
+
+    async def server_info(self) -> dict[str, Any]:
+        """Return how the engine was started, as it tells it; raises EngineError."""
+        info = await self._call("GET", "/server_info", None, self._probe_s)
+        return info if isinstance(info, dict) else {}
+
+    async def metrics(self) -> str:
+        """Return the engine's figures in Prometheus' text format; raises EngineError where it has none."""
+        return await self._call("GET", "/metrics", None, self._probe_s, parse=False)
 
     async def load_weights(self, folder: Path, version: PolicyVersion) -> None:
         """Swap the weights and read back that it happened.
@@ -154,7 +204,7 @@ class SglangClient:
         info = await self._call("GET", "/model_info", None, self._probe_s)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
 
-    async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
+    async def _call(self, method: str, path: str, body: Any, deadline_s: float, *, parse: bool = True) -> Any:
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._http.request(method, path, json=body)
@@ -166,6 +216,8 @@ class SglangClient:
             raise EngineUnreachable(f"{self.url}{path}: {type(err).__name__} {err}".rstrip()) from None
         if response.status_code != httpx.codes.OK:
             raise EngineRefused(f"{self.url}{path} answered {response.status_code}: {_shorten(response.text)}")
+        if not parse:
+            return response.text
         try:
             return json.loads(response.content)
         except ValueError as err:

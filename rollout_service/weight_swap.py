@@ -74,7 +74,7 @@ class WeightSwap:
         said = None
         if self._check_every and self._figures.weights_applied % self._check_every == 0:
             try:
-                said = await self._engine.client.weights_checksum()
+                said = await self._engine.weights_checksum()
             except EngineError as err:  # it has just died or hangs: its own watch finds out
                 log.warning("the engine did not say its checksum", error=str(err))
         return said or EngineChecksum(mirrored.checksum, _MIRROR)

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from protocol.facts import Sampling, Task
 from protocol.trajectory import Trajectory
 from rollout_service.build_trajectory import build_trajectory
-from rollout_service.errors import EngineError
-from rollout_service.sglang_client import SglangClient
+from rollout_service.engine import Generates
+from rollout_service.errors import EngineError, TaskRefused
 
 
 class SingleTurn:
     """The environment ``single_turn``."""
 
-    def __init__(self, client: Callable[[], SglangClient]) -> None:
+    def __init__(self, client: Callable[[], Generates]) -> None:
         """``client`` gives the engine of the moment: it may have been restarted at another port."""
         self._client = client
 
@@ -35,7 +35,7 @@ class SingleTurn:
                     (indices, requests.create_task(client.generate([tasks[i].prompt_ids for i in indices], *kind)))
                     for kind, indices in alike.items()
                 ]
-        except* EngineError as failures:
+        except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
         groups: list[list[Trajectory]] = [[] for _ in tasks]
         for indices, reply in replies:

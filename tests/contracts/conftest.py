@@ -1,7 +1,7 @@
-"""The engines at hand: the embedded one always, a real SGLang server where one is named.
+"""The engines at hand: the embedded one always, a real SGLang server where one is asked for.
 
-To run the same tests against SGLang, start it on a small float32 model folder that is readable here and set
-PENSTOCK_TEST_SGLANG_URL to its URL.
+``make test-sglang`` has the worker's own code start a server for these tests. To run them against one of yours, start
+it on a small float32 model folder that is readable here and set PENSTOCK_TEST_SGLANG_URL to its URL.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.contracts import real_sglang
 from tests.contracts.engine_under_test import EngineUnderTest, embedded_engine
 from tests.contracts.tiny_model import Dense, build_model
 
 _SGLANG_URL = os.environ.get("PENSTOCK_TEST_SGLANG_URL", "")
-_KINDS = ["embedded", "sglang"] if _SGLANG_URL else ["embedded"]
+_KINDS = ["embedded", "sglang"] if _SGLANG_URL or real_sglang.ASKED else ["embedded"]
 
 
 @pytest.fixture(scope="session", params=_KINDS)
@@ -25,12 +26,16 @@ def running_engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
     """One server of each kind for the whole session."""
-    if request.param == "sglang":
+    if request.param == "sglang" and _SGLANG_URL:
         model = Path(httpx.get(f"{_SGLANG_URL}/model_info", timeout=60).json()["model_path"])
         yield EngineUnderTest("sglang", _SGLANG_URL, model)
         return
     scratch = tmp_path_factory.mktemp("engine")
     build_model(scratch / "model")
+    if request.param == "sglang":
+        with real_sglang.running_sglang(scratch / "model", scratch) as url:
+            yield EngineUnderTest("sglang", url, scratch / "model")
+        return
     with embedded_engine(scratch / "model", scratch, "--weight-version", "0") as engine:
         yield engine
 

@@ -30,6 +30,7 @@ class FaultyEngine:
         self.loads: list[tuple[str, str]] = []  # every (weight_version, model_path) asked for
         self.requests: list[dict[str, Any]] = []  # every body of /generate
         self.num_running = 0
+        self.info: dict[str, Any] = {}  # what server_info says
         self.status = 200  # /generate answers this
         self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
         self.checksum = ""  # what it says of its weights; empty: it cannot say
@@ -98,6 +99,8 @@ class FaultyEngine:
             return 200, {"weight_version": self.version, "model_path": str(self.folder), "is_generation": True}
         if path == "/health":
             return 200, {}
+        if path == "/server_info":
+            return 200, self.info
         return 404, {"error": path}
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:

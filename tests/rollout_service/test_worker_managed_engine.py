@@ -56,6 +56,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "model.safetensors").touch()
+    (folder / "config.json").write_text('{"vocab_size": 300, "max_position_embeddings": 64}')
     return folder
 
 
@@ -114,7 +115,10 @@ async def test_an_engine_that_does_not_confirm_a_version_is_restarted_with_it(tm
     async with running(engine, model):
         first = child_of(engine)
         unloadable = tmp_path / "elsewhere"
-        unloadable.mkdir()  # the tests' engine refuses a folder without safetensors, but starts on anything
+        unloadable.mkdir()
+        (unloadable / "config.json").write_text(
+            "{}"
+        )  # the tests' engine refuses a folder without safetensors, but starts on anything
         await asyncio.wait_for(engine.load(unloadable, V2), 30)
         assert child_of(engine) != first
         assert engine.version == await engine.client.served_version() == V2
@@ -148,11 +152,15 @@ async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, model: Pa
         await engine.load(model, V0)
 
 
-async def test_an_engine_that_keeps_dying_ends_the_worker(tmp_path: Path, model: Path):
+async def test_an_engine_that_keeps_dying_ends_the_worker(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     """After so many restarts within the window the error says how the last one ended."""
+    monkeypatch.setattr(managed_engine, "FIRST_BACK_OFF_S", 0.001)
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model) as supervision:
         engine._command = script("print('segmentation fault'); raise SystemExit(139)")
         os.kill(child_of(engine), signal.SIGKILL)
-        with pytest.raises(EngineKeepsDying, match=rf"died {managed_engine.MAX_RESTARTS + 1} times within"):
+        with pytest.raises(
+            EngineKeepsDying,
+            match=rf"(?s)died {managed_engine.MAX_RESTARTS + 1} times within.*status 139.*segmentation fault",
+        ):
             await asyncio.wait_for(supervision, 60)

@@ -1,0 +1,52 @@
+"""SGLang on a machine without a GPU: where its environment is, and what a server of it must be told.
+
+`make sglang-env` makes the environment from ``lock.txt``: pinned releases without their dependencies' metadata,
+which would pull gigabytes for CUDA. ``stubs`` holds stand-ins for three packages whose wheels are made for GPUs;
+they are seen by the server's process alone. Nothing of SGLang is patched. It is slow and its kernels are not those
+of a GPU: it is here to prove the integration and to try it out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+PYTHON_VARIABLE = "PENSTOCK_SGLANG_PYTHON"
+STUBS = Path(__file__).with_name("stubs")
+_DEFAULT = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+
+# Keys and values for this many tokens are kept: SGLang's own choice would be all of the machine's memory.
+MAX_TOTAL_TOKENS = 32_768
+MAX_RUNNING = 64
+EXTRA_ARGS = (
+    "--disable-cuda-graph",
+    "--sleep-on-idle",  # else a server without work takes a whole core
+)
+
+
+def find_python(environ: Mapping[str, str]) -> Path:
+    """Return the Python of SGLang's environment; raises ConfigError that says how to make one."""
+    named = environ.get(PYTHON_VARIABLE)
+    python = Path(named) if named else _DEFAULT
+    if not python.is_file():
+        where = f"{PYTHON_VARIABLE} = {named} is not there" if named else f"there is none at {python}"
+        raise ConfigError(
+            f"SGLang's environment: {where}; make one with `make sglang-env` (0.3 GB to download, 1.6 GB on disk), "
+            f"or set {PYTHON_VARIABLE} to the python of one"
+        )
+    return python
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what a server needs in its environment besides the worker's own."""
+    return {
+        "PYTHONPATH": str(STUBS),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "penstock_sglang_models",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),  # more are many times slower on small models
+    }

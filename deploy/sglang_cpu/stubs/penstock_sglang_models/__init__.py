@@ -1,0 +1,1 @@
+"""The model families that are served on a CPU: naming them spares SGLang the import of all others."""

@@ -1,0 +1,5 @@
+"""SGLang's own implementation of Qwen2."""
+
+from sglang.srt.models.qwen2 import EntryClass
+
+__all__ = ["EntryClass"]

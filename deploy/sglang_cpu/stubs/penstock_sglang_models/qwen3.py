@@ -1,0 +1,5 @@
+"""SGLang's own implementation of Qwen3."""
+
+from sglang.srt.models.qwen3 import EntryClass
+
+__all__ = ["EntryClass"]

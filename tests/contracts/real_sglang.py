@@ -1,0 +1,82 @@
+"""A real SGLang server on the CPU, launched by the worker's own code (`ManagedEngine`), for tests that do not await."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deploy import sglang_cpu
+from protocol.versions import PolicyVersion
+from rollout_service.managed_engine import ManagedEngine
+from rollout_service.sglang_command import sglang_command, sglang_environ
+from rollout_service.sglang_settings import SglangSettings
+
+T = TypeVar("T")
+START_S = 180.0
+ASKED = os.environ.get("PENSTOCK_TEST_SGLANG") == "1"
+
+
+def cpu_settings(**changes: Any) -> SglangSettings:
+    """What a worker is told on a machine without a GPU."""
+    given: dict[str, Any] = {
+        "python": sglang_cpu.find_python(os.environ),
+        "environ": sglang_cpu.environment(),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "max_total_tokens": sglang_cpu.MAX_TOTAL_TOKENS,
+        "max_running_requests": sglang_cpu.MAX_RUNNING,
+        "extra_args": sglang_cpu.EXTRA_ARGS,
+    }
+    return SglangSettings(**{**given, **changes})
+
+
+def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:
+    """An engine as the worker makes it; nothing runs before it is given weights."""
+    settings = cpu_settings(**changes)
+    return ManagedEngine(
+        sglang_command(settings),
+        log_file=log_file,
+        request_deadline_s=120.0,
+        start_deadline_s=START_S,
+        environ=sglang_environ(settings, os.environ),
+        context_length=settings.context_length,
+    )
+
+
+class Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        """Start it."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], deadline_s: float = START_S) -> T:
+        """Run a coroutine there to its end."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadline_s)
+
+    def close(self) -> None:
+        """End it."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@contextlib.contextmanager
+def running_sglang(model: Path, scratch: Path, **changes: Any) -> Iterator[str]:
+    """Run a server on a model folder as version 0, without anybody who watches it; yields its URL."""
+    loop = Loop()
+    engine = managed_sglang(scratch / "sglang.log", **changes)
+    try:
+        loop.run(engine.load(model, PolicyVersion(0)))
+        yield engine.client.url
+    finally:
+        loop.run(engine.stop())
+        loop.close()
