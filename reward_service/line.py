@@ -245,14 +245,16 @@ class Line:
     def _next_batch(self, most: int) -> list[Waiting]:
         """Take the first in line, and with it those behind it that may go together."""
         batch: list[Waiting] = []
+        names: set[str] = set()
         while self._waiting and len(batch) < most:
             first = self._waiting[0]
             if first.outcome.cancelled():
                 self._waiting.popleft()
                 continue
             alone = first.attempt > 1 or self.endpoint.speaker.carries != "groups"
-            if batch and alone:
+            if batch and (alone or first.group.group_id in names):  # generated twice, as after a worker's death
                 break
+            names.add(first.group.group_id)
             batch.append(self._waiting.popleft())
             if alone:
                 break

@@ -1,11 +1,12 @@
-"""Telling a reward service over HTTP where an endpoint is, and that it is gone."""
+"""Telling a reward service over HTTP where an endpoint is, that it still lives, and that it is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import httpx
 
@@ -14,6 +15,7 @@ from protocol.errors import PenstockError
 _DEADLINE_S = 60.0  # the service may be starting at the same time
 _TRY_S = 5.0
 _PAUSE_S = 0.5
+_RENEWALS_PER_LEASE = 3  # two may get lost
 _PASSES = frozenset({429, 502, 503, 504})
 
 
@@ -29,15 +31,28 @@ class ServiceAddress:
     token: str = ""
 
 
-async def register(service: ServiceAddress, *, name: str, url: str, version: str) -> None:
-    """Register an endpoint, taking its name over from an earlier life; raises NotRegistered."""
-    body = {"name": name, "url": url, "version": version, "replace": True}
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What an endpoint says of itself; ``lease_s`` is how long it counts as alive without a word from it."""
+
+    name: str
+    url: str
+    version: str
+    lease_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the registration, which takes the name over from an earlier life."""
+        return {**asdict(self), "replace": True}
+
+
+async def register(service: ServiceAddress, offer: Offer) -> None:
+    """Register an endpoint; raises NotRegistered."""
     deadline = time.monotonic() + _DEADLINE_S
     async with _client(service) as client:
         while True:
             problem = ""
             try:
-                answer = await client.post("/v1/endpoints", json=body)
+                answer = await client.post("/v1/endpoints", json=offer.to_json())
             except httpx.TransportError as err:
                 problem = f"no answer ({type(err).__name__}: {err})"
             else:
@@ -45,22 +60,47 @@ async def register(service: ServiceAddress, *, name: str, url: str, version: str
                     return
                 problem = f"HTTP {answer.status_code}: {answer.text[:300]}"
                 if answer.status_code not in _PASSES:
-                    raise NotRegistered(f"the reward service at {service.url} refused reward {name!r}: {problem}")
+                    raise NotRegistered(f"the reward service at {service.url} refused reward {offer.name!r}: {problem}")
             if time.monotonic() > deadline:
                 raise NotRegistered(
-                    f"reward {name!r} could not be registered at {service.url} within {_DEADLINE_S:.0f} s: {problem}; "
+                    f"reward {offer.name!r} could not be registered at {service.url} within {_DEADLINE_S:.0f} s: {problem}; "
                     "is the reward service running there? (penstock reward service)"
                 )
             await asyncio.sleep(_PAUSE_S)
 
 
-async def unregister(service: ServiceAddress, *, name: str, url: str) -> None:
+async def keep(service: ServiceAddress, offer: Offer) -> None:
+    """Renew the lease until cancelled, or until somebody else has the name.
+
+    A service that is away is tried again: meanwhile the lease may end, and the next renewal that arrives,
+    or a new registration where the service has forgotten us, puts the endpoint into service again.
+    """
+    assert offer.lease_s is not None
+    async with _client(service) as client:
+        while True:
+            await asyncio.sleep(offer.lease_s / _RENEWALS_PER_LEASE)
+            try:
+                answer = await client.post(
+                    f"/v1/endpoints/{offer.name}/lease", json={"version": offer.version, "url": offer.url}
+                )
+                if answer.status_code == httpx.codes.NOT_FOUND:
+                    await client.post("/v1/endpoints", json=offer.to_json())
+            except httpx.TransportError:
+                continue
+            if answer.status_code == httpx.codes.CONFLICT:
+                sys.stderr.write(f"reward {offer.name} was taken over: {answer.text[:300]}\n")
+                return
+
+
+async def unregister(service: ServiceAddress, offer: Offer) -> None:
     """Unregister the endpoint if the name is still ours; a service that is away is only told of in a line."""
     async with _client(service) as client:
         try:
-            await client.delete(f"/v1/endpoints/{name}", params={"url": url})
+            await client.delete(f"/v1/endpoints/{offer.name}", params={"url": offer.url})
         except httpx.TransportError as err:
-            sys.stderr.write(f"reward {name} stays registered: {service.url} does not answer ({type(err).__name__})\n")
+            sys.stderr.write(
+                f"reward {offer.name} stays registered: {service.url} does not answer ({type(err).__name__})\n"
+            )
 
 
 def _client(service: ServiceAddress) -> httpx.AsyncClient:

@@ -26,9 +26,11 @@ from fastapi import FastAPI, HTTPException, Request
 from protocol.errors import ConfigError
 from reward_service import registration, user_function, web_server
 from reward_service.endpoint import NAME_PATTERN
-from reward_service.registration import ServiceAddress
+from reward_service.registration import Offer, ServiceAddress
 from reward_service.user_function import UserReward
 from reward_service.wire import GroupScore, ScoreRequest, ScoreResponse
+
+_LEASE_S = 15.0  # a process that was killed is out of service so soon
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,14 +73,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 async def _serve(reward: UserReward, name: str, bound: Any, url: str, service: ServiceAddress | None) -> None:
     stop = asyncio.Event()
     app = build(reward, asyncio.get_running_loop())
-    with _stopping_by_signal(stop), _beside(web_server.serve, app, bound):
+    version = hashlib.sha256(reward.file.read_bytes()).hexdigest()[:8]
+    offer = Offer(name=name, url=url, version=version, lease_s=_LEASE_S)
+    with _stopping_by_signal(stop), _beside(web_server.serve, app, bound, service, offer):
         if service is not None:
-            version = hashlib.sha256(reward.file.read_bytes()).hexdigest()[:8]
-            await registration.register(service, name=name, url=url, version=version)
+            await registration.register(service, offer)
         _say_what_next(reward, name, url, service)
         await stop.wait()
         if service is not None:
-            await registration.unregister(service, name=name, url=url)
+            await registration.unregister(service, offer)
 
 
 def build(reward: UserReward, home: asyncio.AbstractEventLoop) -> FastAPI:
@@ -105,8 +108,11 @@ def build(reward: UserReward, home: asyncio.AbstractEventLoop) -> FastAPI:
 
 
 @contextmanager
-def _beside(serve: Any, app: FastAPI, bound: Any) -> Iterator[None]:
-    """Run the HTTP server in a thread with a loop of its own."""
+def _beside(serve: Any, app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
+    """Run the HTTP server, and the renewal of the lease, in a thread with a loop of its own.
+
+    The user's code may hold the main thread for minutes; the lease must not end for that.
+    """
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
@@ -114,7 +120,11 @@ def _beside(serve: Any, app: FastAPI, bound: Any) -> Iterator[None]:
         done = asyncio.Event()
         started.append((asyncio.get_running_loop(), done))
         ready.set()
+        renewing = asyncio.create_task(registration.keep(service, offer)) if service is not None else None
         await serve(app, bound, done)
+        if renewing is not None:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
 
     thread = threading.Thread(target=_run_to_end, args=(run(),), name="http", daemon=True)
     thread.start()

@@ -100,9 +100,14 @@ class Service(Process):
         """Base URL of its API."""
         return f"http://127.0.0.1:{self._port_file.read_text().strip()}"
 
-    def register(self, name: str, url: str, **more: Any) -> httpx.Response:
+    def register(self, name: str, url: str, *, token: str = "", **more: Any) -> httpx.Response:
         """Register an endpoint."""
-        return httpx.post(f"{self.url}/v1/endpoints", json={"name": name, "url": url, **more}, timeout=20)
+        return self.post("/v1/endpoints", {"name": name, "url": url, **more}, token=token)
+
+    def post(self, path: str, body: Any = None, *, token: str = "") -> httpx.Response:
+        """POST JSON, with a bearer token if one is given."""
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=20)
 
     def get(self, path: str) -> Any:
         """GET a JSON answer."""
@@ -122,13 +127,18 @@ class EndpointServer:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.hosts: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.bodies: list[bytes] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                sent = self.rfile.read(int(self.headers["content-length"]))
+                body = json.loads(sent)
+                outer.bodies.append(sent)
+                outer.headers.append({name.lower(): value for name, value in self.headers.items()})
                 outer.requests.append(body)
                 outer.keys.append(self.headers["idempotency-key"])
                 outer.hosts.append(self.headers["host"])
