@@ -7,6 +7,7 @@ SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-sglang sglang-env check setup clean bench-quickstart bench-staleness
+.PHONY: bench-patches fuzz-patches
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
@@ -22,6 +23,12 @@ sglang-env: $(SGLANG)/.installed  ## a real SGLang for CPUs, in an environment o
 
 bench-staleness: $(STAMP)  ## which corrections survive stale samples: the missing runs, the table and the plot (hours)
 	$(BIN)/python -m benchmarks.staleness --all --report
+
+fuzz-patches: $(STAMP)  ## hostile weight patches, manifests and layouts: 200,000 of them, under a memory limit (minutes)
+	$(BIN)/python -m tests.protocol.fuzz_patches --mutations 200000
+
+bench-patches: $(STAMP)  ## sparse weight patches beside memcpy, full safetensors and XOR + zstd, at five densities (minutes)
+	$(BIN)/python -m benchmarks.weight_patches
 
 check: $(STAMP)  ## style, types, and who may import whom
 	$(BIN)/ruff check .

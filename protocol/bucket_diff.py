@@ -80,19 +80,27 @@ def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArra
     whole = before.size // 8 * 8
     before_64, after_64 = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
     mask = np.zeros(min(_BLOCK, before_64.size + 7 & ~7), dtype=np.bool_)
-    parts = []
+    per_eight, parts = 8 // dtype.itemsize, []
     for start in range(0, before_64.size, _BLOCK):
         one, two = before_64[start : start + _BLOCK], after_64[start : start + _BLOCK]
         np.not_equal(one, two, out=mask[: one.size])
         mask[one.size :] = False
+        if np.count_nonzero(mask) * 4 > mask.size:
+            parts.append(_every(one.view(dtype), two.view(dtype), start * per_eight))
+            continue
         hits = _where(mask)
         now = two[hits]
         parts.append(_closer(hits + start, (one[hits] ^ now).view(dtype), now.view(dtype)))
-    one, two = before[whole:].view(dtype), after[whole:].view(dtype)
-    tail = (one != two).nonzero()[0]
-    parts.append((tail + whole // dtype.itemsize, one[tail] ^ two[tail], two[tail]))
+    parts.append(_every(before[whole:].view(dtype), after[whole:].view(dtype), whole // dtype.itemsize))
     indices, deltas, words = (np.concatenate(part) for part in zip(*parts, strict=True))
     return indices, deltas, words
+
+
+def _every(one: np.ndarray, two: np.ndarray, offset: int) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
+    """Compare word by word: where much changed, anything finer only costs."""
+    found = (one != two).nonzero()[0]
+    now = two[found]
+    return found + offset, one[found] ^ now, now
 
 
 def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:

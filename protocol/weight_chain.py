@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from protocol.errors import ChainBroken
 from protocol.facts import BlobRef
 from protocol.versions import PolicyVersion, is_newer
+from protocol.weight_layout import WeightLayout
 from protocol.weights import Ancestor, AnchorRef, BucketState, VersionManifest
 
 MAX_HOPS = 256  # manifests walked back; the anchor policy keeps chains far shorter
@@ -140,6 +141,16 @@ def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManife
         first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
     )
     _same_ground(first, anchor)
+
+
+def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
+    """Verify that a manifest speaks of exactly the buckets of a layout; raises ChainBroken.
+
+    After this a segment may be verified against the layout's sizes, and a mirror is never asked for others.
+    """
+    _same(manifest, "layout", layout.layout_id, manifest.layout_id)
+    expected = [bucket.num_words for bucket in layout.buckets]
+    _same(manifest, "words by bucket", expected, [bucket.num_words for bucket in manifest.buckets])
 
 
 def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:

@@ -9,7 +9,7 @@ import numpy as np
 from protocol import bucket_codec
 from protocol.facts import BlobRef
 from protocol.versions import PolicyVersion
-from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up
+from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_layout
 from protocol.weight_layout import TensorSpec, build_layout, shard_header, state_root
 from protocol.weights import Ancestor, AnchorRef, BucketState, StoredRange, VersionManifest
 
@@ -48,6 +48,10 @@ def root_of(state: State) -> str:
 def ref_of(key: str, data: bytes) -> BlobRef:
     """Return the reference of an object."""
     return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+class WrongBytes(Exception):
+    """A hash is not the one that was promised."""
 
 
 class PublishedWeights:
@@ -132,15 +136,18 @@ class PublishedWeights:
             fetched[step.ref.sha256] = VersionManifest.from_json(self.objects[step.ref.key])
 
     def carry_out(self, plan: CatchUp, state: State) -> State:
-        """Apply a plan bucket by bucket, in one pass each, and compare each bucket once, at the end."""
+        """Apply a plan bucket by bucket, in one pass each, and compare each bucket once, at the end.
+
+        Raises WrongBytes, SegmentRefused or ChainBroken; then nothing is served.
+        """
+        for manifest in (plan.target, *plan.manifests):
+            verify_layout(manifest, LAYOUT)
         result = []
         for number, bucket in enumerate(LAYOUT.buckets):
             raw = state[number].copy() if state else np.zeros(bucket.num_bytes, np.uint8)
             for manifest, change in plan.changes_of(number):
                 assert change.stored is not None
-                stored, whole = change.stored, self.objects[manifest.stored_blob(change.stored).key]
-                data = whole[stored.offset : stored.offset + stored.size_bytes]
-                assert hashlib.sha256(data).hexdigest() == stored.sha256
+                data = self.stored_bytes(manifest, change.stored)
                 if change.codec == "safetensors":
                     raw[:] = np.frombuffer(data[len(shard_header(bucket)) :], np.uint8)
                     continue
@@ -148,9 +155,18 @@ class PublishedWeights:
                     change.codec, data, num_words=bucket.num_words, word_bytes=bucket.word_bytes, bucket=number
                 )
                 bucket_codec.apply(parsed, raw)
-            assert bucket_codec.bucket_xxh3(raw) == plan.target.buckets[number].new_xxh3
+            if bucket_codec.bucket_xxh3(raw) != plan.target.buckets[number].new_xxh3:
+                raise WrongBytes(f"bucket {number}")
             result.append(raw)
         return result
+
+    def stored_bytes(self, manifest: VersionManifest, stored: StoredRange) -> bytes:
+        """Read a range of an object and verify it, as a mirror does; raises WrongBytes."""
+        whole = self.objects.get(manifest.stored_blob(stored).key, b"")
+        data = whole[stored.offset : stored.offset + stored.size_bytes]
+        if hashlib.sha256(data).hexdigest() != stored.sha256:
+            raise WrongBytes("stored bytes")
+        return data
 
     def _ancestor(self) -> Ancestor | None:
         if self.head is None or self.head_ref is None:

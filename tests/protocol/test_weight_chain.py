@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from protocol.errors import ChainBroken, MalformedFact
 from protocol.facts import BlobRef
 from protocol.versions import PolicyVersion
-from protocol.weight_chain import CatchUp, Held, plan_catch_up, verify_anchor, verify_head, verify_link
+from protocol.weight_chain import CatchUp, Held, plan_catch_up, verify_anchor, verify_head, verify_layout, verify_link
+from protocol.weight_layout import TensorSpec, build_layout
 from protocol.weights import VersionManifest
 from tests.protocol.published_weights import (
     LAYOUT,
@@ -152,6 +153,16 @@ def test_a_patch_on_another_base_is_not_followed():
         verify_anchor(manifests[1], run.anchor, manifests[1])
     with pytest.raises(ChainBroken, match="continues nothing"):
         verify_link(manifests[0], manifests[0])
+
+
+def test_a_manifest_speaks_of_the_buckets_of_its_layout():
+    """Another layout, or another size of a bucket, is refused before anything is decoded."""
+    _, (_, patch) = a_run(1)
+    verify_layout(patch, LAYOUT)
+    with pytest.raises(ChainBroken, match="layout"):
+        verify_layout(patch, build_layout([TensorSpec("a", "bfloat16", (4,))]))
+    with pytest.raises(ChainBroken, match="words by bucket"):
+        verify_layout(patch.model_copy(update={"buckets": patch.buckets[1:]}), LAYOUT)
 
 
 def test_the_head_must_be_what_was_announced():

@@ -1,0 +1,22 @@
+"""Ten thousand hostile segments, manifests and layouts; `make fuzz-patches` tries twenty times as many."""
+
+from __future__ import annotations
+
+import resource
+
+from tests.protocol.fuzz_patches import Fuzzer
+
+
+def test_hostile_patches_are_refused_or_harmless():
+    """Only the named errors, nothing outside the bucket, no byte the hash would not catch, no large allocation."""
+    fuzzer = Fuzzer(seed=1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tally = fuzzer.go(10_000)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert tally.num_mutations == 10_000
+    assert tally.outcomes["segment: refused"] > 4000
+    assert tally.outcomes["segment: applied, refused by the bucket's hash"] > 200
+    assert tally.outcomes["manifest: refused"] > 1000
+    assert tally.outcomes["layout: refused"] > 1000
+    assert tally.peak_bytes < 4 * 2**20, "the largest bucket has 0.2 MiB"
+    assert grown_kib < 64 * 2**10, "a frame that unfolds to 64 MiB was unfolded"
