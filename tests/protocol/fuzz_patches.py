@@ -10,6 +10,7 @@ an allocation a hostile field could talk a reader into kills the run.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import resource
@@ -303,9 +304,9 @@ class Fuzzer:
         if how == 0:
             del at[key]
         elif how == 1:
-            at[key] = self.random.choice([*NUMBERS, *LEAVES])
+            at[key] = copy.deepcopy(self.random.choice([*NUMBERS, *LEAVES]))
         elif how == 2:
-            at[key] = at[self.random.choice(keys)]
+            at[key] = copy.deepcopy(at[self.random.choice(keys)])
         elif isinstance(at[key], int):
             at[key] += self.random.choice([-1, 1])
         elif isinstance(at[key], list):
