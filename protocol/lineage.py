@@ -35,6 +35,7 @@ class RecordedGroup(Wire):
     prompt: Count  # number of the prompt in the training data
     pack: Count  # number in the step's list of packs
     scored: ScoredGroup
+    use: Annotated[int, Field(ge=1)] = 1  # above 1: trained again by design, and closed by its first use
 
     @property
     def group_id(self) -> str:

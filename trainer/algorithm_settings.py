@@ -82,6 +82,13 @@ class AlgorithmSettings(Section):
     minimal_advantage: float | None = Field(default=None, description="Only above this advantage; none: all.")
     mask_truncated: bool = Field(default=False, description="Answers cut at rollout.max_new_tokens are left out.")
 
+    max_trained_count: int = Field(
+        default=1,
+        ge=1,
+        description="How often a group may be trained on: a trained one fills a batch that would otherwise wait.",
+    )
+    retrained_interval: int = Field(default=1, ge=1, description="Steps between two uses of a group.")
+
     # the loss
     loss: Loss = Field(default="ppo_clip", description="Policy loss (docs/algorithms.md has each formula).")
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0, description="The ratio is clipped below at 1 - clip_low.")
@@ -215,6 +222,11 @@ class AlgorithmSettings(Section):
                 f"algorithm.importance = {self.importance} would weigh the ratio of {self.loss} twice: against the "
                 'sampler the loss holds the weight already; set algorithm.ratio_anchor = "proximal", or '
                 'algorithm.loss = "reinforce"'
+            )
+        if self.retrained_interval > 1 and self.max_trained_count == 1:
+            raise ValueError(
+                f"algorithm.retrained_interval = {self.retrained_interval} does nothing while "
+                "algorithm.max_trained_count = 1; set that too"
             )
         if self.kl_target is not None and self.kl_coefficient and self.reward_kl_coefficient:
             raise ValueError(

@@ -36,6 +36,7 @@ from trainer.dispatch import Dispatch
 from trainer.doors import Doors
 from trainer.errors import UnsupportedModel
 from trainer.evaluate import Evaluator
+from trainer.filters import Reuse
 from trainer.issue import Issuer
 from trainer.lease import FencedKey, HeldLease
 from trainer.ledger import Ledger
@@ -230,6 +231,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
         ledger=ledger,
         needs_signal=settings.algorithm.dynamic_sampling,
         needs_baseline=settings.algorithm.needs_baseline,
+        reuse=Reuse(settings.algorithm.max_trained_count, settings.algorithm.retrained_interval),
     )
     training = Training(
         settings=settings,

@@ -1,10 +1,14 @@
 """Decides which scored groups make the next batch, and which are dropped and why; pure.
 
 ```
-offer ──▶ ready ──▶ take ──▶ in use ──▶ settle (trained)
-  │                  │
-  └▶ dropped         └▶ dropped: stale at the moment of use
+offer ──▶ ready ──▶ take ──▶ in use ──▶ settle (trained) ──▶ kept, to be used again ──▶ retired
+  │                  │  ▲                                        │
+  └▶ dropped         │  └────────────────────────────────────────┘
+                     └▶ dropped: stale at the moment of use
 ```
+
+Groups are kept only where `algorithm.max_trained_count` says so. New groups always go first: a kept one
+fills a batch that would otherwise wait, and is retired when it was used often enough or is too old.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 
 from protocol.versions import PolicyVersion, is_fresh, staleness
 from trainer.drops import DropReason
-from trainer.filters import differs
+from trainer.filters import ONCE, Reuse, differs
 from trainer.ledger import Ledger
 from trainer.step_plan import ReadyGroup
 
@@ -38,15 +42,30 @@ class Batcher:
         ledger: Ledger,
         needs_signal: bool = False,
         needs_baseline: bool = False,
+        reuse: Reuse = ONCE,
     ) -> None:
-        """Start empty; what ``needs_signal`` and has equal rewards, or ``needs_baseline`` and has none, is not held."""
+        """Start empty.
+
+        Args:
+            groups_per_step: Groups of a batch.
+            max_staleness: Most versions a group may be behind.
+            ledger: What was trained, also by earlier lives.
+            needs_signal: Groups whose rewards are all equal are not held.
+            needs_baseline: Groups without a greedy completion are not held.
+            reuse: How often a group may be trained on.
+        """
+        self._reuse = reuse
+        self._kept: dict[str, ReadyGroup] = {}  # trained, and may be again
+        self._retired: list[str] = []
+        # trained by an earlier life, which kept them: their messages come again
+        self._returning = {i for i in ledger.ids() if ledger.uses(i) < reuse.max_trained_count}
         self._needs_signal = needs_signal
         self._needs_baseline = needs_baseline
         self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._ledger = ledger
         self._ready: dict[str, ReadyGroup] = {}  # in order of arrival
-        self._in_use: set[str] = set()
+        self._in_use: dict[str, ReadyGroup] = {}
 
     @property
     def num_ready(self) -> int:
@@ -54,8 +73,12 @@ class Batcher:
         return len(self._ready)
 
     def holds(self, group_id: str) -> bool:
-        """Say whether a group is here, waiting or in use."""
-        return group_id in self._ready or group_id in self._in_use
+        """Say whether a group is here: waiting, in use, or kept to be used again."""
+        return group_id in self._ready or group_id in self._in_use or group_id in self._kept
+
+    def returns(self, group_id: str) -> bool:
+        """Say whether a group was trained by an earlier life and is to be used again when it comes."""
+        return group_id in self._returning
 
     def is_spent(self, group_id: str) -> bool:
         """Say whether a group that arrives is here already, or was trained."""
@@ -63,6 +86,10 @@ class Batcher:
 
     def offer(self, group: ReadyGroup) -> Drop | None:
         """Take in a group that is wanted and has been fetched; returns why not, when it teaches nothing."""
+        if group.group_id in self._returning:
+            self._returning.discard(group.group_id)
+            self._kept[group.group_id] = group
+            return None
         if self._needs_signal and not differs(group.scored.rewards):
             return self._drop(group, DropReason.NO_SIGNAL)
         if self._needs_baseline and not group.scored.generated.has_baseline:
@@ -81,18 +108,46 @@ class Batcher:
         ]
         for drop in drops:
             del self._ready[drop.group_id]
-        if len(self._ready) < self._groups_per_step:
+        self._retire(version)
+        missing = max(0, self._groups_per_step - len(self._ready))
+        again = self._again(version)
+        if missing > len(again):
             return [], drops
-        by_age = sorted(self._ready.values(), key=lambda g: g.scored.generated.oldest_version)
-        batch = sorted(by_age[: self._groups_per_step], key=lambda g: g.group_id)
+        new = sorted(self._ready.values(), key=_age)[: self._groups_per_step]
+        batch = sorted([*new, *again[:missing]], key=lambda g: g.group_id)
         for group in batch:
-            del self._ready[group.group_id]
-        self._in_use = {group.group_id for group in batch}
+            self._ready.pop(group.group_id, None)
+            self._kept.pop(group.group_id, None)
+        self._in_use = {group.group_id: group for group in batch}
         return batch, drops
 
     def settle(self) -> None:
         """Say that the batch that was taken has been trained and is in the ledger."""
-        self._in_use = set()
+        for group_id, group in self._in_use.items():
+            if 0 < self._ledger.uses(group_id) < self._reuse.max_trained_count:
+                self._kept[group_id] = group
+        self._in_use = {}
+
+    def retired(self) -> list[str]:
+        """Return, once, the kept groups that will not be used again."""
+        retired, self._retired = self._retired, []
+        return retired
+
+    def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
+        """Return the kept groups that may be used at ``version``: those used least first, then the oldest."""
+        free = [
+            (self._ledger.uses(group_id), _age(group), group_id)
+            for group_id, group in self._kept.items()
+            if self._reuse.reason(self._ledger.uses(group_id), self._ledger.last_use(group_id), version) is None
+        ]
+        return [self._kept[group_id] for _, _, group_id in sorted(free)]
+
+    def _retire(self, version: PolicyVersion) -> None:
+        """Let go of kept groups that are too old; they were trained, so that nothing is discarded."""
+        gone = [group_id for group_id, group in self._kept.items() if self._verdict(group, version) is not None]
+        for group_id in gone:
+            del self._kept[group_id]
+        self._retired += gone
 
     def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> DropReason | None:
         summary = group.scored.generated
@@ -106,6 +161,10 @@ class Batcher:
     @staticmethod
     def _drop(group: ReadyGroup, reason: DropReason) -> Drop:
         return Drop(group.group_id, reason, group.num_tokens)
+
+
+def _age(group: ReadyGroup) -> int:
+    return group.scored.generated.oldest_version
 
 
 def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion) -> dict[int, int]:

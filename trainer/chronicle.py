@@ -93,8 +93,9 @@ class Chronicle:
         made: PolicyVersion,
         batch: Sequence[ReadyGroup],
         skipped: Mapping[str, int],
+        uses: Mapping[str, int],
     ) -> None:
-        """Enter a step; `weights` with what it made comes next."""
+        """Enter a step; `weights` with what it made comes next. ``uses`` counts each group's, this one included."""
         self._settle_step()
         packs = {group.pack.key: group.pack for group in batch}
         numbers = {key: number for number, key in enumerate(packs)}
@@ -107,7 +108,10 @@ class Chronicle:
             "packs": tuple(packs.values()),
             "groups": tuple(
                 RecordedGroup(
-                    prompt=GroupKey.parse(group.group_id).prompt, pack=numbers[group.pack.key], scored=group.scored
+                    prompt=GroupKey.parse(group.group_id).prompt,
+                    pack=numbers[group.pack.key],
+                    scored=group.scored,
+                    use=uses[group.group_id],
                 )
                 for group in batch
             ),

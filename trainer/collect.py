@@ -139,6 +139,7 @@ class Collector:
                 self._raise_failure()
                 batch, drops = self._batcher.take(version)
                 self._drop(drops)
+                self._settle(self._batcher.retired())
                 if batch:
                     return batch
                 num_ready = self._batcher.num_ready
@@ -156,10 +157,14 @@ class Collector:
         return []
 
     def trained(self, group_ids: Sequence[str]) -> None:
-        """Say that a batch was trained and is in the ledger; its messages wait for the checkpoint."""
+        """Say that a batch was trained and is in the ledger; its messages wait for the checkpoint.
+
+        The message of a group that is kept, to be used again, stays unacknowledged until the group is
+        retired: a trainer that resumes gets it once more.
+        """
         with self._changed:
             self._batcher.settle()
-            self._settle(group_ids)
+            self._settle([group_id for group_id in group_ids if not self._batcher.holds(group_id)])
 
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""
@@ -272,6 +277,8 @@ class Collector:
             raise RuntimeError("the collecting thread ended") from self._failure
 
     def _refusal(self, group_id: str) -> DropReason | None:
+        if self._batcher.returns(group_id):
+            return None
         try:
             wanted = not self._batcher.is_spent(group_id) and self._issued.expects(group_id, self._batcher.holds)
         except ValueError:

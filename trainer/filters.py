@@ -65,15 +65,18 @@ def differs(rewards: Sequence[float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """How often, and how far apart, a record may be trained on (AgentRL)."""
+    """How often, and how far apart, a group may be trained on (AgentRL)."""
 
     max_trained_count: int = 1
-    retrained_interval: int = 1  # steps between two uses
+    retrained_interval: int = 1  # versions between two uses
 
-    def reason(self, trained_count: int, last_trained_step: int | None, step: int) -> Skipped | None:
-        """Say why a record stays out of this step; None: it may be used."""
+    def reason(self, trained_count: int, last_trained: int | None, version: int) -> Skipped | None:
+        """Say why a group stays out of the step at ``version``; None: it may be used."""
         if trained_count >= self.max_trained_count:
             return Skipped.TRAINED_OFTEN
-        if last_trained_step is not None and step - last_trained_step < self.retrained_interval:
+        if last_trained is not None and version - last_trained < self.retrained_interval:
             return Skipped.TRAINED_RECENTLY
         return None
+
+
+ONCE = Reuse()

@@ -107,12 +107,18 @@ class Issuer:
                     self._close(Drop(str(key), DropReason.SUPERSEDED, 0))
             return expected
 
-    def trained(self, tokens: Mapping[str, int], staleness_tokens: dict[int, int]) -> None:
-        """Close a batch that was trained; ``tokens`` are the sampled tokens of each group, by id."""
+    def trained(self, tokens: Mapping[str, int], staleness_tokens: dict[int, int], *, num_reused: int = 0) -> None:
+        """Close the groups of a batch that were trained for the first time.
+
+        Args:
+            tokens: Their sampled tokens, by id.
+            staleness_tokens: Of the whole batch, by age.
+            num_reused: How many other groups of the batch were closed before.
+        """
         with self._changed:
             self._dispatch.settle(tokens)
             self._account.use("train", tokens)
-            self._tally.count_batch(len(tokens), staleness_tokens)
+            self._tally.count_batch(len(tokens), staleness_tokens, num_reused=num_reused)
 
     def dropped(self, drop: Drop) -> None:
         """Close a group that is not trained on; its prompt comes again while it has attempts left."""
@@ -172,6 +178,7 @@ class Issuer:
                 "outstanding": len(state.outstanding),
                 "scored": tally.groups_scored,
                 "trained": tally.groups_trained,
+                "reused": tally.groups_reused,
                 "dropped": {str(reason): count for reason, count in tally.dropped_groups.items()},
             }
 

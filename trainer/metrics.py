@@ -30,7 +30,8 @@
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
-| `groups`                   | groups   | issued, scored, trained, dropped by reason, of the whole run       |
+| `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
+| `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
 | `wait_s`, `step_s`         | s        | waited for the batch; plan, forward, backward and update           |
 | `publish_s`                | s        | the newest publication, beside the step                            |
 """

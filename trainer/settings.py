@@ -257,6 +257,13 @@ class TrainerSettings(Section):
                 f"a step has {rows} trajectories (rollout.groups_per_step x rollout.group_size), fewer than "
                 f"trainer.num_ranks = {self.trainer.num_ranks}; some ranks would have nothing to do, lower it"
             )
+        interval = self.algorithm.retrained_interval
+        if self.algorithm.max_trained_count > 1 and self.rollout.max_staleness < interval:
+            raise ValueError(
+                f"algorithm.max_trained_count = {self.algorithm.max_trained_count}: a group that was trained is {interval} "
+                f"version(s) older when its turn comes again, which rollout.max_staleness = {self.rollout.max_staleness} "
+                "never allows; raise it, or set algorithm.max_trained_count = 1"
+            )
         if self.trainer.keep_versions < self.rollout.max_staleness + 2:
             raise ValueError(
                 f"trainer.keep_versions = {self.trainer.keep_versions} would delete weights that workers may still "

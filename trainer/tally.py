@@ -14,7 +14,8 @@ class Tally:
 
     def __init__(self) -> None:
         """Start at zero."""
-        self.groups_trained = 0
+        self.groups_trained = 0  # each once
+        self.groups_reused = 0  # further uses of trained groups
         self.tokens_trained = 0
         self.groups_scored = 0
         self.dropped_groups: Counter[str] = Counter()
@@ -26,9 +27,10 @@ class Tally:
         self.dropped_groups[drop.reason] += 1
         self.dropped_tokens[drop.reason] += drop.num_tokens
 
-    def count_batch(self, num_groups: int, staleness_tokens: Mapping[int, int]) -> None:
-        """Count a batch that was trained; ``staleness_tokens`` are sampled tokens by age in versions."""
+    def count_batch(self, num_groups: int, staleness_tokens: Mapping[int, int], *, num_reused: int = 0) -> None:
+        """Count a batch: groups trained for the first time, and again; sampled tokens by age in versions."""
         self.groups_trained += num_groups
+        self.groups_reused += num_reused
         self.staleness_tokens.update(staleness_tokens)
         self.tokens_trained += sum(staleness_tokens.values())
 
@@ -36,6 +38,7 @@ class Tally:
         """Return the counters as plain JSON values."""
         return {
             "groups_trained": self.groups_trained,
+            "groups_reused": self.groups_reused,
             "tokens_trained": self.tokens_trained,
             "groups_scored": self.groups_scored,
             "dropped_groups": dict(self.dropped_groups),
@@ -49,6 +52,7 @@ class Tally:
         tally = cls()
         for name in ("groups_trained", "tokens_trained", "groups_scored"):
             setattr(tally, name, int(document[name]))
+        tally.groups_reused = int(document.get("groups_reused", 0))
         tally.dropped_groups.update(document["dropped_groups"])
         tally.dropped_tokens.update(document["dropped_tokens"])
         tally.staleness_tokens.update({int(age): count for age, count in document["staleness_tokens"].items()})

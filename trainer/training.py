@@ -148,11 +148,15 @@ class Training:
         self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
         self._fields["skipped"] = skipped = dict(plan.skipped)
         self._fields |= self.planner.learned(figures)
+        new = [group_id for group_id in ids if group_id not in self.ledger]
+        self._fields["reused_groups"] = len(ids) - len(new)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
-        self.issuer.trained({group.group_id: group.num_tokens for group in batch}, ages)
+        tokens = {group.group_id: group.num_tokens for group in batch}
+        self.issuer.trained({group_id: tokens[group_id] for group_id in new}, ages, num_reused=len(ids) - len(new))
         self.collector.trained(ids)
         made = next_version(self.version)
-        self.chronicle.step(self.num_steps_done, self.version, made, batch, skipped)
+        uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
+        self.chronicle.step(self.num_steps_done, self.version, made, batch, skipped, uses)
         self.version = made
 
     def publish(self) -> None:

@@ -25,6 +25,7 @@ from trainer.dataset import PromptSet
 from trainer.dispatch import Dispatch
 from trainer.doors import Doors
 from trainer.errors import CollectTimeout, TooManyDead
+from trainer.filters import Reuse
 from trainer.issue import Issuer, IssuerState
 from trainer.ledger import Ledger
 from trainer.settings import DataSettings, RewardSettings, RolloutSettings
@@ -52,7 +53,7 @@ class Intake:
     """One life of the trainer's intake: issuer, collector, and what they share."""
 
     def __init__(self, doors: Doors, prompts: PromptSet, ledger: Ledger | None = None, saved: IssuerState | None = None,
-        **options: float,
+        *, uses: int = 1, **options: float,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         self.tally = Tally()
@@ -63,8 +64,9 @@ class Intake:
         account = Account(saved.entries.account if saved else None)
         self.issuer = Issuer(doors, self.dispatch, self.tally, account, saved.unsent if saved else ())
         batcher = Batcher(
-            groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger
-        )
+            groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger,
+            reuse=Reuse(uses),
+        )  # fmt: skip
         settings = {"deadline_s": 20.0, "max_dead": 100, "silent_s": 30.0, **options}
         self.collector = Collector(doors, batcher=batcher, issued=self.issuer, **settings)  # type: ignore[arg-type]
 
@@ -81,8 +83,10 @@ class Intake:
         """Take a batch and say that it was trained."""
         batch = self.collector.collect(version)
         ids = [group.group_id for group in batch]
+        new = [group_id for group_id in ids if group_id not in self.ledger]
         self.ledger.record(version, ids, max_staleness=ROLLOUT.max_staleness)
-        self.issuer.trained({g.group_id: g.num_tokens for g in batch}, {0: sum(g.num_tokens for g in batch)})
+        tokens = {group.group_id: group.num_tokens for group in batch}
+        self.issuer.trained({i: tokens[i] for i in new}, {0: sum(tokens.values())}, num_reused=len(ids) - len(new))
         self.collector.trained(ids)
         return ids
 
@@ -175,6 +179,26 @@ def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
         wait_for(lambda: resumed.tally.dropped_groups["duplicate"] == 4, "the trained groups to be refused")
         resumed.collector.acknowledge(resumed.collector.settled())
         assert doors.bus.stream_state(spec.stream).wait().num_messages == 0
+
+
+def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(
+    doors: Doors, prompts: PromptSet, hand: Answering
+) -> None:
+    """Trained once and killed, it comes again, is trained the second time, and only then is done; counted as reuse."""
+    with Intake(doors, prompts, uses=2) as intake:
+        intake.issuer.advance(V0, 4)
+        for message in hand.tasks(2):
+            hand.answer(message)
+        first = intake.train(V0)
+        assert intake.collector.settled() == []
+        rows, saved = intake.ledger.rows(), intake.issuer.take_state()  # the checkpoint; then the crash
+    with Intake(doors, prompts, Ledger(rows), saved, uses=2) as resumed:
+        assert resumed.train(V1) == first
+        assert len(resumed.collector.settled()) == 2
+        assert (resumed.tally.groups_trained, resumed.tally.groups_reused) == (0, 4)  # of this life
+        assert resumed.tally.groups_scored == 0
+        assert not resumed.tally.dropped_groups
+        assert resumed.issuer.take_state().entries.account.totals["train"].used == 4
 
 
 def test_a_group_that_comes_twice_is_trained_once(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
