@@ -151,6 +151,11 @@ class AlgorithmSettings(Section):
         description="Tokens that moved furthest are left out until the mean of their squared log-ratios is below this; "
         "one more forward pass; none: off.",
     )
+    m2po_form: Literal["mask", "clip"] = Field(
+        default="mask",
+        description="How m2po_budget is met: the paper leaves tokens out, the released code clips ratios at what the "
+        "batch sets, at least clip_low and clip_high wide.",
+    )
     age_band_cap: float | None = Field(
         default=None, gt=0.0, description="Tokens more than so many clip widths outside are left out; none: off."
     )
@@ -216,6 +221,11 @@ class AlgorithmSettings(Section):
             )
         if self.has_critic:
             self._refuse_trajectory_filters()
+        if self.m2po_form == "clip" and self.loss != "ppo_clip":
+            raise ValueError(
+                f"algorithm.m2po_form = clip sets the clip of ppo_clip, and algorithm.loss = {self.loss} has another; "
+                'set algorithm.loss = "ppo_clip", or algorithm.m2po_form = "mask"'
+            )
         is_ratio_loss = self.loss not in ("reinforce",)
         if self.importance != "none" and is_ratio_loss and not self.uses_proximal:
             raise ValueError(
@@ -275,6 +285,7 @@ _SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("age_band_cap",): ("age_band_decay",),
     ("overlong_buffer",): ("overlong_factor",),
     ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
+    ("m2po_budget",): ("m2po_form",),
     ("ess_level",): ("ess_power", "ess_floor"),
     ("kl_coefficient",): ("kl_form", "kl_unbiased"),
     ("reward_kl_coefficient",): ("reward_kl_form",),

@@ -77,6 +77,7 @@ def objective(settings: AlgorithmSettings) -> PolicyGradient:
         if settings.age_band_cap
         else None,
         m2po_budget=settings.m2po_budget,
+        m2po_form=settings.m2po_form,
         kl=KlTerm(settings.kl_form, settings.kl_coefficient, settings.kl_unbiased) if settings.kl_coefficient else None,
         entropy_coefficient=settings.entropy_coefficient,
         ess=EssRule(settings.ess_level, settings.ess_power, settings.ess_floor)

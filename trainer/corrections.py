@@ -222,6 +222,34 @@ def m2po_limit(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]
     return low
 
 
+def m2po_width(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]], list[float]] = list) -> float:
+    """Return the tau^2 of `m2po_clip` where every rank holds some of the batch's squares; infinite: nothing to clip.
+
+    Arguments as in `m2po_limit`.
+    """
+    squares = squares.detach().double()
+
+    def mean_at_most(limit: float) -> float:
+        total, count = add_up([float(squares.clamp(max=limit).sum()), float(len(squares))])
+        return total / count if count else 0.0
+
+    low, high = 0.0, MAX_LOG_RATIO**2
+    if mean_at_most(high) <= budget:
+        return math.inf
+    while high - low > 1e-12 * max(high, 1e-6):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if mean_at_most(middle) < budget else (low, middle)
+    return low
+
+
+def m2po_clip_widths(width: float, *, floor_low: float, floor_high: float) -> tuple[float, float]:
+    """Return the clip (low, high) that goes with a tau^2, never narrower than the floors."""
+    if math.isinf(width):
+        return 1.0, 1e5
+    tau = math.sqrt(width)
+    return max(1.0 - math.exp(-tau), floor_low), max(math.exp(tau) - 1.0, floor_high)
+
+
 def m2po_clip(
     log_ratio: Tensor, advantages: Tensor, *, budget: float, floor_low: float = 0.3, floor_high: float = 0.5
 ) -> tuple[float, float]:
@@ -237,8 +265,7 @@ def m2po_clip(
     left = torch.arange(len(squares), 0, -1, device=squares.device)
     level = (budget * len(squares) - below) / left  # the tau^2 that fits if squares below this one stay whole
     fits = torch.nonzero(level <= squares).flatten()
-    tau = math.sqrt(max(float(level[fits[0]]), 0.0))
-    return max(1.0 - math.exp(-tau), floor_low), max(math.exp(tau) - 1.0, floor_high)
+    return m2po_clip_widths(max(float(level[fits[0]]), 0.0), floor_low=floor_low, floor_high=floor_high)
 
 
 def moved_along(log_ratio: Tensor, advantages: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from protocol import group_pack
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from trainer.batch import MicroBatch, build
-from trainer.corrections import m2po_limit, moved_along
+from trainer.corrections import m2po_limit, m2po_width, moved_along
 from trainer.critic import Critic
 from trainer.kl import KlForm, kl_estimate
 from trainer.objective import PolicyGradient
@@ -126,7 +126,7 @@ class Crew:
         """Give micro-batches the limit that their batch as a whole sets, where there is one."""
         if self._objective.m2po_budget is None:
             return batches
-        limit = self._drift_limit(batches, self._objective.m2po_budget)
+        limit = self._drift_limit(batches, self._objective.m2po_budget, self._objective.m2po_form)
         return [replace(batch, drift_limit=limit) for batch in batches]
 
     def _gaps(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], form: KlForm) -> list[float]:
@@ -140,13 +140,14 @@ class Crew:
                 gaps[number] = gap
         return self._ranks.sum(gaps)
 
-    def _drift_limit(self, batches: Sequence[MicroBatch], budget: float) -> float:
+    def _drift_limit(self, batches: Sequence[MicroBatch], budget: float, form: str) -> float:
         """Look at the whole batch, over all ranks, for how far a token may have moved."""
         squares = []
         for batch in batches:
             log_ratio = self.policy.logprobs(batch).cpu() - batch.behaviour_logprobs
             squares.append(log_ratio.square()[moved_along(log_ratio, batch.advantages)])
-        return m2po_limit(torch.cat(squares), budget, self._ranks.sum)
+        find = m2po_width if form == "clip" else m2po_limit
+        return find(torch.cat(squares), budget, self._ranks.sum)
 
     def _complete(self, batch: MicroBatch, *, with_reference: bool) -> MicroBatch:
         """Add the log-probabilities of other policies that the objective compares with."""

@@ -19,6 +19,7 @@ from trainer.corrections import (
     inside,
     learning_rate_factor,
     log_weights,
+    m2po_clip_widths,
     moved_along,
     not_vetoed,
     opsm,
@@ -132,6 +133,7 @@ class PolicyGradient:
     opsm_delta: float | None = None
     age_band: AgeBand | None = None
     m2po_budget: float | None = None  # the batch's limit that meets it comes with the micro-batch
+    m2po_form: Literal["mask", "clip"] = "mask"  # leave tokens out beyond the limit, or clip ratios there
     kl: KlTerm | None = None
     entropy_coefficient: float = 0.0
     ess: EssRule | None = None
@@ -164,7 +166,8 @@ class PolicyGradient:
         advantages = weigh_negatives(
             batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
         )
-        terms = self.loss(Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences), **self.options)
+        tokens = Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences)
+        terms = self.loss(tokens, **self._options(batch))
         held = logprobs.detach()
         to_behaviour = held - batch.behaviour_logprobs
         weights, passed = self._corrections(to_behaviour, batch, sequences)
@@ -202,6 +205,14 @@ class PolicyGradient:
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
         return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
 
+    def _options(self, batch: MicroBatch) -> Mapping[str, Any]:
+        """Return the loss's options, with the clip that the batch sets where M2PO clips."""
+        if self.m2po_budget is None or self.m2po_form == "mask":
+            return self.options
+        width = 0.0 if batch.drift_limit is None else batch.drift_limit
+        low, high = m2po_clip_widths(width, floor_low=self.options["clip_low"], floor_high=self.options["clip_high"])
+        return {**self.options, "clip_low": low, "clip_high": high}
+
     def _corrections(
         self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -231,7 +242,7 @@ class PolicyGradient:
                 to_behaviour.exp(), batch.advantages, batch.ages,
                 clip_low=band.clip_low, clip_high=band.clip_high, cap=band.cap, decay=band.decay,
             )  # fmt: skip
-        if self.m2po_budget is not None:
+        if self.m2po_budget is not None and self.m2po_form == "mask":
             limit = 0.0 if batch.drift_limit is None else batch.drift_limit
             keep["m2po"] = ~(moved_along(to_behaviour, batch.advantages) & (to_behaviour.square() > limit))
         return weights, keep

@@ -73,6 +73,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 1.0, "clip_high": 1e6,
         "dual_clip": None, "m2po_budget": 0.04, "aggregation": "token-mean",
     },
+    "m2po_released": {
+        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.3, "clip_high": 0.5,
+        "dual_clip": None, "m2po_budget": 0.04, "m2po_form": "clip", "aggregation": "token-mean",
+    },
+    "opsm": {
+        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2,
+        "opsm_delta": 1e-4, "aggregation": "token-mean",
+    },
+    "raft": {
+        "advantage": "reinforce", "loss": "reinforce", "skip_non_positive_advantage": True, "aggregation": "token-mean",
+    },
     "double_sided": {
         "advantage": "grpo", "normalise_by_std": True, "loss": "double_sided", "clip_low": 0.2, "clip_high": 0.28,
         "aggregation": "token-mean",
@@ -126,6 +137,12 @@ ALIASES: dict[str, str] = {
     "rloo_vectorized": "rloo",
     "vanilla": "grpo",
     "gae": "ppo",
+    "critic": "ppo",
+    "direct_double_sided": "double_sided",
+    "glm_5": "double_sided",
+    "off_policy_sequence_masking": "opsm",
+    "rejection_sampling": "raft",
+    "sft_on_positives": "raft",
 }
 
 REFUSED: dict[str, str] = {

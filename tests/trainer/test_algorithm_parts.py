@@ -37,6 +37,8 @@ CASES = {
         "algorithm.reward_kl_coefficient=0.1", "algorithm.reward_kl_form=k2", "algorithm.normalise_by_std=false",
     ],
     "steered": ["algorithm.kl_coefficient=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=100"],
+    "m2po clip": ["algorithm.name=m2po_released", "algorithm.m2po_budget=0.001"],
+    "m2po free": ["algorithm.name=m2po_released", "algorithm.m2po_budget=50.0"],
     "everything": [
         "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
         "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
@@ -117,6 +119,13 @@ def test_the_kl_coefficient_is_steered_to_its_target(trained: dict[str, list[dic
     """Below the target it falls by 0.2 x trajectories / horizon a step, and the step reports what it used."""
     used = [step["kl_coefficient"] for step in trained["steered"]]
     assert used == pytest.approx([0.1 * (1 - 0.2 * 12 / 100) ** step for step in range(3)])
+
+
+def test_released_m2po_clips_where_the_batch_says(trained: dict[str, list[dict]]) -> None:
+    """A tight budget clips ratios and rejects nothing; within the budget nothing is clipped either."""
+    clipped, free = trained["m2po clip"][0]["sums"], trained["m2po free"][0]["sums"]
+    assert 0 < clipped["clipped"] < clipped["tokens"]
+    assert clipped["rejected"] == free["rejected"] == free["clipped"] == 0
 
 
 def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:

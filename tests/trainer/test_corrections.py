@@ -168,6 +168,11 @@ def test_m2pos_released_clip_meets_the_budget() -> None:
     squares = log_ratio[log_ratio > 0].square().clamp(max=tau**2)
     assert squares.mean().item() == pytest.approx(0.3)
     assert low == pytest.approx(1 - math.exp(-tau))
+    squares = log_ratio.square()[corr.moved_along(log_ratio, advantages)]
+    for budget in (0.001, 0.05, 0.3, 100.0):
+        exact = corr.m2po_clip(log_ratio, advantages, budget=budget, floor_low=0.0, floor_high=0.0)
+        bisected = corr.m2po_clip_widths(corr.m2po_width(squares, budget), floor_low=0.0, floor_high=0.0)
+        assert bisected == pytest.approx(exact, rel=1e-4)
     assert corr.m2po_clip(log_ratio, advantages, budget=0.001) == (0.3, 0.5)
     assert corr.m2po_clip(log_ratio, advantages, budget=100.0) == (1.0, 1e5)
 

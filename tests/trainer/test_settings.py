@@ -82,6 +82,11 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["algorithm.name=rloo", "algorithm.normalise_by_std=false"], "does nothing with algorithm.advantage = rloo"),
         (["algorithm.rejection_high=3.0"], "does nothing while algorithm.rejection is off"),
         (["algorithm.kl_form=k2"], "does nothing while algorithm.kl_coefficient is off"),
+        (
+            ["algorithm.name=gspo", "algorithm.m2po_budget=0.04", "algorithm.m2po_form=clip"],
+            "sets the clip of ppo_clip",
+        ),
+        (["algorithm.m2po_form=clip"], "does nothing while algorithm.m2po_budget is off"),
         (["algorithm.importance=token"], "would weigh the ratio of ppo_clip twice"),
     ],
 )
@@ -141,6 +146,14 @@ def test_every_part_of_a_preset_can_be_overridden():
         ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),  # verl
         ("grpo_passk", "pass_at_k"),
         ("geo_mean", "gmpo"),
+        ("remax", "remax"),
+        ("m2po-released", "m2po_released"),
+        ("OPSM", "opsm"),
+        ("RAFT", "raft"),
+        ("CE-GPPO", "ce_gppo"),
+        ("Reinforce++", "reinforce_pp"),
+        ("GSPO-token", "gspo_token"),
+        ("topr", "topr"),  # ROLL
         ("Dr.GRPO", "dr_grpo"),
         ("tpro", "topr"),  # an old guide to ROLL
     ],
