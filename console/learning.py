@@ -28,6 +28,10 @@ LABELS: dict[str, str] = {
     "reward_kl": "KL(sampler ‖ reference) per token, in the reward",
     "kl_coefficient": "coefficient of the KL",
     "grad_norm": "gradient norm before clipping",
+    "explained_variance": "variance of the returns that the critic explains",
+    "value_loss": "critic's loss",
+    "critic_grad_norm": "critic's gradient norm before clipping",
+    "baseline_mean": "reward of the greedy baselines",
 }
 _NESTED = {
     "engine_gap": ("mismatch", "mean_abs"), "engine_gap_max": ("mismatch", "max_abs"), "engine_kl": ("mismatch", "kl_k3"),
@@ -67,7 +71,7 @@ def in_words(figures: Mapping[str, float]) -> tuple[str, str]:
         f"{word} {figures[name]:{form}}"
         for word, name, form in (
             ("KL", "kl_behaviour", ".2g"), ("ESS", "ess_share", ".0%"), ("clipped", "clip_fraction", ".1%"),
-            ("rejected", "rejected_fraction", ".1%"),
+            ("rejected", "rejected_fraction", ".1%"), ("critic explains", "explained_variance", ".0%"),
         )
         if name in figures and not (word == "rejected" and figures[name] == 0.0)
     ]  # fmt: skip
