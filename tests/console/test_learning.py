@@ -13,7 +13,7 @@ def test_a_critic_is_shown_where_there_is_one() -> None:
     """Its explained variance stands in the panel's line, its loss in the report's table."""
     figures = learning.read({"explained_variance": 0.125, "value_loss": 0.0625, "baseline_mean": 0.5})
     assert "critic explains 12%" in learning.in_words(figures)[0]
-    table = dict((name, mean) for name, mean, *_ in learning.rows(learning.spreads([figures])))
+    table = {name: mean for name, mean, *_ in learning.rows(learning.spreads([figures]))}
     assert table["critic's loss"] == "0.0625"
     assert table["reward of the greedy baselines"] == "0.5"
 
