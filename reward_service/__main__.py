@@ -2,6 +2,7 @@
 
 python -m reward_service [RUN.toml ...] [section.key=value ...]
 python -m reward_service rewards
+python -m reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
 python -m reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
 """
 
@@ -38,6 +39,8 @@ def _command(arguments: Sequence[str]) -> int:
             return 0
         case ["rewards"]:
             return _list_rewards()
+        case ["sandbox", *rest]:
+            return _probe_sandbox(rest[0] if rest else "auto")
         case ["serve", *rest]:
             from reward_service import serve_file  # noqa: PLC0415 the service itself never loads user files
 
@@ -65,6 +68,14 @@ def _list_rewards() -> int:
         also = f"\n{'':14}also as {', '.join(sources)}" if sources else ""
         sys.stdout.write(f"{name:<13} {text}{also}\n")
     return 0
+
+
+def _probe_sandbox(wanted: str) -> int:
+    from reward_service.sandbox import canary  # noqa: PLC0415 see above
+
+    found = canary.probe(wanted)
+    sys.stdout.write(f"{found}\n")
+    return int(found.kind is None)
 
 
 def _texts(err: BaseException) -> Iterator[str]:

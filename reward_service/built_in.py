@@ -12,15 +12,17 @@ import structlog
 from protocol.group_pack import GroupTexts
 from reward_service.errors import RewardCrashed, RewardError
 from reward_service.grader_pool import GraderPool
-from reward_service.rewards import exact_match, format, gsm8k, math_answer
+from reward_service.rewards import code, exact_match, format, gsm8k, math_answer
 from reward_service.rewards.verdict import Verdict
-from reward_service.scores import GroupScores, Outcome, Scorer, ground_truth
+from reward_service.sandbox.pool import SandboxPool
+from reward_service.scores import GroupScores, Outcome, Scorer, extra_info, ground_truth
 
 log = structlog.get_logger("reward_service.built_in")
 
 Judge = Callable[[tuple[str, ...], Any], list[Verdict]]
 
 DESCRIPTIONS: dict[str, str] = {
+    code.NAME: "the share of the row's tests that the completion's Python program passes, in a sandbox",
     exact_match.NAME: "1 when the completion is the ground truth, white space around it aside",
     format.NAME: "1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
     gsm8k.NAME: "1 when the number after the last #### is the ground truth's number",
@@ -28,14 +30,16 @@ DESCRIPTIONS: dict[str, str] = {
 }
 
 
-def scorers(grader: GraderPool) -> dict[str, Scorer]:
-    """Return every built-in reward by its name."""
+def scorers(grader: GraderPool, programs: CodeReward | None) -> dict[str, Scorer]:
+    """Return every built-in reward by its name; ``programs`` is None where no sandbox holds."""
     pure: dict[str, Judge] = {
         exact_match.NAME: exact_match.judge,
         format.NAME: format.judge,
         gsm8k.NAME: gsm8k.judge,
     }
-    return {**{name: PureReward(name, judge) for name, judge in pure.items()}, math_answer.NAME: MathReward(grader)}
+    found: dict[str, Scorer] = {name: PureReward(name, judge) for name, judge in pure.items()}
+    found[math_answer.NAME] = MathReward(grader)
+    return found if programs is None else {**found, code.NAME: programs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,34 @@ class MathReward:
             return err
         except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
             return _crashed(math_answer.NAME, group.group_id, err)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeReward:
+    """The reward that runs programs."""
+
+    sandboxes: SandboxPool
+    all_or_nothing: bool
+    slow: bool = True
+
+    async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
+        """Score the groups; the pool bounds how many programs run at once."""
+        return list(await asyncio.gather(*(self._one(group) for group in groups)))
+
+    async def _one(self, group: GroupTexts) -> Outcome:
+        try:
+            verdicts = await code.judge(
+                group.completions,
+                ground_truth(group.reward),
+                extra_info(group.reward),
+                self.sandboxes.grade,
+                all_or_nothing=self.all_or_nothing,
+            )
+            return GroupScores.of(verdicts, code.NAME)
+        except RewardError as err:
+            return err
+        except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
+            return _crashed(code.NAME, group.group_id, err)
 
 
 def _crashed(name: str, group_id: str, err: Exception) -> RewardCrashed:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from protocol.facts import RewardRequest
 from reward_service.endpoint import Endpoint
 from reward_service.endpoint_client import EndpointClient
-from reward_service.errors import RewardUnavailable, UnknownReward
+from reward_service.errors import RewardUnavailable, SandboxUnavailable, UnknownReward
 from reward_service.registry import Registry
 from reward_service.rewards.data_sources import AUTO, BY_SOURCE
 from reward_service.scores import Scorer
@@ -17,21 +18,33 @@ from reward_service.scores import Scorer
 class Catalogue:
     """All rewards this replica can give. An endpoint's name never hides a built-in; it may hide an alias."""
 
-    def __init__(self, built_ins: Mapping[str, Scorer], registry: Registry, client: EndpointClient) -> None:
-        """Look names up in the built-ins, then among the endpoints, then among the data sets' aliases."""
+    def __init__(
+        self,
+        built_ins: Mapping[str, Scorer],
+        registry: Registry,
+        client: EndpointClient,
+        *,
+        notes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Look names up in the built-ins, then among the endpoints, then among the data sets' aliases.
+
+        ``notes`` say how a built-in works on this machine; one that cannot be given here is not among the built-ins,
+        and its note says why.
+        """
+        self.notes = notes
         self._built_ins = built_ins
         self._registry = registry
         self._client = client
 
     def names(self) -> tuple[str, ...]:
         """Return every name a task may ask for; a data set's name only where it can stand in a message."""
-        aliases = (name for name in BY_SOURCE if "/" not in name)
+        aliases = (name for name, reward in BY_SOURCE.items() if "/" not in name and reward in self._built_ins)
         return tuple(sorted({AUTO, *self._built_ins, *self._registry.in_service(), *aliases}))
 
     def by_source(self) -> dict[str, str]:
         """Return which reward scores the rows of which data set, when they leave it to us (``auto``)."""
         claimed = {source: e.name for e in self._registry.in_service().values() for source in e.data_sources}
-        return {**BY_SOURCE, **claimed}
+        return {**{source: name for source, name in BY_SOURCE.items() if name in self._built_ins}, **claimed}
 
     async def find(self, request: RewardRequest) -> Scorer:
         """Return the scorer of a request; raises UnknownReward, or NotAsked for one that is out of service.
@@ -65,8 +78,10 @@ class Catalogue:
             raise problem
         return self._client.line(endpoint)
 
-    def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable:
+    def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable | SandboxUnavailable:
         name = request.data_source if request.name == AUTO else request.name
+        if why := self.notes.get(BY_SOURCE.get(name, name)):
+            return SandboxUnavailable(f"reward {name!r}: {why}")
         if name in self._registry.retired:
             return RewardUnavailable(
                 f"the endpoint of reward {name!r} was unregistered; register it again "

@@ -13,6 +13,8 @@ RewardError                  a group got no reward; the class name is the reason
 ├── EndpointNonsense         an answer that is not what the contract says
 ├── ScoreRefused             the endpoint itself said that it could not score this completion
 ├── GraderFailed             the math grader did not answer and the completion is not to blame
+├── SandboxUnavailable       no sandbox works on this machine, so that no program is run
+├── SandboxFailed            the sandbox itself broke, the program is not to blame
 └── RewardCrashed            a built-in reward raised: a bug of ours
 EndpointRefused              a registration that breaks the rules (name taken, target not allowed)
 ├── NameTaken                another endpoint has the name
@@ -105,6 +107,14 @@ class ScoreRefused(RewardError):
 
 class GraderFailed(RewardError):
     """The math grader died or did not answer, and the completion is not proven to be the cause."""
+
+
+class SandboxUnavailable(RewardError):
+    """This replica runs no programs, because no sandbox works here; the text says why."""
+
+
+class SandboxFailed(RewardError):
+    """The sandbox did not start, died or did not answer, and the program is not proven to be the cause."""
 
 
 class RewardCrashed(RewardError):

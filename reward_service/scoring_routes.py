@@ -27,7 +27,11 @@ def add(app: FastAPI, registry: Registry, catalogue: Catalogue, needs: Callable[
     async def rewards() -> RewardList:
         """List every reward that tasks may ask for."""
         await registry.refresh()
-        rows = [RewardRecord(name=n, kind="built-in", description=d) for n, d in built_in.DESCRIPTIONS.items()]
+        notes = {name: f"; {note}" for name, note in catalogue.notes.items()}
+        rows = [
+            RewardRecord(name=name, kind="built-in", description=text + notes.get(name, ""))
+            for name, text in built_in.DESCRIPTIONS.items()
+        ]
         rows.append(RewardRecord(name=AUTO, kind="built-in", description="whatever fits the row's data_source"))
         for endpoint in registry.endpoints.values():
             problem = registry.problem(endpoint)

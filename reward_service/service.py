@@ -24,8 +24,13 @@ from reward_service.grader_pool import GraderPool
 from reward_service.health import HealthChecks
 from reward_service.progress import Progress
 from reward_service.registry import Registry
+from reward_service.rewards import code
+from reward_service.sandbox import canary
+from reward_service.sandbox.launch import Launch
+from reward_service.sandbox.pool import SandboxPool
+from reward_service.sandbox.zygote import Limits
 from reward_service.secret_store import SecretStore
-from reward_service.settings import RewardSettings
+from reward_service.settings import RewardServiceSection, RewardSettings
 from reward_service.target_policy import TargetPolicy
 from reward_service.vital_signs import VitalSigns
 
@@ -59,7 +64,11 @@ async def run(settings: RewardSettings) -> None:
         await registry.refresh()
         grader = GraderPool(section.math_workers, cpu_s=section.math_timeout_s)
         doors.push_async_callback(grader.close)
-        catalogue = Catalogue(built_in.scorers(grader), registry, client)
+        sandbox = await asyncio.to_thread(canary.probe, section.code_sandbox)
+        log.info("sandbox", kind=sandbox.kind, says=str(sandbox))
+        programs = _code_reward(sandbox, section, doors)
+        notes = {code.NAME: str(sandbox)}
+        catalogue = Catalogue(built_in.scorers(grader, programs), registry, client, notes=notes)
         figures, activity = Figures(), Activity()
         signs = VitalSigns(
             bus=bus,
@@ -110,6 +119,18 @@ async def run(settings: RewardSettings) -> None:
             await loop.run(inbox, bench, places=places, stop=stop, drain_s=section.drain_s)
             done.set()
     log.info("stopped", replica=section.id)
+
+
+def _code_reward(
+    sandbox: canary.Probed, section: RewardServiceSection, doors: AsyncExitStack
+) -> built_in.CodeReward | None:
+    if sandbox.kind is None:
+        return None
+    all_or_nothing = section.code_score == "all"
+    limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
+    pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=all_or_nothing)
+    doors.push_async_callback(pool.close)
+    return built_in.CodeReward(pool, all_or_nothing)
 
 
 def _announce_port(bound: socket.socket, port_file: Path | None, host: str) -> None:

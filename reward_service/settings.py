@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -81,6 +82,20 @@ class RewardServiceSection(Section):
     )
     math_timeout_s: float = Field(
         default=5.0, gt=0, le=600, description="CPU seconds one answer may cost the math grader before it is killed."
+    )
+    code_sandbox: Literal["auto", "bubblewrap", "landlock", "off"] = Field(
+        default="auto", description="What holds the programs of the code reward; auto takes the first that holds here."
+    )
+    code_workers: int = Field(default=2, ge=1, le=256, description="Programs of the code reward run at the same time.")
+    code_cpu_s: float = Field(
+        default=5.0,
+        ge=1,
+        le=600,
+        description="CPU seconds a program may use for one test; six times that by the clock.",
+    )
+    code_memory_mb: int = Field(default=512, ge=64, le=65536, description="Address space of a program, in MiB.")
+    code_score: Literal["share", "all"] = Field(
+        default="share", description="share: the part of its tests a program passes; all: 1 for all of them, else 0."
     )
     drain_s: float = Field(
         default=10.0,

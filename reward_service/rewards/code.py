@@ -1,0 +1,50 @@
+"""The share of its tests that a program passes (or 1 for all of them, else 0), run in a sandbox.
+
+Parts: ``passed`` and ``tests`` are counts, ``has_code`` says whether the completion holds a program, and
+``failed_<reason>`` is 1 for the reason of the first failure (`reward_service.sandbox.grade.Reason`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from reward_service.rewards.verdict import Verdict
+from reward_service.sandbox import answers
+from reward_service.sandbox.grade import Graded, Reason
+from reward_service.sandbox.tests_of_row import Tests, read
+
+NAME = "code"
+
+Grade = Callable[[str, Tests], Awaitable[Graded]]
+
+
+async def judge(
+    completions: tuple[str, ...], truth: Any, extra: Any, grade: Grade, *, all_or_nothing: bool
+) -> list[Verdict]:
+    """Run every completion's program against the row's tests; the same program is run once.
+
+    Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when a sandbox broke.
+    """
+    tests = read(truth, extra)
+    programs = [answers.program(completion) for completion in completions]
+    known: dict[str, Graded] = {}
+    for program in programs:
+        if program is not None and program not in known:
+            known[program] = await grade(program, tests)
+    return [
+        _verdict(known[program], all_or_nothing=all_or_nothing) if program is not None else _without()
+        for program in programs
+    ]
+
+
+def _without() -> Verdict:
+    return Verdict(0.0, {"has_code": 0.0, f"failed_{Reason.NO_PROGRAM}": 1.0})
+
+
+def _verdict(graded: Graded, *, all_or_nothing: bool) -> Verdict:
+    share = graded.passed / graded.total
+    parts = {"passed": float(graded.passed), "tests": float(graded.total), "has_code": 1.0}
+    if graded.reason is not None:
+        parts[f"failed_{graded.reason}"] = 1.0
+    return Verdict(float(share == 1.0) if all_or_nothing else share, parts)

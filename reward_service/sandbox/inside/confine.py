@@ -1,0 +1,147 @@
+"""Giving up, for good, everything a program must not have. The order matters: each step needs what a later one takes.
+
+1. A session of its own, and no descriptors but its pipes.
+2. Limits: CPU time, address space, files, processes, no core dumps.
+3. Another user, when started by root, and no capabilities.
+4. Landlock (unless bubblewrap built a file system of its own), then the filter over system calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import os
+import resource
+import signal
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reward_service.sandbox.inside import landlock, seccomp
+
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_KEEPCAPS, _SET_NO_NEW_PRIVS = 1, 4, 8, 38
+_CAP_DAC_READ_SEARCH = 2
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_CAPABILITIES_V3 = 0x20080522
+_OPEN_FILES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use; the service enforces wall time and output itself."""
+
+    cpu_s: float
+    memory_bytes: int
+    tasks: int  # threads; there are no other processes
+
+
+class Cage:
+    """Everything that can be prepared once for all programs of a zygote."""
+
+    def __init__(self, *, readable: Sequence[str], uid: int | None, landlocked: bool) -> None:
+        """``uid`` is the user to become, None to stay. Raises OSError where the kernel lacks something."""
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._machine = seccomp.machine()
+        self._uid = uid
+        paths = [path for path in readable if not _is_device(path)]
+        devices = [path for path in readable if path == "/dev/null"]
+        others = [path for path in readable if _is_device(path) and path not in devices]
+        self._rules = landlock.ruleset(self._libc, [*paths, *others], devices) if landlocked else -1
+        # A folder on the way to the interpreter may be closed to other users (/root). Landlock still confines reads.
+        self._reads_past_modes = landlocked and not all(_open_to_others(path) for path in paths)
+
+    def enter(self, limits: Limits, pipes: Sequence[int]) -> None:
+        """Confine this process to ``pipes``, which become descriptors 0, 1, 2, ...; raises OSError."""
+        os.setsid()
+        self._keep_only(pipes)
+        _limit(limits, own_user=self._uid is not None)
+        if self._uid is not None:
+            self._become(self._uid)
+        self._prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        self._prctl(_SET_DUMPABLE, 0)
+        self._prctl(_SET_NO_NEW_PRIVS, 1)
+        os.chdir("/")
+        if self._rules >= 0:
+            landlock.restrict(self._libc, self._rules)
+            os.close(self._rules)
+        seccomp.apply(self._libc, self._machine)
+
+    def _keep_only(self, pipes: Sequence[int]) -> None:
+        rules = self._rules
+        wanted = [*pipes, rules] if rules >= 0 else list(pipes)
+        out_of_the_way = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OPEN_FILES) for fd in wanted]
+        for place, fd in enumerate(out_of_the_way):
+            os.dup2(fd, place)
+        os.closerange(len(wanted), _highest_descriptor())
+        self._rules = len(wanted) - 1 if rules >= 0 else -1
+
+    def _become(self, uid: int) -> None:
+        if self._reads_past_modes:
+            self._prctl(_SET_KEEPCAPS, 1)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        kept = 1 << _CAP_DAC_READ_SEARCH if self._reads_past_modes else 0
+        header = struct.pack("=Ii", _CAPABILITIES_V3, 0)
+        if self._libc.syscall(_CAPSET[self._machine], header, struct.pack("=6I", kept, kept, 0, 0, 0, 0)):
+            raise OSError(ctypes.get_errno(), "capset")
+
+    def _prctl(self, option: int, value: int) -> None:
+        if self._libc.prctl(option, value, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def _limit(limits: Limits, *, own_user: bool) -> None:
+    seconds = max(1, math.ceil(limits.cpu_s))
+    neighbours = 0 if own_user else _tasks_of_this_user()  # the kernel counts by user
+    hard = {
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_AS: (limits.memory_bytes, limits.memory_bytes),
+        resource.RLIMIT_FSIZE: (0, 0),
+        resource.RLIMIT_NOFILE: (_OPEN_FILES, _OPEN_FILES),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_SIGPENDING: (64, 64),
+        resource.RLIMIT_NPROC: (neighbours + limits.tasks, neighbours + limits.tasks),
+    }
+    for which, (soft, most) in hard.items():
+        allowed = resource.getrlimit(which)[1]
+        if allowed != resource.RLIM_INFINITY:
+            soft, most = min(soft, allowed), min(most, allowed)
+        resource.setrlimit(which, (soft, most))
+
+
+def _tasks_of_this_user() -> int:
+    """Count the threads of this user that /proc shows; none where there is no /proc (a user namespace counts alone)."""
+    own, count = os.getuid(), 0
+    try:
+        pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 no pathlib in here
+    except OSError:
+        return 0
+    for pid in pids:
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == own:  # noqa: PTH116
+                count += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
+        except OSError:
+            continue  # it has just ended
+    return count
+
+
+def _is_device(path: str) -> bool:
+    return path.startswith("/dev/")
+
+
+def _open_to_others(path: str) -> bool:
+    """Say whether any user may pass all folders on the way to a path."""
+    while path != "/":
+        path = os.path.dirname(path)  # noqa: PTH120
+        if not os.stat(path).st_mode & 0o001:  # noqa: PTH116
+            return False
+    return True
+
+
+def _highest_descriptor() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(soft, 1 << 20)

@@ -1,0 +1,133 @@
+"""The program's side of a sandbox. Whatever this module says may be the program speaking: nobody believes it.
+
+Descriptors: 0 to 2 the standard ones, 3 the job (JSON), 4 answers, 5 calls. Modes:
+
+- ``stdin``: run the program as ``__main__``; its output is the answer.
+- ``function``: define the program, call one function with JSON arguments, write the JSON result to 4.
+- ``serve``: define the program, then answer the calls of a test process, one JSON text a line (`values`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import traceback
+import types
+from typing import Any
+
+from reward_service.sandbox.inside import values
+
+JOB, ANSWERS, CALLS = 3, 4, 5
+FILE = "program.py"
+
+
+def run(mode: str) -> int:
+    """Run the job that comes over descriptor 3; returns the exit code."""
+    code = 0
+    try:
+        with os.fdopen(JOB, "rb") as pipe:
+            job = json.load(pipe)
+        {"stdin": _stdin, "function": _function, "serve": _serve}[mode](job)
+    except SystemExit as end:
+        code = _exit_code(end.code)
+    except BaseException:  # it is reported, by its traceback
+        code = 1
+        _report()
+    return _finish(code)
+
+
+def _define(job: dict[str, Any], name: str) -> dict[str, Any]:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(job["program"], FILE, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 that is its purpose
+    return module.__dict__
+
+
+def _stdin(job: dict[str, Any]) -> None:
+    _define(job, "__main__")
+
+
+def _function(job: dict[str, Any]) -> None:
+    names = _define(job, "program")
+    found = _find(names, job["function"])
+    result = json.dumps(found(*job["arguments"]))
+    _write(ANSWERS, result.encode())
+
+
+def _find(names: dict[str, Any], function: str) -> Any:
+    """Return the function, or the method of that name of the class ``Solution``."""
+    if function in names:
+        return names[function]
+    if "Solution" not in names:
+        raise NameError(f"the program defines no {function}")
+    return getattr(names["Solution"](), function)
+
+
+def _serve(job: dict[str, Any]) -> None:
+    names = _define(job, "program")
+    handles: dict[int, Any] = {}
+    with os.fdopen(CALLS, "rb") as calls:
+        for line in calls:
+            call = json.loads(line)
+            _write(ANSWERS, json.dumps(_answer(call, names, handles)).encode() + b"\n")
+
+
+def _answer(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> dict[str, Any]:
+    def keep(thing: Any) -> int:
+        handles[len(handles)] = thing
+        return len(handles) - 1
+
+    try:
+        target = _target(call, names, handles)
+        if "arguments" not in call:
+            return {"value": values.encode(target, keep)}
+        arguments = values.decode(call["arguments"], handles.__getitem__)
+        named = values.decode(call["named"], handles.__getitem__)
+        result = target(*arguments, **named)
+        changed = [values.encode(argument, keep) for argument in arguments]
+        return {"value": values.encode(result, keep), "changed": changed}
+    except BaseException as err:
+        return {"raised": type(err).__name__, "text": str(err)[:1000]}
+
+
+def _target(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> Any:
+    if "name" in call:
+        return _find(names, call["name"])
+    target = handles[call["handle"]]
+    return getattr(target, call["attribute"]) if call.get("attribute") else target
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _report() -> None:
+    try:
+        traceback.print_exc()
+    except BaseException:
+        os.write(2, b"the program raised, and its error cannot be printed\n")
+
+
+def _finish(code: int) -> int:
+    """Do what the interpreter does at its end, but for taking itself apart."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        return code or 1
+    return code

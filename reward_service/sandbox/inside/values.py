@@ -1,0 +1,104 @@
+"""Python values as JSON that keeps their types: what a test process and a program say to one another.
+
+Lists, texts, numbers of moderate size, True, False and None stand for themselves; everything else is ``{"~": kind, "v": ...}``.
+What has no such form (an object of the program's own class) stays where it is and travels as a handle. Only plain values
+come out of `decode`: no class of the program's, and so none of its methods, reaches the other side.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+_PLAIN_BITS = 1024
+_MAX_DRAWN = 100_000  # items taken from an iterator
+
+
+def encode(value: Any, keep: Callable[[Any], int]) -> Any:
+    """Return a value's JSON form; ``keep`` gives the number of a handle for what has none, or raises."""
+    if value is None or value is True or value is False:
+        return value
+    for kinds, form in _FORMS:
+        if isinstance(value, kinds):
+            return form(value, keep)
+    return {"~": "handle", "v": keep(value)}
+
+
+def decode(form: Any, handle: Callable[[int], Any]) -> Any:
+    """Return the value of a JSON form; raises ValueError, KeyError or TypeError for what `encode` never makes."""
+    if isinstance(form, list):
+        return [decode(item, handle) for item in form]
+    if not isinstance(form, dict):
+        return form
+    kind, content = form["~"], form["v"]
+    if kind == "handle":
+        return handle(int(content))
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](decode(item, handle) for item in content)
+    if kind == "dict":
+        return {decode(key, handle): decode(item, handle) for key, item in content}
+    return _SCALARS[kind](content)
+
+
+def _items(kind: str) -> Callable[[Any, Callable[[Any], int]], Any]:
+    def form(value: Any, keep: Callable[[Any], int]) -> Any:
+        items = [encode(item, keep) for item in value]
+        return items if kind == "list" else {"~": kind, "v": items}
+
+    return form
+
+
+def _int(value: int, _: Callable[[Any], int]) -> Any:
+    plain = int.__index__(value)
+    return plain if plain.bit_length() < _PLAIN_BITS else {"~": "int", "v": hex(plain)}
+
+
+def _float(value: float, _: Callable[[Any], int]) -> Any:
+    plain = float.__float__(value)
+    return plain if math.isfinite(plain) else {"~": "float", "v": repr(plain)}
+
+
+def _dict(value: dict[Any, Any], keep: Callable[[Any], int]) -> Any:
+    return {"~": "dict", "v": [[encode(key, keep), encode(item, keep)] for key, item in dict.items(value)]}
+
+
+def _iterator(value: Iterator[Any], keep: Callable[[Any], int]) -> Any:
+    return {"~": "iterator", "v": [encode(item, keep) for item in itertools.islice(value, _MAX_DRAWN)]}
+
+
+_FORMS: list[tuple[Any, Callable[[Any, Callable[[Any], int]], Any]]] = [
+    (int, _int),
+    (float, _float),
+    (str, lambda value, _: str.__str__(value)),
+    (list, _items("list")),
+    (tuple, _items("tuple")),
+    (dict, _dict),
+    (frozenset, _items("frozenset")),
+    ((set, type({}.keys())), _items("set")),
+    ((bytes, bytearray), lambda value, _: {"~": "bytes", "v": bytes(value).hex()}),
+    (complex, lambda value, _: {"~": "complex", "v": [value.real, value.imag]}),
+    (Fraction, lambda value, _: {"~": "fraction", "v": [hex(value.numerator), hex(value.denominator)]}),
+    (Decimal, lambda value, _: {"~": "decimal", "v": str(value)}),
+    (range, lambda value, _: {"~": "range", "v": [hex(value.start), hex(value.stop), hex(value.step)]}),
+    (type({}.values()), _items("list")),
+    (Iterator, _iterator),
+]
+_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "iterator": lambda items: iter(list(items)),
+}
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": bytes.fromhex,
+    "complex": lambda parts: complex(*parts),
+    "fraction": lambda parts: Fraction(int(parts[0], 16), int(parts[1], 16)),
+    "decimal": Decimal,
+    "range": lambda parts: range(*(int(part, 16) for part in parts)),
+}

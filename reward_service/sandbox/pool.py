@@ -1,0 +1,77 @@
+"""The places where programs are run: a bounded number at a time, each killable, none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from reward_service.errors import SandboxFailed
+from reward_service.sandbox.grade import Graded, Slot, grade
+from reward_service.sandbox.launch import Launch
+from reward_service.sandbox.tests_of_row import Tests
+from reward_service.sandbox.zygote import Limits, Zygote
+
+log = structlog.get_logger("reward_service.sandbox")
+
+_TRIES = 2
+
+
+class SandboxPool:
+    """Grades ``num_slots`` programs at a time. Zygotes start with the first program of their slot. Close it."""
+
+    def __init__(self, launch: Launch, num_slots: int, limits: Limits, *, stop_early: bool = False) -> None:
+        """``stop_early`` ends a program's tests with the first failure, where only a full pass counts."""
+        self._limits = limits
+        self._stop_early = stop_early
+        self._slots = [Slot(Zygote(launch, 2 * n), Zygote(launch, 2 * n + 1)) for n in range(num_slots)]
+        self._idle: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
+        for slot in self._slots:
+            self._idle.put_nowait(slot)
+        # A zygote dies with the thread that started it, so the threads live as long as the pool.
+        self._threads = ThreadPoolExecutor(num_slots, thread_name_prefix="sandbox")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the zygotes that run."""
+        zygotes = [zygote for slot in self._slots for zygote in (slot.programs, slot.tests)]
+        return [zygote.pid for zygote in zygotes if zygote.pid]
+
+    async def grade(self, program: str, tests: Tests) -> Graded:
+        """Run a program against its tests; raises SandboxFailed (after a second try) or BadGroundTruth."""
+        slot = await self._idle.get()
+        try:
+            for tried in range(1, _TRIES + 1):
+                try:
+                    return await self._in_thread(slot, program, tests)
+                except SandboxFailed as err:
+                    log.warning("sandbox failed", error=str(err), tried=tried)
+                    slot.kill()
+                    if tried == _TRIES:
+                        raise
+            raise AssertionError("unreachable")
+        finally:
+            self._idle.put_nowait(slot)
+
+    async def _in_thread(self, slot: Slot, program: str, tests: Tests) -> Graded:
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(
+            self._threads, lambda: grade(slot, program, tests, self._limits, stop_early=self._stop_early)
+        )
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            slot.stop()
+            await asyncio.wait([running])  # ends soon: its zygotes are dead
+            running.exception()  # nobody else asks
+            slot.stopped.clear()
+            raise
+
+    async def close(self) -> None:
+        """End all zygotes and threads."""
+        for slot in self._slots:
+            slot.stop()
+        await asyncio.to_thread(self._threads.shutdown)
+        for slot in self._slots:
+            slot.kill()
