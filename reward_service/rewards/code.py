@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from reward_service.rewards.verdict import Verdict
-from reward_service.sandbox import answers
+from reward_service.sandbox import answers, tests_of_row
 from reward_service.sandbox.grade import Graded, Reason
-from reward_service.sandbox.tests_of_row import Tests, read
+from reward_service.sandbox.tests_of_row import Tests
 
 NAME = "code"
 
@@ -26,7 +26,7 @@ async def judge(
 
     Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when a sandbox broke.
     """
-    tests = read(truth, extra)
+    tests = tests_of_row.read(truth, extra)
     programs = [answers.program(completion) for completion in completions]
     known: dict[str, Graded] = {}
     for program in programs:

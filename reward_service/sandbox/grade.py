@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from reward_service.errors import BadGroundTruth, SandboxFailed
 from reward_service.sandbox import answers
-from reward_service.sandbox.tests_of_row import FunctionTests, StdinTests, TestCode, Tests
+from reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
 from reward_service.sandbox.zygote import Killed, Limits, Run, Watch, Zygote, was_out_of_cpu
 
 
@@ -72,7 +72,7 @@ class Slot:
 
 def grade(slot: Slot, program: str, tests: Tests, limits: Limits, *, stop_early: bool) -> Graded:
     """Run all tests, or with ``stop_early`` up to the first failure. Raises SandboxFailed, BadGroundTruth."""
-    if isinstance(tests, TestCode):
+    if isinstance(tests, Assertions):
         return _by_test_code(slot, program, tests, limits)
     passed, total, first, detail = 0, _count(tests), None, ""
     for place in range(total):
@@ -127,8 +127,10 @@ def failure(run: Run, limits: Limits) -> Reason | None:
     """Say how a program failed by itself, None when it came to a good end; raises SandboxFailed."""
     if run.killed is Killed.OUTPUT:
         return Reason.OUTPUT
-    if run.killed is Killed.WALL_TIME:
-        return Reason.WALL_TIME
+    if (
+        run.killed is Killed.WALL_TIME
+    ):  # the kernel's own kill comes a second of CPU time later, on a busy machine too late
+        return Reason.CPU_TIME if run.cpu_s >= limits.cpu_s else Reason.WALL_TIME
     if was_out_of_cpu(run, limits):
         return Reason.CPU_TIME
     if run.signal == signal.SIGKILL:  # a program cannot send it, not even to itself
@@ -152,7 +154,7 @@ def _last_line(run: Run) -> str:
     return lines[-1][:300] if lines else ""
 
 
-def _by_test_code(slot: Slot, program: str, tests: TestCode, limits: Limits) -> Graded:
+def _by_test_code(slot: Slot, program: str, tests: Assertions, limits: Limits) -> Graded:
     to_program, to_tests = os.pipe(), os.pipe()
     job = {"tests": tests.pieces, "setup": tests.setup, "entry_points": tests.entry_points}
     with Watch(limits) as watch:
@@ -169,7 +171,7 @@ def _by_test_code(slot: Slot, program: str, tests: TestCode, limits: Limits) -> 
     return _verdict(served, tested, tests, limits)
 
 
-def _verdict(served: Run, tested: Run, tests: TestCode, limits: Limits) -> Graded:
+def _verdict(served: Run, tested: Run, tests: Assertions, limits: Limits) -> Graded:
     said = [json.loads(line) for line in tested.answer.split(b"\n")[:-1]]
     broken = next((message["broken"] for message in said if "broken" in message), None)
     if broken is not None:

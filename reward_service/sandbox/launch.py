@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from reward_service.errors import SandboxFailed
+
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _INSIDE = Path("reward_service/sandbox/inside")
 _ROOT_INSIDE_BUBBLE = "/penstock"
@@ -39,7 +41,7 @@ class Launch:
     def command(self, descriptor: int, slot: int) -> list[str]:
         """Return the command of a zygote that serves the inherited socket ``descriptor``.
 
-        Started by root, each slot has a user id of its own, so that the kernel's count of its threads is exact.
+        Raises SandboxFailed where a program that it needs is not installed. Started by root, each slot has a user id of its own, so that the kernel's count of its threads is exact.
         """
         uid = None
         if os.geteuid() == 0:
@@ -66,7 +68,9 @@ def interpreter() -> str:
 
 def _bubble(*, as_root: bool) -> list[str]:
     """Return bubblewrap's part: namespaces of its own, and a read-only root that holds what may be read."""
-    program = shutil.which("bwrap") or "bwrap"
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxFailed("bubblewrap is not installed (apt install bubblewrap)")
     if as_root:  # no user namespace: the zygote needs capabilities to become another user, and to end what it became
         own = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         own += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]

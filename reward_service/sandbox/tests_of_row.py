@@ -43,7 +43,7 @@ class FunctionTests:
 
 
 @dataclass(frozen=True, slots=True)
-class TestCode:
+class Assertions:
     """Python code that calls the program and asserts; ``entry_points`` are the program's names it uses."""
 
     pieces: tuple[str, ...]
@@ -51,7 +51,7 @@ class TestCode:
     entry_points: tuple[str, ...] = ()
 
 
-Tests = StdinTests | FunctionTests | TestCode
+Tests = StdinTests | FunctionTests | Assertions
 
 
 def read(truth: Any, extra: Any) -> Tests:
@@ -65,7 +65,7 @@ def read(truth: Any, extra: Any) -> Tests:
         pieces = (code,) if isinstance(code, str) else tuple(code)
         setup = "\n".join(_text(fields.get(name)) for name in _SETUPS if fields.get(name))
         named = fields.get("entry_point") or ()
-        return TestCode(_texts(pieces), setup, (named,) if isinstance(named, str) else tuple(named))
+        return Assertions(_texts(pieces), setup, (named,) if isinstance(named, str) else tuple(named))
     inputs, outputs = fields.get("inputs"), fields.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise BadGroundTruth(

@@ -44,11 +44,12 @@ class Limits:
     output_bytes: int = 4 * 1024**2
     tasks: int = 32
     wall_factor: float = 6.0  # wall seconds granted for each CPU second; the machine may be busy
+    wall_min_s: float = 2.0
 
     @property
     def wall_s(self) -> float:
         """Seconds by the clock after which a program is killed."""
-        return max(2.0, self.wall_factor * self.cpu_s)
+        return max(self.wall_min_s, self.wall_factor * self.cpu_s)
 
 
 @dataclass(slots=True)
