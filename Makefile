@@ -7,7 +7,7 @@ SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-patches fuzz-patches
+.PHONY: bench-patches fuzz-patches bench-sandbox
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
@@ -35,6 +35,9 @@ check: $(STAMP)  ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+bench-sandbox: $(STAMP)  ## programs a second per core in each sandbox, beside a bare subprocess
+	$(BIN)/python -m benchmarks.sandbox
 
 bench-quickstart: $(STAMP)  ## the quickstart for seeds 0, 1, 2: learning, wall and CPU seconds
 	$(BIN)/python benchmarks/quickstart.py

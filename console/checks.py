@@ -38,6 +38,7 @@ _EXTRAS = {  # what each part of the project needs beyond the core, by the name 
 _PROGRAMS = {"nats-server": "nats-server", "rclone": "the local S3 server"}
 _PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
 _PROBE_S = 10.0  # a program that needs longer to say its version is itself a finding
+_SANDBOX_S = 60.0  # it starts up to two interpreters
 _REACH_S = 3.0  # the same for a server
 
 
@@ -58,6 +59,7 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield installed(extra, packages)
     for program, purpose in _PROGRAMS.items():
         yield runnable(program, purpose)
+    yield sandbox()
     yield gpu()
     yield from memory()
     yield disk(folder)
@@ -117,6 +119,18 @@ def runnable(program: str, purpose: str) -> Finding:
     except (OSError, subprocess.SubprocessError) as err:
         return Finding(program, "fail", f"{path} does not run: {err}", f"{fix} --force-reinstall")
     return Finding(program, "ok", f"{(answer.stdout or answer.stderr).splitlines()[0]} at {path}")
+
+
+def sandbox() -> Finding:
+    """Ask the reward service what would hold the programs of the code reward here; it finds out by attacking itself."""
+    command = [sys.executable, "-m", "reward_service", "sandbox"]
+    fix = "only code rewards need it: apt install bubblewrap, or a kernel with Landlock (5.13)"
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=False)
+    except (OSError, subprocess.SubprocessError) as err:
+        return Finding("sandbox", "warn", f"the probe did not come to an end: {err}", fix)
+    said = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe said nothing"]
+    return Finding("sandbox", "warn" if answer.returncode else "ok", said[-1][:500], fix if answer.returncode else "")
 
 
 def gpu() -> Finding:

@@ -93,7 +93,7 @@ class RewardServiceSection(Section):
         le=600,
         description="CPU seconds a program may use for one test; six times that by the clock.",
     )
-    code_memory_mb: int = Field(default=512, ge=64, le=65536, description="Address space of a program, in MiB.")
+    code_memory_mb: int = Field(default=1024, ge=64, le=65536, description="Address space of a program, in MiB.")
     code_score: Literal["share", "all"] = Field(
         default="share", description="share: the part of its tests a program passes; all: 1 for all of them, else 0."
     )

@@ -22,7 +22,14 @@ _START = (
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _FIRST_UID, _NUM_UIDS = 60578, 600  # by the systemd table of user ids, nobody's
-ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "HOME": "/"}
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",
+    "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MiB of the address space
+}
 
 
 class Kind(enum.StrEnum):

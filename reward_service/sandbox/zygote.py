@@ -40,7 +40,7 @@ class Limits:
     """What one program may use for one test."""
 
     cpu_s: float = 5.0
-    memory_bytes: int = 512 * 1024**2
+    memory_bytes: int = 1024**3
     output_bytes: int = 4 * 1024**2
     tasks: int = 32
     wall_factor: float = 6.0  # wall seconds granted for each CPU second; the machine may be busy

@@ -95,6 +95,14 @@ def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch:
     assert checks.runnable("broken-server", "nothing").level == "fail"
 
 
+def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Doctor says what holds programs on this machine, found out by attack; without a Python to ask it warns."""
+    found = checks.sandbox()
+    assert (found.level, "programs are run in" in found.detail) == ("ok", True), found
+    monkeypatch.setattr("console.checks.sys.executable", "/nonexistent")
+    assert checks.sandbox().level == "warn"
+
+
 def test_a_broken_driver_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """nvidia-smi that fails means a GPU that will not work."""
     program = tmp_path / "nvidia-smi"

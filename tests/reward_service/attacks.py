@@ -48,7 +48,7 @@ READING = {
     "passwd": "open('/etc/passwd').read()",
     "shadow": "open('/etc/shadow').read()",
     "list_folder_of_the_service": "os.listdir(W['home'])",
-    "list_tmp": "os.listdir('/tmp')",
+    "list_tmp": "assert any(name.startswith('penstock-world') for name in os.listdir('/tmp'))",
     "list_home": "os.listdir('/home')",
     "list_canary_folder": "os.listdir(W['folder'])",
     "proc_self_environ": "open('/proc/self/environ').read()",
@@ -264,7 +264,7 @@ EXCESSES: dict[str, tuple[str, set[Reason]]] = {
         {WRONG},
     ),
     "environment": (
-        "if set(os.environ) - {'PATH', 'LANG', 'PYTHONUTF8', 'PYTHONHASHSEED', 'HOME', 'PWD', 'LC_CTYPE'}: "
+        "if set(os.environ) - {'PATH', 'LANG', 'PYTHONUTF8', 'PYTHONHASHSEED', 'HOME', 'MALLOC_ARENA_MAX', 'PWD', 'LC_CTYPE'}: "
         "print('ESCAPED', dict(os.environ))",
         {WRONG},
     ),

@@ -219,6 +219,25 @@ async def test_helpers_of_the_tests_cannot_be_given_by_the_program(pool: Sandbox
     assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
 
 
+async def test_honest_programs_use_what_they_use(pool: SandboxPool) -> None:
+    """Threads with large stacks, asyncio, time zones, deep recursion and generous imports work in the sandbox."""
+    programs = (
+        "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(64 << 20)\n"
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+        "t = threading.Thread(target=lambda: print(f(5000) - 4998))\nt.start(); t.join()",
+        "import asyncio\nasync def main():\n    await asyncio.sleep(0.001)\n    print(2)\nasyncio.run(main())",
+        "import threading\ndone = []\nts = [threading.Thread(target=done.append, args=(i,)) for i in range(12)]\n"
+        "[t.start() for t in ts]; [t.join() for t in ts]\nprint(len(done) // 6)",
+        "import zoneinfo, sqlite3, csv, bisect, ssl, hashlib, ctypes\n"
+        "sqlite3.connect(':memory:').execute('create table t (x)')\nprint(2)",
+        "import sys\nfor line in sys.stdin: print(2 * int(line))",
+        "print(2)\nimport sys\nsys.exit()",
+        "import os\nwith open(os.devnull, 'w') as f: print('x', file=f)\nprint(len(os.urandom(2)))",
+    )
+    for program in programs:
+        assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
+
+
 async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> None:
     """A SIGKILL from outside (the memory of the machine ran out) is never a 0, and the next program is graded."""
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))

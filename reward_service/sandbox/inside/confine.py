@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import math
@@ -48,6 +49,7 @@ class Cage:
         devices = [path for path in readable if path == "/dev/null"]
         others = [path for path in readable if _is_device(path) and path not in devices]
         self._rules = landlock.ruleset(self._libc, [*paths, *others], devices) if landlocked else -1
+        self._unseen = 0 if uid is not None else _unseen_tasks()
         # A folder on the way to the interpreter may be closed to other users (/root). Landlock still confines reads.
         self._reads_past_modes = landlocked and not all(_open_to_others(path) for path in paths)
 
@@ -55,7 +57,8 @@ class Cage:
         """Confine this process to ``pipes``, which become descriptors 0, 1, 2, ...; raises OSError."""
         os.setsid()
         self._keep_only(pipes)
-        _limit(limits, own_user=self._uid is not None)
+        # the kernel counts tasks by user: one of its own has no others
+        _limit(limits, others=0 if self._uid is not None else _visible_tasks() + self._unseen)
         if self._uid is not None:
             self._become(self._uid)
         self._prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -92,9 +95,8 @@ class Cage:
             raise OSError(ctypes.get_errno(), f"prctl {option}")
 
 
-def _limit(limits: Limits, *, own_user: bool) -> None:
+def _limit(limits: Limits, *, others: int) -> None:
     seconds = max(1, math.ceil(limits.cpu_s))
-    neighbours = 0 if own_user else _tasks_of_this_user()  # the kernel counts by user
     hard = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_AS: (limits.memory_bytes, limits.memory_bytes),
@@ -104,7 +106,7 @@ def _limit(limits: Limits, *, own_user: bool) -> None:
         resource.RLIMIT_MEMLOCK: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
         resource.RLIMIT_SIGPENDING: (64, 64),
-        resource.RLIMIT_NPROC: (neighbours + limits.tasks, neighbours + limits.tasks),
+        resource.RLIMIT_NPROC: (others + limits.tasks, others + limits.tasks),
     }
     for which, (soft, most) in hard.items():
         allowed = resource.getrlimit(which)[1]
@@ -113,8 +115,32 @@ def _limit(limits: Limits, *, own_user: bool) -> None:
         resource.setrlimit(which, (soft, most))
 
 
-def _tasks_of_this_user() -> int:
-    """Count the threads of this user that /proc shows; none where there is no /proc (a user namespace counts alone)."""
+def _unseen_tasks() -> int:
+    """Return at least how many tasks of this user /proc does not show: those of other containers count as well.
+
+    Found by trying, with limits that grow until a fork is let through.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    try:
+        for more in (0, 64, 256, 1024, 4096, 16384):
+            allowed = _visible_tasks() + more + 1
+            if hard != resource.RLIM_INFINITY and allowed > hard:
+                break
+            resource.setrlimit(resource.RLIMIT_NPROC, (allowed, hard))
+            with contextlib.suppress(BlockingIOError):
+                if (pid := os.fork()) == 0:
+                    os._exit(0)
+                os.waitpid(pid, 0)
+                return more
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+    raise OSError(
+        "this user has so many tasks that no limit for a program can be set; run the service as a user of its own"
+    )
+
+
+def _visible_tasks() -> int:
+    """Count the threads of this user that /proc shows; none where there is no /proc."""
     own, count = os.getuid(), 0
     try:
         pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 no pathlib in here
