@@ -86,7 +86,7 @@ class World:
             "content": self.file.read_text(),
             "file": (status.st_mode, status.st_uid, status.st_mtime, status.st_nlink),
             "folder": sorted(path.name for path in self.folder.iterdir()),
-            "strays": [str(path) for place in PLACES for path in Path(place).glob("penstock-attack*")],
+            "strays": [str(path) for place in PLACES for path in Path(place).glob("attack-of-penstock*")],
             "victim": (self.victim.poll(), state[0] in "TtZ", state[16]),
             "processes": _processes_of(self.uid) if os.geteuid() == 0 else [],
         }
