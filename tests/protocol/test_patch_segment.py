@@ -175,6 +175,18 @@ def test_an_array_with_holes_is_not_written_to_a_copy():
         bucket_diff.as_bytes(np.zeros((4, 4), np.uint16)[:, ::2])
 
 
+@pytest.mark.parametrize("offset", [1, 3])
+def test_buffers_may_begin_at_any_address(offset: int):
+    """A bucket in the middle of a file is diffed and patched where it lies, and its neighbours stay as they are."""
+    old, new = draw_pair(2, 5001, 2, 0.01)
+    one, two = np.full(old.size + 8, 7, np.uint8), np.full(old.size + 8, 7, np.uint8)
+    place = slice(offset, offset + old.size)
+    one[place], two[place] = old, new
+    segment = patch_segment.encode(memoryview(one)[place], memoryview(two)[place], 2)
+    patch_segment.apply(patch_segment.parse(segment, num_words=5001, word_bytes=2), memoryview(one)[place])
+    assert np.array_equal(one, two)
+
+
 def test_buffers_of_different_sizes_are_no_patch():
     """A patch needs the same layout on both sides, in whole words."""
     with pytest.raises(ValueError, match="same layout"):
