@@ -1,6 +1,6 @@
 """``penstock quickstart``: a language model learns, through every service, while you watch.
 
-    python -m deploy.quickstart [--seed 0] [--steps 150] [--workers 2] [--json] [--no-kill]
+    python -m deploy.quickstart [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
 
 1. Makes a tiny model and its data on the spot (`deploy/quickstart_task.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
@@ -28,6 +28,7 @@ from console import launch, report
 from console.panel import LivePanel
 from console.run_summary import RunSummary
 from deploy import quickstart_task as task
+from deploy import sglang_cpu
 from deploy.child import Child, DeployError
 from deploy.local import end_on_signals
 from deploy.ring import TRAINER, Ring, worker_name
@@ -107,6 +108,7 @@ class Options:
     folder: Path  # runs/<id>
     as_json: bool
     kill: bool
+    engine: str  # "embedded" | "sglang"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,8 +184,16 @@ def _make(options: Options, say: _Voice) -> Path:
             sft_steps=SFT_STEPS,
             sft_batch=SFT_BATCH,
         )
+        + _engine_sections(options.engine)
     )
     return run_file
+
+
+def _engine_sections(engine: str) -> str:
+    """Return what the run file says about the engine; raises ConfigError when there is no SGLang to be started."""
+    if engine == "embedded":
+        return ""
+    return f'\n[worker]\nengine = "{engine}"\n\n{sglang_cpu.section_toml()}'
 
 
 def _warm_up(options: Options, run_file: Path, say: _Voice, asked_to_end: threading.Event) -> bool:
@@ -277,12 +287,22 @@ def _options(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument("--seed", type=int, default=0, help="of model, data and sampling (default: 0)")
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
-    parser.add_argument("--workers", type=int, default=2, help="rollout workers (default: 2)")
+    parser.add_argument(
+        "--workers", type=int, help="rollout workers (default: 2; 1 with SGLang, which needs more memory)"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("embedded", "sglang"),
+        default="embedded",
+        help="sglang: a real SGLang server, slowly, on the CPU; needs `make sglang-env` first",
+    )
     parser.add_argument("--run", default="quickstart", help="run id; a number is added when it is taken")
     parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder for runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="nothing but one JSON object, as the last line of stdout")
     parser.add_argument("--no-kill", action="store_true", help="leave the workers alone")
     given = parser.parse_args(arguments)
+    if given.workers is None:
+        given.workers = 2 if given.engine == "embedded" else 1
     if given.seed < 0 or given.steps < 2 or given.workers < 1:
         parser.error("--seed must be 0 or more, --steps 2 or more, --workers 1 or more")
     run_id = _free_run_id(given.dir, given.run)
@@ -294,6 +314,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         folder=(given.dir / run_id).absolute(),
         as_json=given.json,
         kill=not given.no_kill and given.workers > 1,
+        engine=given.engine,
     )
 
 

@@ -200,6 +200,29 @@ ABSENT: dict[str, str] = {
 }
 
 
+_INEXACT = (
+    "tokens would come from another distribution than the one whose log-probabilities the engine reports and the "
+    "trainer computes, so that their ratio means nothing; leave it out: rollout.temperature is what both sides know"
+)
+
+# What other systems offer, and would be wrong here.
+REFUSED: dict[str, str] = {
+    f"rollout.{name}": _INEXACT
+    for name in (
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "logit_bias",
+        "sampling_params",
+    )
+}
+
+
 def advice(dotted: str) -> str | None:
     """Return what to write instead of another project's key, or None for a key nobody knows."""
     if dotted in RENAMED:

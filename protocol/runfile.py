@@ -32,7 +32,7 @@ from protocol.config_sources import (
     split_arguments,
 )
 from protocol.errors import ConfigError
-from protocol.foreign_keys import advice
+from protocol.foreign_keys import REFUSED, advice
 
 __all__ = [
     "SECTIONS",
@@ -236,6 +236,8 @@ def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, An
 def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _UnknownKeyError:
     spelt = tuple(part.replace("-", "_") for part in path)
     dotted = ".".join(spelt)
+    if dotted in REFUSED:
+        return _UnknownKeyError(spelt, f"{dotted} is refused: {REFUSED[dotted]}")
     instead = advice(dotted)
     if instead:
         return _UnknownKeyError(spelt, f"{dotted} is another project's name; {instead}")

@@ -8,6 +8,7 @@ PenstockError
     ├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
     ├── CollectTimeout        no full batch within the deadline; says whom the trainer waited for
     ├── TooManyDead           group after group goes to the dead letters
+    ├── EngineMismatch        engine and trainer give the same tokens of one version other log-probabilities
     ├── EvaluationFailed      an evaluation did not come back whole, or came from another version
     ├── PublicationFailed     the weights could not be stored, verified or announced
     ├── RunIsHeld             another trainer leads this run and is alive
@@ -44,6 +45,10 @@ class CollectTimeout(TrainerError):
 
 class TooManyDead(TrainerError):
     """Group after group went to the dead letters: something upstream fails for every group."""
+
+
+class EngineMismatch(TrainerError):
+    """Engine and trainer disagree about the same tokens of the same version by more than ``trainer.max_mismatch``."""
 
 
 class EvaluationFailed(TrainerError):

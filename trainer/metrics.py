@@ -16,6 +16,7 @@
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
 | `rejected_by`              | share    | the same for each rule that is on                                  |
 | `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/mismatch.py`                  |
+| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared, see `engine_check`|
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |

@@ -173,6 +173,15 @@ class OptimizerSettings(Section):
         gt=0.0,
         description="Longest wait for a full batch before the error that says whom we waited for, in s.",
     )
+    max_mismatch: float | None = Field(
+        default=0.1,
+        gt=0.0,
+        description="Nats by which the engine's log-probabilities of tokens that the version in training sampled may "
+        "differ from the trainer's on average; beyond it the run stops with an explanation. None: only reported.",
+    )
+    mismatch_patience: int = Field(
+        default=3, ge=1, description="So many comparisons in a row must be beyond max_mismatch; the first one suffices."
+    )
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
         default="as-trained",
         description="Number format of published weights; bfloat16 halves what travels and suits engines on GPUs.",

@@ -22,15 +22,18 @@ from trainer.collect import Collector
 from trainer.committing import commit_everything
 from trainer.crash_points import CrashPoint
 from trainer.crew import Crew
-from trainer.errors import CheckpointError
+from trainer.engine_check import EngineCheck
+from trainer.errors import CheckpointError, EngineMismatch
 from trainer.eval_result import EvalResult
 from trainer.evaluate import Evaluator
 from trainer.issue import Issuer
 from trainer.lease import HeldLease
 from trainer.ledger import Ledger
 from trainer.metrics import StepTiming, step_fields
+from trainer.mismatch import fresh
 from trainer.model_folder import write_model_folder
 from trainer.planning import Planner
+from trainer.policy import StepFigures
 from trainer.publish import Publisher, Snapshot
 from trainer.pulse import Pulse
 from trainer.record import Recorder
@@ -67,12 +70,15 @@ class Training:
     version: PolicyVersion = field(init=False)
     planner: Planner = field(init=False)
     evaluations: list[EvalResult] = field(default_factory=list)
+    engine_check: EngineCheck = field(init=False)
     _evaluated: PolicyVersion | None = None
     _fields: dict[str, object] | None = None  # of the step that was just made, until it is reported
     _wait_s: float = 0.0
     _dropped: Counter[str] = field(default_factory=Counter)  # as last reported, by reason
 
     def __post_init__(self) -> None:
+        trainer = self.settings.trainer
+        self.engine_check = EngineCheck(limit=trainer.max_mismatch, patience=trainer.mismatch_patience)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
         self._dropped = Counter(self.tally.dropped_groups)
         self.planner = Planner(self.settings, self.crew, self.resumed.algorithm if self.resumed else {})
@@ -142,10 +148,12 @@ class Training:
             plan = self.planner.plan(batch, self.version)
             figures = self.crew.step(plan, batch)
         crash_points.reach(CrashPoint.STEPPED)
+        self._compare_engine(figures)
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version)
         ids = [group.group_id for group in batch]
         self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
+        self._fields["mismatch_unseen_steps"] = self.engine_check.steps_since
         self._fields["skipped"] = skipped = dict(plan.skipped)
         self._fields |= self.planner.learned(figures)
         new = [group_id for group_id in ids if group_id not in self.ledger]
@@ -158,6 +166,14 @@ class Training:
         uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
         self.chronicle.step(self.num_steps_done, self.version, made, batch, skipped, uses)
         self.version = made
+
+    def _compare_engine(self, figures: StepFigures) -> None:
+        """Stop before the update is published when engine and trainer have parted; the panel says why."""
+        try:
+            self.engine_check.look(fresh(figures.sums, figures.maxima), self.version)
+        except EngineMismatch as err:
+            self.recorder.event("alarm", {"text": str(err)})
+            raise
 
     def publish(self) -> None:
         """Hand the new weights to the publisher; raises LeaseLost when another trainer has the run."""

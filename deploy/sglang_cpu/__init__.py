@@ -8,9 +8,11 @@ of a GPU: it is here to prove the integration and to try it out.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import ConfigError
 
@@ -18,10 +20,9 @@ PYTHON_VARIABLE = "PENSTOCK_SGLANG_PYTHON"
 STUBS = Path(__file__).with_name("stubs")
 _DEFAULT = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
 
-# Keys and values for this many tokens are kept: SGLang's own choice would be all of the machine's memory.
-MAX_TOTAL_TOKENS = 32_768
-MAX_RUNNING = 64
-EXTRA_ARGS = (
+_MAX_TOTAL_TOKENS = 32_768  # SGLang's own choice would fill the machine's memory with keys and values
+_MAX_RUNNING = 256
+_EXTRA_ARGS = (
     "--disable-cuda-graph",
     "--sleep-on-idle",  # else a server without work takes a whole core
 )
@@ -50,3 +51,25 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),  # more are many times slower on small models
     }
+
+
+def section(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return the ``[sglang]`` section of a run on this machine; raises ConfigError as `find_python` does."""
+    return {
+        "python": str(find_python(environ)),
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "max_total_tokens": _MAX_TOTAL_TOKENS,
+        "max_running_requests": _MAX_RUNNING,
+        "extra_args": list(_EXTRA_ARGS),
+        "environ": environment(environ),
+    }
+
+
+def section_toml(environ: Mapping[str, str] = os.environ) -> str:
+    """Return that section as the text of a run file."""
+    told = section(environ)
+    lines = [f"{name} = {json.dumps(value)}" for name, value in told.items() if name != "environ"]
+    lines += ["", "[sglang.environ]", *(f"{name} = {json.dumps(value)}" for name, value in told["environ"].items())]
+    return "\n".join(["[sglang]", *lines]) + "\n"

@@ -23,17 +23,9 @@ ASKED = os.environ.get("PENSTOCK_TEST_SGLANG") == "1"
 
 def cpu_settings(**changes: Any) -> SglangSettings:
     """What a worker is told on a machine without a GPU."""
-    given: dict[str, Any] = {
-        "python": sglang_cpu.find_python(os.environ),
-        "environ": sglang_cpu.environment(),
-        "device": "cpu",
-        "dtype": "float32",
-        "attention_backend": "torch_native",
-        "max_total_tokens": sglang_cpu.MAX_TOTAL_TOKENS,
-        "max_running_requests": sglang_cpu.MAX_RUNNING,
-        "extra_args": sglang_cpu.EXTRA_ARGS,
-    }
-    return SglangSettings(**{**given, **changes})
+    told = sglang_cpu.section()
+    told |= {"python": Path(told["python"]), "extra_args": tuple(told["extra_args"])}
+    return SglangSettings(**{**told, **changes})
 
 
 def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:

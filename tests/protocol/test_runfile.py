@@ -325,3 +325,17 @@ def test_advice_points_to_sections_that_exist():
         assert target.startswith("`penstock") or target.split(".")[0] in SECTIONS, name
         assert target in str(advice(name))
     assert advice("nothing.like.this") is None
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "repetition_penalty"])
+def test_what_makes_log_probabilities_inexact_is_refused_with_the_reason(name: str):
+    """A cut or bent distribution of training samples is no unknown key but a mistake, and is explained."""
+
+    class Rollout(Section):
+        temperature: float = 1.0
+
+    class Known(Section):
+        rollout: Rollout = Rollout()
+
+    with pytest.raises(ConfigError, match=rf"rollout\.{name} is refused: tokens would come from another distribution"):
+        load(Known, overrides=[f"rollout.{name}=0.9"])

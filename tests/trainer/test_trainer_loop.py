@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deploy.bootstrap import bootstrap, delete_run
 from deploy.quickstart_task import write_data, write_model
 from protocol.connection import NatsSettings, S3Settings
+from protocol.facts import Task
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
 from tests.servers import wait_for
-from tests.trainer.producer import Sampler, ScriptedProducer, write_run_file
+from tests.trainer.producer import Answer, Sampler, ScriptedProducer, write_run_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,7 +44,8 @@ def sections(folder: Path, run_id: str, *, steps: int, **more: dict) -> dict[str
         "model": {"path": str(folder / "model")},
         "data": {"train": [str(folder / "train.jsonl")], "max_prompt_tokens": 64},
         "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 8},
-        "trainer": {"steps": steps, "lr": 1e-3, "micro_batch_tokens": 512},
+        # what is recited was sampled by nobody: no log-probability of it is right
+        "trainer": {"steps": steps, "lr": 1e-3, "micro_batch_tokens": 512, "max_mismatch": "None"},
     }
     for name, values in more.items():
         base[name] = {**base.get(name, {}), **values}
@@ -99,7 +104,7 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
             run_folder, ring_streams, steps=25,
             rollout={"group_size": 8, "max_new_tokens": 1},
             data={"eval": [str(run_folder / "eval.jsonl")]},
-            trainer={"lr": 1e-2, "checkpoint_every": 10, "keep_versions": 4},
+            trainer={"lr": 1e-2, "checkpoint_every": 10, "keep_versions": 4, "max_mismatch": 0.001},
             eval={"every": 10, "temperature": 1.0, "samples": 4},
         ),
     )  # fmt: skip
@@ -131,6 +136,33 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
     assert model(tokens).logits.shape[-1] == 55
     for name, tensor in load_file(exported / "model.safetensors").items():
         torch.testing.assert_close(last[name], tensor, rtol=0, atol=0)
+
+
+def test_an_engine_that_means_something_else_stops_the_run(
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+) -> None:
+    """Log-probabilities at another temperature end the run at the first step, before anything is published from them."""
+    run_file = write_run_file(
+        run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
+        sections=sections(
+            run_folder, ring_streams, steps=5, rollout={"group_size": 8, "max_new_tokens": 1},
+            trainer={"max_mismatch": 0.1},
+        ),
+    )  # fmt: skip
+    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+        sample = Sampler(producer, run_folder / "model")
+
+        def distorted(task: Task, version: PolicyVersion) -> Answer:
+            group, rewards = sample(task, version)
+            rows = [replace(row, behaviour_logprobs=row.behaviour_logprobs / 2) for row in group.trajectories]
+            return replace(group, trajectories=tuple(rows)), rewards
+
+        producer.author = distorted
+        trainers.append(Trainer(run_file))
+        log = trainers[0].wait(expected=2)
+        assert producer.head() == 0
+    assert re.search(r"tokens of version 0 .*differ by [12]\.\d+ nats.*at the first look", log)
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in log
 
 
 def test_stopped_killed_and_resumed_equals_uninterrupted(
