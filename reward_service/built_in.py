@@ -12,7 +12,7 @@ import structlog
 from protocol.group_pack import GroupTexts
 from reward_service.errors import RewardCrashed, RewardError
 from reward_service.grader_pool import GraderPool
-from reward_service.rewards import code, exact_match, format, gsm8k, math_answer
+from reward_service.rewards import code, exact_match, format, gsm8k, math_answer, question_answer
 from reward_service.rewards.verdict import Verdict
 from reward_service.sandbox.pool import SandboxPool
 from reward_service.scores import GroupScores, Outcome, Scorer, extra_info, ground_truth
@@ -26,6 +26,10 @@ DESCRIPTIONS: dict[str, str] = {
     exact_match.NAME: "1 when the completion is the ground truth, white space around it aside",
     format.NAME: "1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
     gsm8k.NAME: "1 when the number after the last #### is the ground truth's number",
+    format.THINK: "1 when the completion begins with its only <think> and closes it",
+    gsm8k.FLEXIBLE: "1 when the last number, wherever it stands, is the ground truth's number",
+    question_answer.EXACT: "1 when the answer in the last <answer> tags is an accepted one, word for word",
+    question_answer.INSIDE: "1 when an accepted answer is inside the last <answer> tags",
     math_answer.NAME: "1 when the last \\boxed{} equals the ground truth, by value (math-verify in processes of its own)",
 }
 
@@ -35,7 +39,11 @@ def scorers(grader: GraderPool, programs: CodeReward | None) -> dict[str, Scorer
     pure: dict[str, Judge] = {
         exact_match.NAME: exact_match.judge,
         format.NAME: format.judge,
+        format.THINK: format.judge_think,
         gsm8k.NAME: gsm8k.judge,
+        gsm8k.FLEXIBLE: gsm8k.judge_flexible,
+        question_answer.EXACT: question_answer.judge_exact,
+        question_answer.INSIDE: question_answer.judge_inside,
     }
     found: dict[str, Scorer] = {name: PureReward(name, judge) for name, judge in pure.items()}
     found[math_answer.NAME] = MathReward(grader)

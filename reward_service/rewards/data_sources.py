@@ -51,6 +51,13 @@ BY_SOURCE: dict[str, str] = {
     "mbpp": "code",
     "google-research-datasets/mbpp": "code",
     "PrimeIntellect/verifiable-coding-problems": "code",
+    # answers in <answer> tags, by their words
+    "qa": "qa_em",
+    "trivia": "qa_em",
+    **{
+        f"searchR1_{name}": "qa_em"
+        for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+    },
     # answers that are the whole completion
     "sort_digits": "exact_match",
     "exact_match": "exact_match",

@@ -11,12 +11,21 @@ from typing import Any
 from reward_service.rewards.verdict import Verdict
 
 NAME = "format"
+THINK = "think_format"
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Judge the form of every completion; the truth is not looked at."""
     return [Verdict(float(is_well_formed(completion))) for completion in completions]
+
+
+def judge_think(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """1 when a completion begins with its only ``<think>`` and closes it (TRL's `think_format_reward`)."""
+    return [
+        Verdict(float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text))
+        for text in completions
+    ]
 
 
 def is_well_formed(completion: str) -> bool:

@@ -17,6 +17,8 @@ from reward_service.rewards.number import NUMBER, read_number
 from reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "gsm8k"
+FLEXIBLE = "gsm8k_flexible"
+_ANY = re.compile(rf"(?<![0-9.]){NUMBER}")
 _ANSWER = re.compile(rf"####\s{{0,8}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\s?(?P<number>{NUMBER})")
 
 
@@ -40,6 +42,26 @@ def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     if gold is None:
         raise BadGroundTruth(f"gsm8k compares numbers, the row's ground_truth is {text[:80]!r}")
     return [_verdict(last_answer(completion), gold) for completion in completions]
+
+
+def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Compare the last number of every completion, wherever it stands (verl's flexible method), by value.
+
+    Raises BadGroundTruth when the truth holds no number.
+    """
+    text = truth_text(truth, FLEXIBLE)
+    gold = last_answer(text) if "####" in text else read_number(text)
+    if gold is None:
+        raise BadGroundTruth(f"{FLEXIBLE} compares numbers, the row's ground_truth is {text[:80]!r}")
+    return [_verdict(last_number(completion), gold) for completion in completions]
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number of a text, else None."""
+    found = None
+    for match in _ANY.finditer(text):
+        found = match
+    return None if found is None else read_number(found[0])
 
 
 def _verdict(answer: Fraction | None, gold: Fraction) -> Verdict:

@@ -64,15 +64,15 @@ DISAGREEMENTS = {
 # Rules for rewards, which are no losses: the reward service has its own, and says where they differ.
 OTHER_RULES = {
     "verl/reward/gsm8k-strict": "held by tests/reward_service/test_reward_conformance.py",
-    "verl/reward/gsm8k-flexible": "takes the last number anywhere for the answer; we offer no such rule",
-    "verl/reward/math": "compares normalised strings, we compare values (1,000 is 1000, a fbox counts)",
-    "verl/reward/math_dapo-boxed": "compares strings, and is -1 or 1; ours compares values, and is 0 or 1",
-    "verl/reward/math_dapo-answer": "reads 'Answer: ...'; ours reads the last box",
-    "verl/reward/qa_em": "question answering by normalised words: no rule of ours",
-    "verl/reward/normalize_answer": "part of the same",
-    "math_verify/verify": "a library that our math rule calls with the last box alone, after two cheaper looks",
-    "trl/reward/think_format": "asks for a think block alone; our format rule asks for an answer block too",
-    "trl/reward/accuracy": "the whole text through math-verify; ours takes the last box",
+    "verl/reward/gsm8k-flexible": "held by tests/reward_service/test_reward_conformance.py",
+    "verl/reward/math": "held by tests/reward_service/test_reward_conformance.py",
+    "verl/reward/math_dapo-boxed": "held by tests/reward_service/test_reward_conformance.py",
+    "verl/reward/math_dapo-answer": "reads 'Answer: ...'; ours reads the last box: no rule of ours",
+    "verl/reward/qa_em": "held by tests/reward_service/test_reward_conformance.py",
+    "verl/reward/normalize_answer": "held by tests/reward_service/test_reward_conformance.py",
+    "math_verify/verify": "held by tests/reward_service/test_reward_conformance.py",
+    "trl/reward/think_format": "held by tests/reward_service/test_reward_conformance.py",
+    "trl/reward/accuracy": "held by tests/reward_service/test_reward_conformance.py",
 }
 
 
