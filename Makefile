@@ -7,7 +7,7 @@ SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-patches fuzz-patches bench-sandbox
+.PHONY: bench-patches fuzz-patches bench-sandbox bench-reward
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
@@ -41,6 +41,9 @@ bench-sandbox: $(STAMP)  ## programs a second per core in each sandbox, beside a
 
 bench-quickstart: $(STAMP)  ## the quickstart for seeds 0, 1, 2: learning, wall and CPU seconds
 	$(BIN)/python benchmarks/quickstart.py
+
+bench-reward: $(STAMP)  ## rewards by HTTP under load, beside a slow, a hung, a flaky, a dying and a lying endpoint
+	$(BIN)/python -m benchmarks.reward_load --rate 25
 
 setup: $(STAMP)  ## only the virtual environment
 

@@ -49,6 +49,7 @@ def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], 
             list(learning.rows(summary.learning)),
         ),
         _table("Where the groups went", ("groups", "number"), _groups(summary)),
+        _table("Who scored what was trained", ("reward", "groups", "steps"), _scorers(summary)),
         _table("Who waited", ("role", "waiting", "CPU s"), _roles(summary)),
         _table(
             "Weights, worker by worker", ("worker", "applied", "newest", "pause", "fetch", "lives"), _workers(summary)
@@ -126,6 +127,11 @@ def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
         yield f"trajectories left out of their step: {reason}", str(number)
     for reason, number in s.groups.dead_lettered.items():
         yield f"dead letters: {reason}", str(number)
+
+
+def _scorers(s: RunSummary) -> Iterator[tuple[str, ...]]:
+    for scorer, share in s.scored_by.items():
+        yield scorer, str(share.groups), f"{share.first_step} to {share.last_step}"
 
 
 def _roles(s: RunSummary) -> Iterator[tuple[str, ...]]:

@@ -43,6 +43,14 @@ class Spread(_Frozen):
     largest: float
 
 
+class ScorerShare(_Frozen):
+    """What one reward, or one version of an endpoint, scored of what was trained."""
+
+    groups: int = Field(default=0, description="Groups trained with its rewards.")
+    first_step: int = Field(description="First step that trained one of them.")
+    last_step: int = Field(description="Last step that did.")
+
+
 class Overlap(_Frozen):
     """The proof that generation and training went on at the same time."""
 
@@ -73,6 +81,9 @@ class RunSummary(_Frozen):
         default=None, description="Mean training reward of the last steps (a tenth of them)."
     )
     groups: GroupCounts = GroupCounts()
+    scored_by: dict[str, ScorerShare] = Field(
+        default={}, description="Who gave the rewards of what was trained; endpoints with their version."
+    )
     staleness_tokens: dict[str, int] = Field(default={}, description="Trained tokens by staleness, in versions.")
     staleness_mean: float | None = Field(default=None, description="Mean staleness of the trained tokens.")
     staleness_max: int | None = Field(default=None, description="Largest staleness that was trained.")

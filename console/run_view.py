@@ -14,7 +14,7 @@ from typing import Any
 from console import learning
 from console.clock import clock
 from console.fleet import Fleet
-from console.run_summary import GroupCounts, Overlap, RunSummary, WorkerWeights
+from console.run_summary import GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
 from console.snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
 from protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
 
@@ -171,6 +171,7 @@ class RunView:
             staleness_max=max(staleness, default=None),
             learning=learning.spreads([p.learning for p in points]),
             skipped=dict(sum((Counter(p.skipped) for p in points), Counter[str]())),
+            scored_by=_scorers(points),
             versions_published=len(self._published),
             workers=self._worker_weights(),
             tokens_generated=self._fleet.count("tokens_generated"),
@@ -206,6 +207,7 @@ class RunView:
             no_signal_share=_number(data.get("zero_signal_groups")),
             learning=learning.read(data),
             skipped={str(reason): int(n) for reason, n in (data.get("skipped") or {}).items()},
+            scored_by={str(scorer): int(n) for scorer, n in (data.get("scored_by") or {}).items()},
         )
         self._staleness.update(histogram)
         self._groups = dict(data.get("groups") or self._groups)
@@ -307,6 +309,15 @@ def _trained_per_s(points: list[StepPoint]) -> float:
 def _staleness_mean(tokens: Mapping[int, int]) -> float | None:
     whole = sum(tokens.values())
     return sum(k * n for k, n in tokens.items()) / whole if whole else None
+
+
+def _scorers(points: Sequence[StepPoint]) -> dict[str, ScorerShare]:
+    found: dict[str, ScorerShare] = {}
+    for point in points:
+        for scorer, groups in point.scored_by.items():
+            before = found.get(scorer, ScorerShare(first_step=point.step, last_step=point.step))
+            found[scorer] = before.model_copy(update={"groups": before.groups + groups, "last_step": point.step})
+    return found
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -19,6 +19,7 @@ class StepPoint:
     no_signal_share: float | None = None  # groups whose rewards are all equal: nothing to learn from
     learning: dict[str, float] = field(default_factory=dict)  # by the names of `console/learning.py`
     skipped: dict[str, int] = field(default_factory=dict)  # trajectories left out by filters, by reason
+    scored_by: dict[str, int] = field(default_factory=dict)  # groups by who gave their rewards, with version
 
 
 @dataclass(frozen=True, slots=True)

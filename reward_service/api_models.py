@@ -19,6 +19,12 @@ from reward_service.wire import GroupToScore
 _SPEC_FIELDS = frozenset(EndpointSpec.model_fields)
 
 
+class Refusal(BaseModel):
+    """Why a request was refused."""
+
+    detail: str
+
+
 class Registration(EndpointSpec):
     """An endpoint to register. Its secrets are stored apart and never shown again."""
 

@@ -15,6 +15,7 @@ from protocol.activity import Activity
 from protocol.errors import BusError
 from reward_service import endpoint_routes, metrics_text, scoring_routes
 from reward_service.access import Access, Caller, Role
+from reward_service.api_models import Refusal
 from reward_service.catalogue import Catalogue
 from reward_service.endpoint_client import EndpointClient
 from reward_service.errors import EndpointRefused, NameTaken, NotAllowed
@@ -24,9 +25,14 @@ from reward_service.registry import Registry
 _SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
 _LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"description": "A token is needed."},
-    403: {"description": "The token's role does not allow it."},
-    503: {"description": "NATS is away."},
+    status: {"model": Refusal, "description": text}
+    for status, text in {
+        400: "The body is not JSON.",
+        401: "A token is needed.",
+        403: "The token's role does not allow it.",
+        422: "A value breaks a rule.",
+        503: "NATS is away.",
+    }.items()
 }
 
 
@@ -98,8 +104,8 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, err: RequestValidationError) -> JSONResponse:
         """Say what is wrong and where, without what was sent: it may be a secret, or no JSON."""
-        wrong = [{"loc": list(one["loc"]), "msg": one["msg"], "type": one["type"]} for one in err.errors()]
-        return JSONResponse({"detail": wrong}, 422)
+        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
+        return JSONResponse({"detail": "; ".join(wrong[:10])}, 422)
 
 
 def _health(app: FastAPI, parts: Parts, may_read: Callable[..., Caller]) -> None:

@@ -46,7 +46,7 @@ class EndpointClient:
         When the endpoint was replaced, its new version takes over who waits; calls under way end where they began.
         """
         line = self._lines.get(endpoint.name)
-        if line is None or line.endpoint != endpoint:
+        if line is None or (line.endpoint is not endpoint and line.endpoint != endpoint):
             secrets = self._secrets.of(endpoint) if self._secrets is not None else None
             new = Line(endpoint, secrets, self.http)
             self._lines[endpoint.name] = new

@@ -9,7 +9,15 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query
 
 from reward_service import built_in
 from reward_service.access import Caller, Role
-from reward_service.api_models import EndpointRecord, Lease, LeaseRenewal, Registration, ScoreAnswer, TestRequest
+from reward_service.api_models import (
+    EndpointRecord,
+    Lease,
+    LeaseRenewal,
+    Refusal,
+    Registration,
+    ScoreAnswer,
+    TestRequest,
+)
 from reward_service.endpoint import NAME_PATTERN, Endpoint
 from reward_service.endpoint_client import EndpointClient
 from reward_service.errors import EndpointRefused, NotAllowed
@@ -24,7 +32,7 @@ def add(
     app: FastAPI, registry: Registry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
 ) -> None:
     """Add the routes; ``needs`` makes one ask for a role."""
-    router = APIRouter(prefix="/v1/endpoints", responses={404: {"description": "No such endpoint."}})
+    router = APIRouter(prefix="/v1/endpoints", responses={404: {"model": Refusal, "description": "No such endpoint."}})
     _show(router, registry, client, needs)
     _change(router, registry, client, needs)
     app.include_router(router)
@@ -73,7 +81,7 @@ def _change(
 ) -> None:
     registering = Depends(needs(Role.REGISTER))
 
-    @router.post("", status_code=201, responses={409: {"description": "The name is taken."}})
+    @router.post("", status_code=201, responses={409: {"model": Refusal, "description": "The name is taken."}})
     async def register(registration: Registration, caller: Caller = registering) -> EndpointRecord:
         """Register an endpoint under a reward name, or a new version of it (``replace``); 409 when the name is taken."""
         endpoint = registration.endpoint(owner=_owner(registration, caller))
@@ -85,7 +93,9 @@ def _change(
         )
         return _record(endpoint, registry, client)
 
-    @router.post("/{name}/lease", responses={409: {"description": "Another version or place has the name."}})
+    @router.post(
+        "/{name}/lease", responses={409: {"model": Refusal, "description": "Another version or place has the name."}}
+    )
     async def renew(name: Name, renewal: LeaseRenewal, caller: Caller = registering) -> Lease:
         """Renew a lease; 404 and 409 say that the endpoint has to register again, or was replaced."""
         renewed = await registry.renew(name, version=renewal.version, url=renewal.url, caller=caller)
@@ -106,7 +116,9 @@ def _change(
         await registry.drain(name, caller=caller, on=False)
         return _record(await _known(name, registry), registry, client)
 
-    @router.delete("/{name}", status_code=204, responses={409: {"description": "It is at another URL."}})
+    @router.delete(
+        "/{name}", status_code=204, responses={409: {"model": Refusal, "description": "It is at another URL."}}
+    )
     async def unregister(
         name: Name,
         url: Annotated[str | None, Query(description="Only if it is registered at this URL.")] = None,

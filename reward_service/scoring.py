@@ -10,7 +10,7 @@ from reward_service.catalogue import Catalogue
 from reward_service.errors import RewardError
 from reward_service.scores import Outcome, Scorer
 
-_TOGETHER_S = 0.5  # outcomes that are there within this time are handed on together
+_TOGETHER_S = 0.1  # outcomes that are there within this time are handed on together
 
 
 async def score_groups(catalogue: Catalogue, groups: Sequence[GroupTexts]) -> list[Outcome]:

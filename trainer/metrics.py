@@ -29,6 +29,7 @@
 | `critic_grad_norm`, `_lr`  |          | norm before clipping and learning rate of the critic's update      |
 | `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
+| `scored_by`                | groups   | by who gave their rewards, endpoints with their version            |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
@@ -39,6 +40,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
@@ -96,6 +98,7 @@ def step_fields(
         "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
+        "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),

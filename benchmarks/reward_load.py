@@ -1,0 +1,318 @@
+"""Thousands of trajectories a second through HTTP endpoints, good ones alone and beside bad ones.
+
+The bad ones are slow, hung, flaky, dying and lying. Figures: throughput, how long the good ones take, and whether
+anything was lost, doubled or invented.
+
+python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.reward_endpoint import score_of
+from benchmarks.transport import cpu_of
+from deploy.bootstrap import bootstrap
+from deploy.local import LocalStack
+from protocol import streams, subjects
+from protocol.facts import DeadLetter, GroupGenerated, GroupScored
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.groups import make_generated, make_group, pack_bytes
+from tests.reward_service.processes import ROOT, Service
+from tests.servers import wait_for
+
+GROUPS, SIZE = 12, 8  # of a pack
+GOOD = ("good-0", "good-1")
+BAD = ("slow", "hung", "flaky", "dying", "lying")
+BAD_PACKS_PER_S = 1.0  # to each of them
+LIVES_S, DEAD_S = 3.0, 1.0  # of the dying one
+SETTLE_S = 240.0
+
+
+@dataclass
+class Ledger:
+    """What was sent, and what came of it; written by the bus's thread and by readers."""
+
+    sent_at: dict[str, float] = field(default_factory=dict)
+    reward_of: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    scored_at: dict[str, list[float]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    dead: Counter[str] = field(default_factory=Counter)
+
+    def take(self, fact: GroupScored) -> None:
+        now = time.perf_counter()
+        for group in fact.groups:
+            name = group.generated.group_id
+            self.scored_at.setdefault(name, []).append(now)
+            expected = tuple(score_of(text) for text in self.texts[name])
+            if group.rewards != expected:
+                self.wrong.append(name)
+
+    def latencies(self, names: tuple[str, ...]) -> list[float]:
+        return sorted(
+            self.scored_at[name][0] - at
+            for name, at in self.sent_at.items()
+            if self.reward_of[name] in names and name in self.scored_at
+        )
+
+    def settled(self) -> bool:
+        return len(self.scored_at) + sum(self.dead.values()) >= len(self.sent_at)
+
+
+class Endpoints:
+    """The processes of all endpoints; the dying one is killed and started again at its port until the end."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self.ports: dict[str, int] = {}
+        self.num_kills = 0
+        self._stop = threading.Event()
+        self._killer = threading.Thread(target=self._kill_again_and_again, daemon=True)
+
+    def start(self, name: str) -> None:
+        if (former := self._processes.get(name)) is not None:
+            former.kill()
+            former.wait()
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.reward_endpoint",
+            name.partition("-")[0],
+            str(self.ports.get(name, 0)),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert process.stdout is not None
+        self.ports[name] = int(process.stdout.readline())
+        self._processes[name] = process
+
+    def start_killing(self) -> None:
+        self._killer.start()
+
+    def _kill_again_and_again(self) -> None:
+        while not self._stop.wait(LIVES_S):
+            self._processes["dying"].kill()
+            self.num_kills += 1
+            self._stop.wait(DEAD_S)
+            self.start("dying")
+
+    def stop_killing(self) -> None:
+        self._stop.set()
+        if self._killer.is_alive():
+            self._killer.join()
+
+    def close(self) -> None:
+        self.stop_killing()
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+class Bench:
+    """One run on real servers, with one replica of the reward service."""
+
+    def __init__(self, stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> None:
+        self.bus, self.run_id = bus, run_id
+        self.blobs = Blobs(stack.s3)
+        bootstrap(bus, self.blobs, run_id)
+        overrides = [
+            "reward_service.retry_delay_s=0.5",
+            "reward_service.endpoint_attempts=50",
+            f"reward_service.id={run_id}",
+        ]
+        self.service = Service(run_id, stack.nats, stack.s3, folder, [*overrides, "reward_service.log_level=warning"])
+        self.service.ready()
+        self.ledger = Ledger()
+        self._stop = threading.Event()
+        self._inbox = bus.inbox(streams.scored_consumer(run_id, "train"), GroupScored).wait()
+        bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self._bury, from_start=True).wait()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _bury(self, letter: DeadLetter) -> None:
+        self.ledger.dead[letter.reason] += len(letter.group_ids)
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            for delivery in self._inbox.fetch(64, 0.2).wait():
+                self.ledger.take(delivery.fact)
+                delivery.ack().wait()
+
+    def pack(self, reward: str, number: int) -> GroupGenerated:
+        """Store a pack whose groups all ask for one reward; returns what announces it."""
+        groups = [
+            make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=_texts(reward, number, i))
+            for i in range(GROUPS)
+        ]
+        for group in groups:
+            self.ledger.reward_of[group.group_id] = reward
+            self.ledger.texts[group.group_id] = tuple(one.completion_text for one in group.trajectories)
+        pack_id = f"{reward}.{number}"
+        ref = self.blobs.put(f"runs/{self.run_id}/groups/v0/{pack_id}.parquet", pack_bytes(groups))
+        return make_generated(self.run_id, groups, ref, pack_id=pack_id)
+
+    def send(self, pack: GroupGenerated) -> None:
+        now = time.perf_counter()
+        for group in pack.groups:
+            self.ledger.sent_at[group.group_id] = now
+        self.bus.publish(subjects.generated(self.run_id, "train"), pack, msg_id=pack.pack_id).wait()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._reader.join()
+        self.service.kill()
+
+
+def _texts(reward: str, number: int, group: int) -> list[str]:
+    return [f"{reward} {number} {group} {i} " + "because " * 40 for i in range(SIZE)]
+
+
+@contextmanager
+def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Bench]:
+    (folder / run_id).mkdir()
+    one = Bench(stack, bus, folder / run_id, run_id)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def cost(one: Bench, num_packs: int) -> None:
+    """CPU of the service for a pack of the built-in reward, which needs no HTTP."""
+    one.ledger.take = lambda _: None  # type: ignore[method-assign] the right scores are other ones here
+    packs = [one.pack("exact_match", number) for number in range(num_packs)]
+    consumer = streams.generated_consumer(one.run_id)
+    for timed in (False, True):
+        some = packs[: num_packs // 10] if not timed else packs[num_packs // 10 :]
+        before, at = cpu_of(one.service.pid), time.perf_counter()
+        for pack in some:
+            one.send(pack)
+        wait_for(lambda: _idle(one, consumer), "the service to finish", 120)
+        if timed:
+            per_pack = 1000 * (cpu_of(one.service.pid) - before) / len(some)
+            rate = len(some) * GROUPS * SIZE / (time.perf_counter() - at)
+            print(f"built-in reward: {per_pack:.1f} ms of CPU a pack of {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s")
+
+
+def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
+    state = one.bus.consumer_state(consumer).wait()
+    return state.num_pending == 0 and state.num_ack_pending == 0
+
+
+def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
+    """As fast as it goes: everything is announced at once."""
+    register(one, endpoints, GOOD)
+    packs = [one.pack(GOOD[number % len(GOOD)], number) for number in range(num_packs)]
+    before, at = cpu_of(one.service.pid), time.perf_counter()
+    for pack in packs:
+        one.send(pack)
+    wait_for(one.ledger.settled, "all groups to be scored", 120)
+    wall = max(times[0] for times in one.ledger.scored_at.values()) - at
+    print(
+        f"flood, good endpoints: {num_packs * GROUPS * SIZE / wall:,.0f} trajectories/s, "
+        f"{1000 * (cpu_of(one.service.pid) - before) / num_packs:.1f} ms of CPU a pack"
+    )
+
+
+def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
+    for name in names:
+        url = f"http://127.0.0.1:{endpoints.ports[name]}/score"
+        answer = one.service.register(
+            name, url, replace=True, timeout_s=5, min_score=0, max_score=1, version=one.run_id
+        )
+        assert answer.status_code == 201, answer.text
+
+
+def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: bool) -> None:
+    """A steady stream to the good endpoints, with or without one to the bad ones beside it."""
+    register(one, endpoints, (*GOOD, *BAD) if bad else GOOD)
+    schedule = [(number / rate, GOOD[number % len(GOOD)], number) for number in range(int(seconds * rate))]
+    if bad:
+        schedule += [
+            ((number + random.Random(name).random()) / BAD_PACKS_PER_S, name, number)
+            for name in BAD
+            for number in range(int(seconds * BAD_PACKS_PER_S))
+        ]
+    packs = [(at, one.pack(name, number)) for at, name, number in sorted(schedule)]
+    if bad:
+        endpoints.start("hung")  # it hangs from now on
+        endpoints.start_killing()
+    before, started = cpu_of(one.service.pid), time.perf_counter()
+    for at, pack in packs:
+        time.sleep(max(0.0, at - (time.perf_counter() - started)))
+        one.send(pack)
+    sent_s = time.perf_counter() - started
+    if bad:
+        endpoints.stop_killing()
+    wait_for(one.ledger.settled, "all groups to be settled", SETTLE_S)
+    wait_for(lambda: _idle(one, streams.generated_consumer(one.run_id)), "the service to finish", 60)
+    report(one, endpoints, sent_s, cpu_of(one.service.pid) - before, len(packs), bad=bad)
+
+
+def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_packs: int, *, bad: bool) -> None:
+    ledger = one.ledger
+    lost = len(ledger.sent_at) - len(ledger.scored_at) - sum(ledger.dead.values())
+    double = sum(len(times) > 1 for times in ledger.scored_at.values())
+    print(f"\n{'good endpoints beside bad ones' if bad else 'good endpoints alone'}:")
+    print(
+        f"  offered {num_packs * GROUPS * SIZE / sent_s:,.0f} trajectories/s for {sent_s:.0f} s, "
+        f"{1000 * cpu_s / num_packs:.1f} ms of CPU a pack; "
+        f"lost {lost}, scored twice {double}, invented {len(ledger.wrong)}, dead letters {dict(ledger.dead)}"
+    )
+    for title, names in [("good", GOOD), *((name, (name,)) for name in (BAD if bad else ()))]:
+        times = ledger.latencies(names)
+        p50, p99 = times[len(times) // 2], times[int(0.99 * len(times))]
+        print(f"  {title:6} {len(times):6} groups   p50 {1000 * p50:8.0f} ms   p99 {1000 * p99:8.0f} ms")
+    if bad:
+        live = {row["endpoint"]["name"]: row["live"] for row in one.service.get("/v1/endpoints")}
+        for name in BAD:
+            kills = f", killed {endpoints.num_kills} times" if name == "dying" else ""
+            print(
+                f"  {name:6} calls {live[name]['calls']}, failed {live[name]['errors']}, retries {live[name]['retries']}, "
+                f"breaker opened {live[name]['breaker_opened']} times{kills}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rate", type=float, default=20.0, help="packs a second to the good endpoints")
+    parser.add_argument("--part", choices=("cost", "load"), help="one part alone")
+    options = parser.parse_args()
+    endpoints = Endpoints()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LocalStack(Path(folder)) as stack,
+            Bus.connect(stack.nats, name="bench") as bus,
+        ):
+            if options.part in {None, "cost"}:
+                with bench(stack, bus, Path(folder), "cost") as one:
+                    cost(one, 220)
+            if options.part in {None, "load"}:
+                for name in (*GOOD, *BAD):
+                    endpoints.start(name)
+                with bench(stack, bus, Path(folder), "flood") as one:
+                    flood(one, endpoints, 200)
+                with bench(stack, bus, Path(folder), "alone") as one:
+                    load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
+                with bench(stack, bus, Path(folder), "beside") as one:
+                    load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
+    finally:
+        endpoints.close()
+
+
+if __name__ == "__main__":
+    main()
