@@ -22,6 +22,7 @@ from protocol.facts import Sampling
 from protocol.transport.blobs import Blobs
 from trainer import checkpoint, crash_points, lease, loop
 from trainer.account import Account
+from trainer.adapter import Lora
 from trainer.algorithms import objective
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
@@ -46,6 +47,7 @@ from trainer.publish import Publisher
 from trainer.pulse import Pulse
 from trainer.ranks import Ranks
 from trainer.record import Recorder
+from trainer.reference import WithoutAdapter
 from trainer.settings import TrainerSettings
 from trainer.tally import Tally
 from trainer.token_credit import TokenCredit
@@ -162,10 +164,13 @@ def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
         zero_stage=settings.trainer.zero_stage,
         dtype=settings.model.dtype,
         gradient_checkpointing=settings.model.gradient_checkpointing,
+        lora=_lora(settings),
     )
     policy = load_policy(settings.model.path, how, ranks, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
-    if algorithm.needs_reference:
+    if algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
+        reference = WithoutAdapter(policy)
+    elif algorithm.needs_reference:
         device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
         folder = algorithm.reference_path or settings.model.path
         reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
@@ -173,10 +178,16 @@ def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
     return Crew(policy, ranks, blobs, objective(algorithm), reference, critic)
 
 
+def _lora(settings: TrainerSettings) -> Lora | None:
+    chosen = settings.model.lora
+    return Lora(chosen.rank, chosen.alpha, chosen.dropout, tuple(chosen.targets)) if chosen.rank else None
+
+
 def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Critic:
     chosen = settings.critic
     how = replace(
         policy,
+        lora=None,
         num_steps=settings.trainer.steps * chosen.updates,
         lr=chosen.lr,
         warmup_steps=chosen.warmup_steps * chosen.updates,

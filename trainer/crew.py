@@ -24,7 +24,7 @@ from trainer.kl import KlForm, kl_estimate
 from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
-from trainer.reference import Reference
+from trainer.reference import ReferencePolicy
 from trainer.step_plan import ReadyGroup, StepPlan, rows_of
 
 
@@ -37,7 +37,7 @@ class Crew:
         ranks: Ranks,
         blobs: Blobs,
         objective: PolicyGradient,
-        reference: Reference | None = None,
+        reference: ReferencePolicy | None = None,
         critic: Critic | None = None,
     ) -> None:
         """Join; the same call on every rank.

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainer import adapter
 from trainer.batch import MicroBatch
 from trainer.errors import CheckpointError, UnsupportedModel
 from trainer.logprobs import CompletionScorer
@@ -87,21 +89,42 @@ class Policy:
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
 
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU under its Hugging Face names; empty on the other ranks.
+        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on the other ranks.
 
         Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
         ``dtype`` on the way, where they are, so that only the smaller copy travels.
         """
         copies: dict[str, Tensor] = {}
         persistent = self._scorer.state_dict().keys()
+        adapted = adapter.factors(self._scorer)
         for name, parameter in self._scorer.named_parameters():
-            with self._trainable.whole(parameter):
+            if adapter.is_adapter(name):
+                continue
+            low_rank = adapted.get(name)
+            with self._trainable.whole(parameter, *(low_rank[:2] if low_rank else ())):
                 if self._ranks.is_leader:
-                    copies[name.removeprefix(_PREFIX)] = _to_cpu(parameter, dtype)
+                    whole = adapter.merged(parameter, *low_rank) if low_rank else parameter
+                    copies[adapter.plain_name(name).removeprefix(_PREFIX)] = _to_cpu(whole, dtype)
         if self._ranks.is_leader:
             for name, buffer in self._scorer.named_buffers():
                 if name in persistent:
                     copies[name.removeprefix(_PREFIX)] = _to_cpu(buffer, dtype)
+        return copies
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Copy the adapters to the CPU, by their layer's name with ``lora_A.weight`` or ``lora_B.weight`` behind it.
+
+        Empty without adapters and on the other ranks; collective under ZeRO-3.
+        """
+        copies: dict[str, Tensor] = {}
+        for name, (down, up, _) in adapter.factors(self._scorer).items():
+            layer = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
+            with self._trainable.whole(down, up):
+                if self._ranks.is_leader:
+                    copies |= {
+                        f"{layer}.lora_A.weight": _to_cpu(down, None),
+                        f"{layer}.lora_B.weight": _to_cpu(up, None),
+                    }
         return copies
 
     def save(self, folder: Path) -> None:
@@ -125,6 +148,11 @@ class Policy:
         """Score a micro-batch without a gradient; [N] float32."""
         with torch.no_grad():
             return self._score(batch.to(self.device), with_entropy=False)[0]
+
+    def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch as the model that training started from would; [N] float32."""
+        with adapter.switched_off(self._scorer):
+            return self.logprobs(batch)
 
     def _outcome(self, batch: MicroBatch, objective: Objective) -> Outcome:
         logprobs, entropies = self._score(batch, with_entropy=objective.needs_entropy)
@@ -177,7 +205,12 @@ def load_policy(model_folder: Path, how: Optimisation, ranks: Ranks, *, temperat
         UnsupportedModel: The folder is missing or holds no causal language model.
         ConfigError: The dtype does not go with the ZeRO stage.
     """
-    scorer = CompletionScorer(load_language_model(model_folder, how), temperature)
+    model: Any = load_language_model(model_folder, how)
+    if how.lora is not None:
+        adapter.attach(model, how.lora)
+        if how.gradient_checkpointing:  # or nothing that a checkpointed layer reads would want a gradient
+            model.enable_input_require_grads()
+    scorer = CompletionScorer(model, temperature)
     return Policy(Trainable(scorer, how, ranks), scorer, ranks)
 
 

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from trainer.batch import MicroBatch
 from trainer.logprobs import CompletionScorer
+
+
+class ReferencePolicy(Protocol):
+    """What a KL term looks at."""
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch; [N] float32 on the batch's device."""
+        ...
+
+
+class Adapted(Protocol):
+    """A policy whose adapters can be switched off."""
+
+    def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch as the model that training started from would; [N] float32."""
+        ...
+
+
+class WithoutAdapter:
+    """The policy itself with its adapters switched off: the model it started from, at no memory of its own."""
+
+    def __init__(self, policy: Adapted) -> None:
+        """Look at a policy that trains adapters."""
+        self._policy = policy
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch; [N] float32 on the batch's device. Collective under ZeRO-3."""
+        return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
 
 
 class Reference:

@@ -16,6 +16,7 @@ from protocol.errors import ConfigError
 from protocol.facts import Identifier
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.critic_settings import CriticSettings
+from trainer.lora_settings import LoraSettings
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -53,6 +54,7 @@ class ModelSettings(Section):
         default=False,
         description="Recompute activations in the backward pass: less memory, about a third more compute.",
     )
+    lora: LoraSettings = Field(default_factory=LoraSettings, description="Low-rank adapters.")
 
 
 class DataSettings(Section):
@@ -284,6 +286,7 @@ class TrainerSettings(Section):
                 f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
             )
         self._check_critic()
+        self._check_lora()
         if self.trainer.warmup_steps > self.trainer.steps or self.sft.warmup_steps > self.sft.steps:
             section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
             raise ValueError(f"{section}.warmup_steps is more than {section}.steps; the peak would never be reached")
@@ -304,4 +307,13 @@ class TrainerSettings(Section):
             raise ValueError(
                 f"critic.head_start_steps = {self.critic.head_start_steps} leaves the policy none of trainer.steps = "
                 f"{self.trainer.steps}; lower it"
+            )
+
+    def _check_lora(self) -> None:
+        chosen = self.algorithm
+        is_frozen_copy = chosen.reference_path is not None or not chosen.needs_reference
+        if self.model.lora.rank and not is_frozen_copy and chosen.reference_device == "cpu":
+            raise ValueError(
+                'algorithm.reference_device = "cpu" does nothing with model.lora: the reference is the policy with '
+                "its adapters switched off, and takes no memory; set algorithm.reference_path, or leave it out"
             )

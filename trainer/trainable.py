@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainer.adapter import Lora, is_adapter
 from trainer.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
 from trainer.errors import CheckpointError
 from trainer.ranks import Ranks
@@ -41,6 +42,7 @@ class Optimisation:
     dtype: Literal["float32", "bfloat16"]
     gradient_checkpointing: bool = False
     keep_whole_below: int = KEEP_WHOLE_BELOW
+    lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,14 @@ class Trainable:
         )
         self._engine.train()
         self._ranks = ranks
+        self._has_frozen = any(not p.requires_grad for p in module.parameters())
         self.module = module
         self.device: torch.device = self._engine.device
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, tied ones once."""
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters())
+        """Number of parameters, tied ones once and adapters not at all: those are merged where the model goes out."""
+        return sum(getattr(p, "ds_numel", p.numel()) for n, p in self.module.named_parameters() if not is_adapter(n))
 
     @property
     def dtype(self) -> str:
@@ -127,7 +130,9 @@ class Trainable:
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
         """Write module, optimizer and scheduler to ``folder/tag`` with a little state; collective."""
         state = {**state, "num_ranks": self._ranks.num_ranks}
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
+        self._engine.save_checkpoint(
+            str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=self._has_frozen
+        )
 
     def load(self, folder: Path, tag: str) -> dict[str, Any]:
         """Read what `save` wrote and return its state.
@@ -135,7 +140,7 @@ class Trainable:
         Raises CheckpointError for another number of ranks or a broken folder.
         """
         try:
-            found, state = self._engine.load_checkpoint(str(folder), tag=tag)
+            found, state = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._has_frozen)
         except Exception as err:  # DeepSpeed and torch raise whatever their reader meets
             raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
         if found is None or state.get("num_ranks") != self._ranks.num_ranks:

@@ -16,6 +16,7 @@ from protocol import group_pack
 from protocol.connection import S3Settings
 from protocol.facts import GroupScored, decode
 from protocol.transport.blobs import Blobs
+from trainer.adapter import Lora
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
 from trainer.credit import credit_rule
@@ -23,6 +24,7 @@ from trainer.crew import Crew
 from trainer.critic import Regression, load_critic
 from trainer.policy import load_policy, load_reference
 from trainer.ranks import Ranks
+from trainer.reference import WithoutAdapter
 from trainer.step_plan import ReadyGroup, all_rows, make_plan
 from trainer.token_credit import TokenCredit
 from trainer.trainable import Optimisation
@@ -32,6 +34,8 @@ CASES = [
     *((f"{stage}-bfloat16", stage, "bfloat16", "grpo") for stage in (1, 2)),
     *((f"ppo-{stage}", stage, "float32", "ppo") for stage in (0, 1, 2, 3)),
     ("ppo-bfloat16", 2, "bfloat16", "ppo"),
+    *((f"lora-{stage}", stage, "float32", "grpo") for stage in (0, 1, 2, 3)),
+    ("lora-bfloat16", 2, "bfloat16", "grpo"),
 ]
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
@@ -74,6 +78,11 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings:
         "gaps": crew.reference_gaps(all_rows(ready, budget_tokens=160, num_ranks=crew.num_ranks), ready, "k2"),
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
+        "adapters": {name: list(tensor.shape) for name, tensor in crew.policy.adapter_tensors().items()}
+        if crew.num_ranks == 1
+        else {},
+        "num_parameters": crew.policy.num_parameters,
+        "checkpoint_bytes": sum(path.stat().st_size for path in (folder / "engine").iterdir()),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
     }
 
@@ -86,8 +95,13 @@ def main() -> None:
     results = {}
     for name, stage, dtype, algorithm in CASES:
         settings = AlgorithmSettings(name=algorithm)
-        policy = load_policy(Path(model), how(stage, dtype), ranks, temperature=1.0)
-        reference = load_reference(Path(model), how(0, "float32"), policy.device, temperature=1.0)
+        lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
+        policy = load_policy(Path(model), replace(how(stage, dtype), lora=lora), ranks, temperature=1.0)
+        reference = (
+            WithoutAdapter(policy)
+            if lora
+            else load_reference(Path(model), how(0, "float32"), policy.device, temperature=1.0)
+        )
         critic = None
         if settings.has_critic:
             critic = load_critic(Path(model), how(stage, dtype), CRITIC, TokenCredit(gamma=0.99, lam=0.9), ranks)

@@ -40,6 +40,7 @@ def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, di
 
 
 EXACT = ["0-float32", "1-float32", "2-float32", "3-float32", "ppo-0", "ppo-1", "ppo-2", "ppo-3"]
+EXACT += ["lora-0", "lora-1", "lora-2", "lora-3"]
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -89,6 +90,26 @@ def test_a_critic_learns_beside_the_policy_at_every_stage(results: dict[int, dic
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     rough = [figures["value_loss"] for figures in results[2]["ppo-bfloat16"]["critic"]]
     assert rough == pytest.approx(losses, rel=0.05)
+
+
+def test_adapters_learn_in_place_of_the_model_at_every_stage(results: dict[int, dict]) -> None:
+    """The model goes out whole with its adapters merged, the checkpoint holds adapters alone, the reference is the start."""
+    full, plain = results[1]["1-float32"], results[1]["lora-0"]
+    assert plain["loss"][0] == pytest.approx(full["loss"][0], abs=1e-6)  # B is 0: the first policy is the model
+    assert plain["loss"][-1] < plain["loss"][0]
+    assert plain["checksum"] != full["checksum"]
+    for stage in (0, 1, 2, 3):
+        other = results[1][f"lora-{stage}"]
+        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+        assert other["checksum"] == pytest.approx(plain["checksum"], rel=1e-6)
+        assert other["gaps"] == pytest.approx(full["gaps"], rel=1e-4, abs=1e-5)
+        assert other["names"] == full["names"]
+        assert other["num_parameters"] == full["num_parameters"]
+        assert other["adapters"]["model.layers.0.self_attn.q_proj.lora_A.weight"] == [4, 64]
+        assert len(other["adapters"]) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
+        assert other["checkpoint_bytes"] < 0.6 * results[1][f"{stage}-float32"]["checkpoint_bytes"]
+    assert results[2]["lora-bfloat16"]["loss"] == pytest.approx(plain["loss"], abs=2e-2)
 
 
 @pytest.mark.parametrize("case", ["1-bfloat16", "2-bfloat16"])

@@ -1,0 +1,28 @@
+"""The table model.lora of the run file; imports no torch."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from protocol.connection import Section
+
+
+class LoraSettings(Section):
+    """Low-rank adapters that learn in place of the model."""
+
+    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: none, the whole model learns.")
+    alpha: float = Field(default=32.0, gt=0.0, description="The adapters count alpha / rank.")
+    dropout: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="Share of an adapter's input that a training pass leaves out."
+    )
+    targets: list[str] = Field(
+        default=[], description='Layers by the end of their name ("q_proj"); none: every linear one but the head.'
+    )
+
+    @model_validator(mode="after")
+    def _not_idle(self) -> LoraSettings:
+        fields = type(self).model_fields
+        idle = sorted(key for key in fields if key != "rank" and getattr(self, key) != fields[key].default)
+        if idle and not self.rank:
+            raise ValueError(f"model.lora.{idle[0]} does nothing while model.lora.rank is 0; set that too")
+        return self
