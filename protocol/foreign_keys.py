@@ -10,6 +10,9 @@ RENAMED: dict[str, str] = {
     # verl, also what S2- and S4-style wrappers pass through
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "actor_rollout_ref.model.lora_rank": "model.lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "model.lora.alpha",
+    "actor_rollout_ref.model.target_modules": "model.lora.targets",
     "actor_rollout_ref.rollout.n": "rollout.group_size",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.response_length": "rollout.max_new_tokens",
@@ -147,6 +150,12 @@ RENAMED: dict[str, str] = {
     "actor_infer.generating_args.max_new_tokens": "rollout.max_new_tokens",
     # TRL and AgentRL, whose flags have no sections
     "model_name_or_path": "model.path",
+    "use_lora": "model.lora.rank (above 0: on)",
+    "lora_r": "model.lora.rank",
+    "lora_rank": "model.lora.rank",
+    "lora_alpha": "model.lora.alpha",
+    "lora_dropout": "model.lora.dropout",
+    "lora_target_modules": "model.lora.targets",
     "learning_rate": "trainer.lr",
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_new_tokens",

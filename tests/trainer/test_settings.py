@@ -53,7 +53,10 @@ def test_foreign_names_lead_to_settings_that_exist():
                 model = TrainerSettings.model_fields[section].annotation
                 assert isinstance(model, type)
                 assert issubclass(model, BaseModel)
-                assert key in model.model_fields, f"{name} -> {target}"
+                table, _, inner = key.partition(".")
+                assert table in model.model_fields, f"{name} -> {target}"
+                nested = model.model_fields[table].annotation
+                assert not inner or inner in nested.model_fields, f"{name} -> {target}"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,11 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["reward.name=my reward"], "should match pattern"),
         (["rollout.temperature=0"], "expected greater than 0"),
         (["algorithm.dual_clip=1"], "expected greater than 1"),
+        (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
+        (
+            ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"],
+            "the reference is the policy with its adapters switched off",
+        ),
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
         (["critic.lr=1e-3"], 'needs no critic; set algorithm.name = "ppo"'),
         (["algorithm.name=ppo", "critic.value_clip=0.2"], "raise critic.updates"),

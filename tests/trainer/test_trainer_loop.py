@@ -280,12 +280,17 @@ def test_remax_learns_from_a_greedy_baseline(
 def test_two_ranks_run_and_resume(
     run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
 ) -> None:
-    """Under torchrun, rank 0 leads and the other follows: steps, checkpoint, export; and both go on from there."""
+    """Under torchrun, rank 0 leads and the other follows: steps, checkpoint, export; and both go on from there.
+
+    They train adapters, with a KL to the model without them; what is exported is a whole model all the same.
+    """
     for steps in (2, 3):
         run_file = write_run_file(
             run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
             sections=sections(
                 run_folder, ring_streams, steps=steps,
+                model={"lora.rank": 4, "lora.alpha": 8.0},
+                algorithm={"kl_coefficient": 0.01},
                 trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
             ),
         )  # fmt: skip
@@ -293,7 +298,15 @@ def test_two_ranks_run_and_resume(
             trainers.append(Trainer(run_file, num_ranks=2))
             trainers[-1].wait()
     assert [row["step"] for row in metrics(run_folder, ring_streams)] == [1, 2, 3]
-    assert (run_folder / "runs" / ring_streams / "model" / "model.safetensors").exists()
+    assert all(row["kl_reference"] >= 0.0 for row in metrics(run_folder, ring_streams))
+    start = load_file(run_folder / "model" / "model.safetensors")
+    end = load_file(run_folder / "runs" / ring_streams / "model" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in end.items()} == {
+        name: tensor.shape for name, tensor in start.items()
+    }
+    changed = {name for name, tensor in end.items() if not torch.equal(tensor, start[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)
     assert (run_folder / "runs" / ring_streams / "checkpoints" / "step00000003").is_dir()
 
 
