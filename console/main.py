@@ -155,19 +155,24 @@ def list_rewards(*, url: str = _REWARD_URL, token_file: Path | None = None, json
 
 
 @reward.command(name="test")
-def try_reward(
+def try_reward(  # noqa: PLR0913 - each is an option of the command
     name: str,
     *completions: str,
+    data: Path | None = None,
+    number: Annotated[int, Parameter(name=["--number", "-n"])] = 20,
+    map: tuple[str, ...] = (),
     url: str = _REWARD_URL,
     token_file: Path | None = None,
     prompt: str = "What is 2 + 2?",
     ground_truth: str = "4",
     data_source: str = "example",
+    json: Flag = False,
 ) -> int:
-    """Score completions with a reward, as a run would.
+    """Score completions with a reward, as a run would, or see how its scores lie on rows of a data file.
 
     Example:  penstock reward test gsm8k
               penstock reward test gsm8k "#### 7" "it is 8" --ground-truth 7
+              penstock reward test gsm8k --data gsm8k/train.parquet -n 20
     Then:     name it in the run file: reward.name = "gsm8k"
 
     Parameters
@@ -176,6 +181,12 @@ def try_reward(
         Name of the reward.
     completions
         Texts to score; an example when there are none.
+    data
+        Data file; its rows are tried with right and wrong answers, and equal scores are warned of.
+    number
+        How many rows of the data file.
+    map
+        Columns of other names, as OURS=THEIRS; with --data.
     url
         Where the reward service is.
     token_file
@@ -186,12 +197,80 @@ def try_reward(
         The row's right answer.
     data_source
         The row's data set.
+    json
+        Print one JSON object instead of the table; with --data.
     """
+    if data is not None:
+        from console.reward_trial import try_data
+
+        return try_data(name, data, number, map, url, token_file, as_json=json)
     from console.rewards import try_out
 
     return try_out(
         name, completions, url, token_file, prompt=prompt, ground_truth=ground_truth, data_source=data_source
     )
+
+
+@reward.command
+def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
+    """Say which groups of a run got no reward, why, and what became of them.
+
+    Example:  penstock reward errors gsm8k
+              penstock reward errors gsm8k nats.url=nats://gpu-1:4222 nats.user=me
+    Then:     penstock reward test NAME
+
+    Parameters
+    ----------
+    run
+        Id of the run.
+    json
+        Print one JSON array instead of the table.
+    """
+    from console.reward_errors import print_errors
+
+    return print_errors(run, arguments, os.environ, as_json=json)
+
+
+@reward.command
+def drain(name: str, *, url: str = _REWARD_URL, token_file: Path | None = None) -> int:
+    """Take an endpoint out of service: calls under way end, its other groups wait.
+
+    Example:  penstock reward drain my_reward
+    Then:     penstock reward resume my_reward
+
+    Parameters
+    ----------
+    name
+        Name of the endpoint.
+    url
+        Where the reward service is.
+    token_file
+        File with its bearer token, if it wants one.
+    """
+    from console.rewards import set_service
+
+    return set_service(name, "drain", url, token_file)
+
+
+@reward.command
+def resume(name: str, *, url: str = _REWARD_URL, token_file: Path | None = None) -> int:
+    """Take a drained endpoint into service again.
+
+    Example:  penstock reward resume my_reward
+    Then:     penstock reward list
+
+    Parameters
+    ----------
+    name
+        Name of the endpoint.
+    url
+        Where the reward service is.
+    token_file
+        File with its bearer token, if it wants one.
+    """
+    from console.rewards import set_service
+
+    return set_service(name, "resume", url, token_file)
 
 
 @reward.command

@@ -1,4 +1,4 @@
-"""`penstock reward list | test | remove`: asks a running reward service over HTTP."""
+"""`penstock reward list | test | drain | resume | remove`: asks a running reward service over HTTP."""
 
 from __future__ import annotations
 
@@ -95,6 +95,14 @@ def try_out(
     for text, score in zip(texts, result["scores"], strict=True):
         parts = "".join(f"  {part}={value:g}" for part, value in score["parts"].items())
         print(f"{score['score']:8.3f}  {text!r}{parts}")
+    return 0
+
+
+def set_service(name: str, verb: str, url: str, token_file: Path | None) -> int:
+    """Drain or resume an endpoint; returns the exit code."""
+    live = RewardService(url, token_file).call("POST", f"/v1/endpoints/{name}/{verb}")["live"]
+    under_way = live["under_way"] + sum(live["finishing"].values())
+    print(f"{name}: {live['state']}; {under_way} groups in its calls, as this replica sees it")
     return 0
 
 

@@ -43,6 +43,16 @@ _NEVER = tuple(
         "ff00::/8",
     )
 )
+# IPv6 networks whose last 32 bits are an IPv4 address that a gateway would connect to.
+_CARRY_IPV4 = tuple(
+    ipaddress.IPv6Network(text)
+    for text in (
+        "::/96",  # IPv4-compatible, RFC 4291; :: and ::1 aside
+        "::ffff:0:0:0/96",  # IPv4-translated, RFC 2765
+        "64:ff9b::/96",  # NAT64, RFC 6052
+        "64:ff9b:1::/48",  # NAT64 of a site, RFC 8215
+    )
+)
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
@@ -95,6 +105,10 @@ class TargetPolicy:
 
 def _unmapped(ip: Address) -> Address:
     """Return the IPv4 address that an IPv6 one carries, so that no rule can be walked around."""
-    if isinstance(ip, ipaddress.IPv6Address):
-        return ip.ipv4_mapped or ip.sixtofour or ip
-    return ip
+    if not isinstance(ip, ipaddress.IPv6Address):
+        return ip
+    if ip.teredo is not None:
+        return ip.teredo[1]
+    if any(ip in network for network in _CARRY_IPV4) and int(ip) > 1:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip.ipv4_mapped or ip.sixtofour or ip

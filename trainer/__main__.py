@@ -1,4 +1,4 @@
-"""`python -m trainer COMMAND`: imports only what the command needs; `config` and `data-check` never load torch."""
+"""`python -m trainer COMMAND`: imports only what the command needs; `config`, `data-check` and `data-rows` never load torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from protocol.errors import PenstockError
 COMMANDS = {
     "config": "trainer.show_config",
     "data-check": "trainer.data_check",
+    "data-rows": "trainer.data_rows",
     "train": "trainer.train_command",
     "sft": "trainer.sft_command",
 }

@@ -44,6 +44,11 @@ def test_public_addresses_need_to_be_listed(address: str) -> None:
         "ff02::1",
         "::ffff:169.254.169.254",
         "2002:a9fe:a9fe::1",
+        "::a9fe:a9fe",
+        "::ffff:0:a9fe:a9fe",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::a9fe:a9fe",
+        "2001:0:808:808:0:0:5601:5601",
     ],
 )
 def test_metadata_and_link_local_addresses_are_never_called(address: str) -> None:
