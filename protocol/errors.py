@@ -9,6 +9,7 @@
     ├── MalformedWeights          a file of weights is not the safetensors it should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
+    ├── StateMismatch             a version was put together, and its bytes are not what its manifest promised
     ├── BusError
     │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
     │   ├── BusRefused            wrong credentials or missing permission
@@ -63,6 +64,10 @@ class SegmentRefused(PenstockError):
 
 class ChainBroken(PenstockError):
     """Manifests of weights do not continue one another: wrong parent, epoch, layout or base."""
+
+
+class StateMismatch(PenstockError):
+    """A version was put together from its objects, and the result is not what its manifest promised."""
 
 
 class BusError(PenstockError):

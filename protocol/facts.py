@@ -16,6 +16,7 @@ A fact is a past participle: something that happened, written once, never change
 | `Heartbeat`        | every service  | console (KV, with TTL)  | I am alive, at this version, this busy  |
 | `Head`             | trainer        | rollout worker (KV)     | the newest complete version             |
 | `Lease`            | trainer        | trainer (KV)            | I alone train this run                  |
+| `RetirementFloor`  | trainer        | console (KV)            | no weights are kept below this version  |
 
 The group stays the unit of identity, scoring, staleness and accounting. Small groups travel
 together: one message and one object for a *pack* of them, because a message and an object for
@@ -296,6 +297,13 @@ class Lease(Fact):
     released: bool = False  # its holder ended in good order
 
 
+class RetirementFloor(Fact):
+    """Below ``version`` no weights are kept, in the KV bucket under ``floor``; it only rises."""
+
+    schema_tag = "retirement_floor.v1"
+    version: Count
+
+
 class Heartbeat(Fact):
     """A service's own record in the live bucket; it vanishes by itself when the service dies."""
 
@@ -305,6 +313,7 @@ class Heartbeat(Fact):
     at: float
     state: str  # a few words: what it does or whom it waits for
     version: Count | None = None
+    needs_version: Count | None = None  # of a worker: the oldest version it may still read; its objects stay
     busy_s: Annotated[float, Field(ge=0)] = 0.0
     idle_s: Annotated[float, Field(ge=0)] = 0.0
     cpu_s: Annotated[float, Field(ge=0)] = 0.0

@@ -174,6 +174,7 @@ def buckets(run_id: str) -> tuple[BucketSpec, ...]:
 
 
 HEAD_KEY = "head"  # `Head`
+FLOOR_KEY = "floor"  # `RetirementFloor`
 LEASE_KEY = "lease"  # `Lease`
 CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/lineage.py
 HEARTBEAT_PERIOD_S = 1.0

@@ -128,6 +128,7 @@ async def _wire(
         activity=activity,
         figures=figures,
         packs_held=lambda: tasks.num_held,
+        needs_version=lambda: mirror.oldest_needed,
         run_id=run_id,
         worker_id=worker_id,
     )

@@ -13,6 +13,7 @@ from protocol.activity import Activity
 from protocol.errors import BusUnreachable
 from protocol.facts import Heartbeat, encode
 from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
 from rollout_service.engine import Engine
 from rollout_service.figures import Figures
 
@@ -32,16 +33,18 @@ class HeartbeatWriter:
         activity: Activity,
         figures: Figures,
         packs_held: Callable[[], int],
+        needs_version: Callable[[], PolicyVersion | None],
         run_id: str,
         worker_id: str,
     ) -> None:
-        """``packs_held`` counts packs fetched and not yet settled."""
+        """``packs_held`` counts packs fetched and not yet settled; ``needs_version`` is the oldest it may fetch."""
         self._bus = bus
         self._engine = engine
         self._activity = activity
         self._figures = figures
         self._packs_held = packs_held
         self._engine_figures: dict[str, float] = {}
+        self._needs_version = needs_version
         self._run_id = run_id
         self._worker_id = worker_id
 
@@ -75,6 +78,7 @@ class HeartbeatWriter:
             at=time.time(),
             state=self._activity.state if self._engine.ready.is_set() else "waiting for the engine",
             version=self._engine.version,
+            needs_version=self._needs_version(),
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=self._engine.cpu_seconds(),

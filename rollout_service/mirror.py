@@ -1,15 +1,20 @@
-"""The local copies of published versions: fetched, verified, and removed when no longer needed.
+"""The local copies of published versions: two folders that patches are applied to in turn.
 
-    <cache>/v00000012/config.json tokenizer.json … model.safetensors
+    <cache>/a/ <cache>/b/    model folders, see `mirror_slot`
+    <cache>/files/           config and tokenizer by their sha256, linked into the folders
 
-A folder gets its name only when every file in it has been verified against the manifest. Files that
-do not change between versions (config, tokenizer) are fetched once and linked.
+An engine reads its folder at moments nobody else chooses: when it is restarted, when it rolls a failed update
+back. So what it was given is never written to: the next version is made in the other folder, and the engine
+is given that path. Both paths stay the same for the worker's life. It costs twice the disk and each patch
+applied twice, but fetched once; a lock would have to be honoured by a server that knows none.
+
+An evaluation may pin an older version: when neither folder holds it any more, a third one is made from its
+anchor and chain, and removed afterwards.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import io
 import os
 import shutil
@@ -18,13 +23,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import BlobCorrupt, BlobMissing, ConfigError, WireError
+import structlog
+
+from protocol.errors import BlobMissing, ConfigError
 from protocol.facts import BlobRef
 from protocol.transport.blobs import Blobs
 from protocol.versions import PolicyVersion
-from protocol.weights import ModelFile, WeightsManifest
+from protocol.weight_chain import verify_head
+from protocol.weight_reader import UNUSABLE, WeightReader
+from protocol.weights import ModelFile, VersionManifest
 from rollout_service.errors import WeightsUnusable
+from rollout_service.mirror_slot import Slot
 
+log = structlog.get_logger("rollout.mirror")
+
+CACHED_SEGMENT_BYTES = 1024**3  # fetched for one folder, kept for the other
+_SLOTS = ("a", "b", "c", "d")
+_NORMAL_SLOTS = 2
 _LOCK = "lock"
 
 
@@ -36,22 +51,25 @@ class MirroredVersion:
     folder: Path
     num_bytes: int  # fetched for it
     fetch_s: float
-    checksum: str  # sha256 over the shards' sha256, in the manifest's order
+    checksum: str  # the version's root
 
 
 class Mirror:
-    """One worker's folder of versions. Blocking: coroutines call it through ``asyncio.to_thread``."""
+    """One worker's copies. Blocking: coroutines call it through ``asyncio.to_thread``, one at a time."""
 
     def __init__(self, blobs: Blobs, folder: Path, run_id: str) -> None:
-        """Start empty: what dead workers of this run left behind here, this one's past included, is removed.
+        """Take what an earlier life of this worker left; what dead workers of other ids left is removed.
 
         Raises ConfigError when the folder cannot be made, or a living worker of the same id has it.
         """
         self._blobs = blobs
         self._folder = folder
         self._run_id = run_id
-        self._held: dict[PolicyVersion, MirroredVersion] = {}
+        self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES)
         self._linkable = folder / "files"
+        self._num_small_bytes = 0
+        self._epoch = 0
+        self._fetching: PolicyVersion | None = None  # the oldest version that a fetch under way reads
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = _lock(folder)
@@ -62,53 +80,59 @@ class Mirror:
             self._lock = lock  # however this process ends, the kernel gives it back
             for sibling in folder.parent.iterdir():
                 _sweep(sibling)
-            _clear(folder)
-            self._linkable.mkdir()
+            self._linkable.mkdir(exist_ok=True)
         except OSError as err:
             raise ConfigError(f"worker.cache_dir: cannot make {folder} ({err.strerror})") from None
+        self._slots = [Slot(folder / name) for name in _SLOTS]
 
-    def fetch(self, version: PolicyVersion, manifest_ref: BlobRef) -> MirroredVersion:
-        """Return a version's folder, fetching it when it is not here.
+    def fetch(
+        self,
+        version: PolicyVersion,
+        manifest_ref: BlobRef,
+        *,
+        keep: Collection[PolicyVersion] = (),
+        newest: bool = False,
+    ) -> MirroredVersion:
+        """Return a version's folder, making it when it is not here; folders of versions in ``keep`` are not touched.
 
-        Raises WeightsUnusable when an object is gone, corrupt, or not what the announcement said;
-        BlobStoreUnreachable when the store is away.
+        ``newest`` says that it is to be served on, not looked back at: a version that was published under an
+        older lease than one seen before is refused then. Raises WeightsUnusable when an object is gone,
+        corrupt, or not what the announcement said; BlobStoreUnreachable when the store is away.
         """
-        held = self._held.get(version)
-        if held is not None:
-            return held
-        started = time.monotonic()
-        partial = self._folder / f"v{version:08d}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        started, bytes_before = time.monotonic(), self._reader.num_bytes + self._num_small_bytes
         try:
-            manifest = self._read_manifest(version, manifest_ref)
-            fetched = sum(self._fetch_linked(file, partial) for file in manifest.model_files)
-            for shard in manifest.shards:
-                self._blobs.get_file(shard.blob, partial / shard.name)
-        except (BlobMissing, BlobCorrupt, WireError) as err:
-            shutil.rmtree(partial, ignore_errors=True)
+            target = self._reader.manifest(manifest_ref, version)
+            if newest:
+                verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
+                self._epoch = target.epoch
+            slot = self._make(target, manifest_ref, keep)
+        except UNUSABLE as err:
             raise WeightsUnusable(f"version {version}: {err}") from None
-        folder = self._folder / f"v{version:08d}"
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        mirrored = MirroredVersion(
+        finally:
+            self._fetching = None
+        return MirroredVersion(
             version=version,
-            folder=folder,
-            num_bytes=fetched + manifest.num_bytes,
+            folder=slot.folder,
+            num_bytes=self._reader.num_bytes + self._num_small_bytes - bytes_before,
             fetch_s=time.monotonic() - started,
-            checksum=hashlib.sha256("".join(shard.blob.sha256 for shard in manifest.shards).encode()).hexdigest(),
+            checksum=target.state_root,
         )
-        self._held[version] = mirrored
-        return mirrored
 
-    def keep_only(self, versions: Collection[PolicyVersion]) -> None:
-        """Remove the folders of all other versions."""
-        for version in [held for held in self._held if held not in versions]:
-            shutil.rmtree(self._held.pop(version).folder, ignore_errors=True)
+    def trim(self, keep: Collection[PolicyVersion]) -> None:
+        """Remove the folders beyond two that hold no version of ``keep``."""
+        for slot in self._slots[_NORMAL_SLOTS:]:
+            if slot.reference is not None and slot.version not in keep:
+                slot.remove()
 
     def held(self) -> list[PolicyVersion]:
-        """Return the versions that are here, in the order they came."""
-        return list(self._held)
+        """Return the versions that can be served from here."""
+        return sorted(slot.version for slot in self._slots if slot.version is not None)
+
+    @property
+    def oldest_needed(self) -> PolicyVersion | None:
+        """The oldest version whose objects a fetch of this worker may still read; None before the first."""
+        bases = [slot.base.version for slot in self._slots if slot.base is not None]
+        return min([*bases, *([] if self._fetching is None else [self._fetching])], default=None)
 
     def close(self) -> None:
         """Remove all copies and leave the folder to others; idempotent."""
@@ -116,23 +140,63 @@ class Mirror:
             _clear(self._folder)
             self._lock.close()
 
-    def _read_manifest(self, version: PolicyVersion, ref: BlobRef) -> WeightsManifest:
-        manifest = WeightsManifest.from_json(self._blobs.get(ref))
-        if manifest.version != version or manifest.run_id != self._run_id:
-            raise WeightsUnusable(
-                f"version {version} of run {self._run_id}: its manifest {ref.key} is of version {manifest.version} "
-                f"of run {manifest.run_id}"
+    def _make(self, target: VersionManifest, ref: BlobRef, keep: Collection[PolicyVersion]) -> Slot:
+        for slot in self._slots:
+            self._verify(slot)
+            if slot.version == target.version and slot.base and slot.base.state_root == target.state_root:
+                return slot
+        slot = self._choose(keep)
+        try:
+            self._advance(slot, target, ref)
+        except BlobMissing as err:  # collected while we read, or long before: an anchor and what follows are kept
+            if slot.base is None:
+                raise
+            log.warning(
+                "an object is gone, starting again from an anchor", policy_version=target.version, error=str(err)
             )
-        return manifest
+            slot.remove()
+            self._advance(slot, target, ref)
+        return slot
 
-    def _fetch_linked(self, file: ModelFile, folder: Path) -> int:
-        kept = self._linkable / file.blob.sha256
-        fetched = 0
-        if not kept.exists():
+    def _choose(self, keep: Collection[PolicyVersion]) -> Slot:
+        """Return the folder to write to: of those that nobody uses the one that is nearest, an empty one at last."""
+        free = [slot for slot in self._slots if slot.version is None or slot.version not in keep]
+        normal = [slot for slot in free if slot in self._slots[:_NORMAL_SLOTS]]
+        usable = normal or [slot for slot in free if slot.reference is None]
+        if not usable:
+            raise ConfigError(f"{len(_SLOTS)} versions are in use at once: {self.held()}; that is a mistake of ours")
+        return max(usable, key=lambda slot: -1 if slot.base is None else slot.base.version)
+
+    def _advance(self, slot: Slot, target: VersionManifest, ref: BlobRef) -> None:
+        source = self._nearest(target) if slot.base is None else None
+        plan = self._reader.plan(target, slot.base if source is None else source.base)
+        if source is not None and plan.anchor is None:
+            slot.copy(source)
+        self._fetching = PolicyVersion(min(m.version for m in plan.manifests)) if plan.manifests else None
+        slot.advance(plan, ref, self._reader, self._link)
+
+    def _nearest(self, target: VersionManifest) -> Slot | None:
+        """Return the newest folder that can be served and is not newer than the target."""
+        here = [slot for slot in self._slots if slot.version is not None and slot.version <= target.version]
+        return max(here, key=lambda slot: slot.version or 0, default=None)
+
+    def _verify(self, slot: Slot) -> None:
+        try:
+            slot.verify(self._reader)
+        except UNUSABLE as err:  # its manifest is gone: nobody can say what the folder should hold
+            log.info("a copy cannot be verified and is made anew", folder=str(slot.folder), error=str(err))
+            slot.remove()
+
+    def _link(self, file: ModelFile, folder: Path) -> None:
+        kept, path = self._linkable / file.blob.sha256, folder / file.name
+        if not kept.exists() or kept.stat().st_size != file.blob.size_bytes:
             self._blobs.get_file(file.blob, kept)
-            fetched = file.blob.size_bytes
-        os.link(kept, folder / file.name)
-        return fetched
+            self._num_small_bytes += file.blob.size_bytes
+        if path.exists():
+            if path.samefile(kept):
+                return
+            path.unlink()
+        os.link(kept, path)
 
 
 def _lock(folder: Path) -> io.FileIO | None:
@@ -156,5 +220,6 @@ def _sweep(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for leftover in (folder / "files", *folder.glob("v*")):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for name in ("files", *_SLOTS):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / name).with_suffix(".json").unlink(missing_ok=True)

@@ -65,6 +65,7 @@ class WeightFollower:
         self._applied = asyncio.Event()  # replaced by a fresh one whenever a version was applied
         self._fetching = asyncio.Lock()
         self._pins: list[PolicyVersion] = []  # one entry for each holder: their folders stay
+        self._next: PolicyVersion | None = None  # fetched, and waits for its swap: its folder stays
 
     async def start(self) -> MirroredVersion:
         """Wait for the first usable version and have the engine serve it.
@@ -112,7 +113,9 @@ class WeightFollower:
             if mirrored is not None:
                 async with self._gate.swap():
                     await self._apply(mirrored)
-                self._mirror.keep_only({mirrored.version, *self._pins, *self._mirror.held()[-2:]})
+                self._next = None
+                async with self._fetching:
+                    await asyncio.to_thread(self._mirror.trim, self._in_use())
 
     async def catch_up(self, version: PolicyVersion) -> None:
         """Wait until the engine serves ``version`` or a newer one.
@@ -192,17 +195,27 @@ class WeightFollower:
         """Fetch the newest usable version; None when there is none yet."""
         while (version := self._newest()) is not None:
             try:
-                return await self._fetch(version)
+                self._next = version
+                return await self._fetch(version, newest=True)
             except WeightsUnusable as err:
-                await self._refuse(version, err)
+                self._next = None
+                await self._read_head(self._state)
+                if self._newest() == version:  # else it was overtaken meanwhile, and may be collected by now
+                    await self._refuse(version, err)
         return None
 
-    async def _fetch(self, version: PolicyVersion) -> MirroredVersion:
+    async def _fetch(self, version: PolicyVersion, *, newest: bool = False) -> MirroredVersion:
         async with self._fetching:
             manifest = self._known[version]
-            return await outlast(
-                lambda: asyncio.to_thread(self._mirror.fetch, version, manifest), f"weights of version {version}"
-            )
+
+            def fetch() -> MirroredVersion:
+                return self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
+
+            return await outlast(lambda: asyncio.to_thread(fetch), f"weights of version {version}")
+
+    def _in_use(self) -> set[PolicyVersion]:
+        """The versions whose folders an engine reads, or is about to."""
+        return {version for version in (*self._pins, self._next, self._engine.version) if version is not None}
 
     async def _refuse(self, version: PolicyVersion, err: WeightsUnusable) -> None:
         """Report a version that cannot be loaded; the one before it is served on."""

@@ -20,6 +20,7 @@ from protocol.checkpoint_state import STATE_FILE, CheckpointState
 from protocol.errors import ConfigError
 from protocol.facts import Sampling
 from protocol.transport.blobs import Blobs
+from protocol.weight_retention import AnchorPolicy
 from trainer import checkpoint, crash_points, lease, loop
 from trainer.account import Account
 from trainer.adapter import Lora
@@ -48,6 +49,7 @@ from trainer.pulse import Pulse
 from trainer.ranks import Ranks
 from trainer.record import Recorder
 from trainer.reference import WithoutAdapter
+from trainer.retire import ORPHAN_AGE_S, Retention, Retirement
 from trainer.settings import TrainerSettings
 from trainer.tally import Tally
 from trainer.token_credit import TokenCredit
@@ -258,9 +260,9 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
         publisher=Publisher(
             doors,
             model_folder=settings.model.path,
-            keep_versions=settings.trainer.keep_versions,
-            on_published=lambda version: training.admit(version),  # noqa: PLW0108  bound below
             epoch=life.lease.epoch,
+            policy=AnchorPolicy(settings.trainer.anchor_ratio, settings.trainer.anchor_every),
+            on_published=lambda publication: training.published(publication),  # noqa: PLW0108  bound below
         ),
         evaluator=None,
         recorder=recorder,
@@ -279,7 +281,13 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
         running.callback(recorder.close)
         if data.eval is not None:
             training.evaluator = running.enter_context(_evaluator(life, data.eval, training, account))
-        for part in (training.pulse, training.collector, training.issuer):
+        retirement = Retirement(
+            doors,
+            Retention(settings.trainer.keep_versions, settings.trainer.weights_grace_s, ORPHAN_AGE_S),
+            pinned=training.publisher.pinned,
+            holder=life.lease.holder,
+        )
+        for part in (training.pulse, training.collector, training.issuer, retirement):
             running.enter_context(part)
         yield training
 
@@ -317,6 +325,7 @@ def _write_summary(training: Training, *, wall_s: float) -> None:
         "tokens_trained": totals["tokens_trained"],
         "versions_published": training.publisher.num_published,
         "versions_skipped": training.publisher.num_skipped,
+        "anchors_written": training.publisher.num_anchors,
         "evaluations": [asdict(result) for result in training.evaluations],
         "idle_share": idle_s / max(busy_s + idle_s, 1e-9),
         "wall_s": wall_s,

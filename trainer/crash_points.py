@@ -29,6 +29,7 @@ class CrashPoint(StrEnum):
     SHARDS_STORED = "shards_stored"  # a version's shards ▸ its manifest
     MANIFEST_STORED = "manifest_stored"  # its manifest ▸ the head
     HEAD_MOVED = "head_moved"  # the head ▸ the announcement
+    ANCHOR_STORED = "anchor_stored"  # the buckets of an anchor beside a version ▸ its manifest
     ANNOUNCED = "announced"  # the announcement ▸ tasks for that version
 
 

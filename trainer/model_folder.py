@@ -1,6 +1,6 @@
 """A Hugging Face model folder, piece by piece: shards of safetensors, their index, and the small files.
 
-What a worker downloads and what a run leaves behind are the same files, so both are made here.
+The small files are the same in what a worker downloads and in what a run leaves behind, so both are made here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 MAX_SHARD_BYTES = 1024**3
@@ -41,15 +41,10 @@ def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 
-def shard_bytes(shard: Mapping[str, Tensor]) -> bytes:
-    """Return one shard as a safetensors file."""
-    return save(dict(shard), metadata={"format": "pt"})
+def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
+    """Return everything of a model folder but the weights and their index: config, tokenizer, templates.
 
-
-def small_files(model_folder: Path, shards: Shards, dtype: str) -> dict[str, bytes]:
-    """Return everything of a model folder but the weights: config, tokenizer, templates, index of shards.
-
-    ``config.json`` says the dtype that is trained, whatever the folder was stored in.
+    ``config.json`` says the dtype of the weights it is for, whatever the folder was stored in.
     """
     files = {
         path.name: path.read_bytes()
@@ -63,12 +58,17 @@ def small_files(model_folder: Path, shards: Shards, dtype: str) -> dict[str, byt
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     files["config.json"] = json.dumps(config, indent=2).encode()
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in shards.items() for name in shard}
-        total = sum(t.numel() * t.element_size() for shard in shards.values() for t in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
     return files
+
+
+def _index(shards: Shards) -> dict[str, bytes]:
+    """Return the index of several shards; nothing for a single one."""
+    if len(shards) == 1:
+        return {}
+    weight_map = {name: file for file, shard in shards.items() for name in shard}
+    total = sum(t.numel() * t.element_size() for shard in shards.values() for t in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return {"model.safetensors.index.json": json.dumps(index, indent=2).encode()}
 
 
 def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], *, like: Path, dtype: str) -> None:
@@ -84,7 +84,7 @@ def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], *, like: Pat
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     shards = split_shards(tensors)
-    for name, data in small_files(like, shards, dtype).items():
+    for name, data in {**small_files(like, dtype), **_index(shards)}.items():
         (partial / name).write_bytes(data)
     for name, shard in shards.items():
         save_file(shard, partial / name, metadata={"format": "pt"})

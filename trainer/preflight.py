@@ -19,7 +19,7 @@ from protocol.transport.bus import Bus
 from trainer.dataset import AUTO_REWARD, PromptSet
 from trainer.doors import Doors
 from trainer.errors import CheckpointError, UnknownReward
-from trainer.publish import read_head
+from trainer.head import read_head
 from trainer.settings import TrainerSettings
 
 _REWARD_DEADLINE_S = 60.0  # reward services may start after the trainer

@@ -4,6 +4,7 @@
 |--------|------------------------|---------------------------------------------------------------------------|
 | `step` | each optimizer step    | see `trainer/metrics.py`                                                  |
 | `eval` | each evaluation        | those of `EvalResult`                                                     |
+| `weights`| a version is announced| those of `trainer.publication.Publication`                                |
 | `drop` | groups were discarded  | ``groups`` by reason (`trainer/drops.py`), since the last such event      |
 | `state`| the run's phase changes| ``text``, ``total_steps``, ``finished``                                   |
 """

@@ -189,7 +189,20 @@ class OptimizerSettings(Section):
         description="Number format of published weights; bfloat16 halves what travels and suits engines on GPUs.",
     )
     keep_versions: int = Field(
-        default=8, ge=2, description="Newest published versions whose weights stay in the object store."
+        default=8, ge=2, description="Newest published versions that can still be put together from the object store."
+    )
+    anchor_every: int = Field(
+        default=64, ge=1, le=128, description="Most versions between two anchors: whole weights beside the patches."
+    )
+    anchor_ratio: float = Field(
+        default=2.0,
+        gt=0.0,
+        description="An anchor is written when the patches since the last one have this multiple of its size.",
+    )
+    weights_grace_s: float = Field(
+        default=1800.0,
+        ge=0.0,
+        description="Seconds that weights no new reader may start from stay, for those who have begun to read them.",
     )
 
 

@@ -34,10 +34,12 @@ from trainer.mismatch import fresh
 from trainer.model_folder import write_model_folder
 from trainer.planning import Planner
 from trainer.policy import StepFigures
-from trainer.publish import Publisher, Snapshot
+from trainer.publication import Publication
+from trainer.publish import Publisher
 from trainer.pulse import Pulse
 from trainer.record import Recorder
 from trainer.settings import TrainerSettings
+from trainer.snapshot import Snapshot
 from trainer.step_plan import ReadyGroup
 from trainer.tally import Tally
 
@@ -102,15 +104,15 @@ class Training:
         self._say("starting", total_steps=self.settings.trainer.steps)
         head = self.publisher.head
         parent = self.resumed.version if self.resumed else None
-        is_published = head is not None and head.version == parent
         tensors = self._snapshot()
         self._check_weights()
+        is_published = (
+            head is not None and head.version == parent and self.publisher.resume(tensors, self.published_dtype)
+        )
         if not is_published:
             self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
             self._submit(tensors, must_publish=True)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
-        else:
-            self.publisher.announce_again()
         self.chronicle.life(
             holder=self.lease.holder,
             at=self.clock(),
@@ -225,6 +227,11 @@ class Training:
         self.publisher.close()
         self._say("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
 
+    def published(self, publication: Publication) -> None:
+        """Let tasks be issued for a version that was announced, and write its figures down (publisher's thread)."""
+        self.admit(publication.version)
+        self.recorder.event("weights", asdict(publication))
+
     def admit(self, published: PolicyVersion) -> None:
         """Let tasks be issued for a version that the workers can have now (called on the publisher's thread).
 
@@ -301,7 +308,6 @@ class Training:
                 version=self.version,
                 step=self.num_steps_done,
                 tensors=tensors,
-                num_parameters=self.crew.policy.num_parameters,
                 dtype=self.published_dtype,
                 must_publish=must_publish or is_last,
             )

@@ -14,6 +14,7 @@ import io
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -38,6 +39,8 @@ _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Aut
 _PASSING = {"RequestTimeout", "SlowDown", "NoSuchUpload"}  # the last is how some servers say "disk full"
 _DELETE_BATCH = 1000  # the most one request may name
 _GONE = {"NoSuchKey", "NoSuchObject", "NotFound"}
+_TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
+_NO_DATE = datetime.fromtimestamp(0, UTC)  # of a server that gives none: such an object is old, not new
 
 
 class _XmlPool(urllib3.PoolManager):
@@ -56,6 +59,7 @@ class BlobStat:
 
     key: str
     size_bytes: int
+    modified: datetime  # by the server's clock
 
 
 class Blobs:
@@ -127,6 +131,34 @@ class Blobs:
             )
         return data
 
+    def get_unverified(self, key: str) -> bytes:
+        """Fetch an object that was found in a listing and that nobody vouches for; raises BlobMissing."""
+
+        def once() -> bytes:
+            response = self._client.get_object(self.bucket, key)
+            try:
+                return response.read()
+            finally:
+                response.close()
+                response.release_conn()
+
+        return self._retry(once, f"get {key}")
+
+    def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
+        """Fetch a part of an object, verified by a sha256 of its own; raises BlobMissing or BlobCorrupt.
+
+        As in `get`, what is short or altered is fetched once more before it is called corrupt.
+        """
+        data = b""
+        for _ in range(2):
+            data = self._fetch(ref, offset, size_bytes)
+            if len(data) == size_bytes and hashlib.sha256(data).hexdigest() == sha256:
+                return data
+        raise BlobCorrupt(
+            f"{ref.key}: expected {size_bytes} bytes at {offset} with sha256 {sha256[:12]}…, got {len(data)} bytes with "
+            f"{hashlib.sha256(data).hexdigest()[:12]}…; the object is not what its manifest promised"
+        )
+
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch an object into a file, verified before the file gets its name."""
         partial = path.with_name(path.name + ".partial")
@@ -156,7 +188,7 @@ class Blobs:
         found = self._retry(
             lambda: list(self._client.list_objects(self.bucket, prefix=prefix, recursive=True)), f"list {prefix}"
         )
-        return (BlobStat(item.object_name or "", item.size or 0) for item in found)
+        return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in found)
 
     def delete(self, keys: Iterable[str]) -> int:
         """Delete objects; missing ones are fine. Returns how many were asked for."""
@@ -174,11 +206,13 @@ class Blobs:
                 )
         return len(wanted)
 
-    def _fetch(self, ref: BlobRef) -> bytes:
+    def _fetch(self, ref: BlobRef, offset: int = 0, size_bytes: int | None = None) -> bytes:
         def once() -> bytes:
-            response = self._client.get_object(self.bucket, ref.key)
+            response = self._client.get_object(self.bucket, ref.key, offset=offset, length=size_bytes or 0)
             try:
-                return response.read(ref.size_bytes + 1)  # never more than promised
+                return response.read(
+                    (ref.size_bytes if size_bytes is None else size_bytes) + 1
+                )  # never more than promised
             finally:
                 response.close()
                 response.release_conn()
@@ -194,6 +228,8 @@ class Blobs:
             except S3Error as err:
                 if err.code in _GONE:
                     raise BlobMissing(f"{what}: no such object in bucket {self.bucket} ({err.code})") from None
+                if err.code == _TOO_SHORT:
+                    raise BlobCorrupt(f"{what}: the object is shorter than its manifest promised") from None
                 if err.code == "NoSuchBucket":
                     raise BlobStoreRefused(
                         f"{what}: no bucket {self.bucket!r}; create it with: python -m deploy.bootstrap"

@@ -69,6 +69,7 @@ EVERY_FACT = [
         layout="mirror",
     ),
     facts.WeightsRefused(run_id="r", worker_id="w", version=3, manifest=BLOB, serving=2, reason="sha256"),
+    facts.RetirementFloor(version=3),
     facts.Head(version=3, step=3, manifest=BLOB),
     facts.Heartbeat(role="rollout", service_id="w", at=1.0, state="generating", figures={"tokens_per_s": 3.0}),
     facts.RunEvent(run_id="r", source="trainer", kind="step", at=1.0, data={"loss": 0.5, "groups": {"issued": 3}}),

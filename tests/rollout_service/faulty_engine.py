@@ -122,7 +122,7 @@ class FaultyEngine:
                 if self.refuse_loads:
                     self.refuse_loads -= 1
                     return 400, {"success": False, "message": "Failed to load weights", "num_paused_requests": 0}
-                if not (Path(body["model_path"]) / "model.safetensors").exists():
+                if not [*Path(body["model_path"]).glob("*.safetensors")]:
                     return 400, {"success": False, "message": "no safetensors", "num_paused_requests": 0}
                 if self.lose_loads:
                     self.lose_loads -= 1

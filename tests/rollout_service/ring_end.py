@@ -7,15 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from deploy.child import Child
 from deploy.quickstart_task import write_model
-from protocol import blob_keys, group_pack, streams, subjects
+from protocol import group_pack, streams, subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import (
     BlobRef,
     DeadLetter,
     GroupGenerated,
-    Head,
     Heartbeat,
     RunEvent,
     Task,
@@ -24,17 +26,15 @@ from protocol.facts import (
     WeightsPublished,
     WeightsRefused,
     decode,
-    encode,
 )
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
-from protocol.versions import PolicyVersion
-from protocol.weights import ModelFile, WeightsManifest
 from tests.rollout_service.faulty_engine import FaultyEngine
 from tests.servers import wait_for
+from tests.weights_source import WeightsSource
 
 
 class RingEnd:
@@ -47,6 +47,7 @@ class RingEnd:
         self.folder = folder
         self.applied: list[WeightsApplied] = []
         self.refused: list[WeightsRefused] = []
+        self._source: WeightsSource | None = None
         self.dead: list[DeadLetter] = []
         self.events: list[RunEvent] = []
         bus.tail(
@@ -57,50 +58,36 @@ class RingEnd:
         bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self.dead.append, from_start=True).wait()
         bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, self.events.append, from_start=True).wait()
         self._generated: Inbox[GroupGenerated] = bus.inbox(streams.generated_consumer(run_id), GroupGenerated).wait()
-        self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
         self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        """The weights that `publish` gives a version."""
+        model = self.folder / f"model-{version}"
+        if not model.exists():
+            write_model(model, seed=version)
+        return load_file(model / "model.safetensors")
 
     def publish(self, version: int, *, corrupt: str = "", announce: bool = True) -> WeightsPublished:
         """Publish a version of the quickstart's model as the trainer does.
 
-        ``corrupt`` names a file whose stored bytes are not those that the manifest promises. Without
-        ``announce`` only the head moves.
+        ``corrupt`` names the end of the keys whose stored bytes are not those that the manifest promises.
+        Without ``announce`` only the head moves.
         """
-        model = self.folder / f"model-{version}"
-        write_model(model, seed=version)
-        attempt = secrets.token_hex(4)
-        shards, files = [], []
-        for path in sorted(model.iterdir()):
-            data = path.read_bytes()
-            key = blob_keys.weights_shard(self.run_id, PolicyVersion(version), attempt, path.name)
-            ref = self.blobs.put(key, data)
-            if path.name == corrupt:
-                wrong = self.blobs.put(key + ".wrong", bytes([data[0] ^ 1]) + data[1:])
-                ref = BlobRef(key=wrong.key, size_bytes=ref.size_bytes, sha256=ref.sha256)
-            (shards if path.suffix == ".safetensors" else files).append(ModelFile(name=path.name, blob=ref))
-        manifest = WeightsManifest(
-            run_id=self.run_id,
-            version=version,
-            step=version,
-            dtype="float32",
-            num_parameters=126_848,
-            shards=tuple(shards),
-            model_files=tuple(files),
-        )
-        ref = self.blobs.put(
-            blob_keys.weights_manifest(self.run_id, PolicyVersion(version), attempt), manifest.to_json()
-        )
-        self._state.put(streams.HEAD_KEY, encode(Head(version=version, step=version, manifest=ref))).wait()
-        fact = WeightsPublished(
-            run_id=self.run_id, version=version, step=version, manifest=ref, num_bytes=manifest.num_bytes
-        )
-        if announce:
-            self.announce(fact)
-        return fact
+        tensors = self.tensors(version)
+        if self._source is None:
+            self._source = WeightsSource(self.bus, self.blobs, self.run_id, self.folder / f"model-{version}")
+        ends = (corrupt,) if corrupt else ()
+        return self._source.publish(version, tensors, corrupt=ends, announce=announce)
+
+    @property
+    def source(self) -> WeightsSource:
+        """Who publishes."""
+        assert self._source is not None
+        return self._source
 
     def announce(self, fact: WeightsPublished) -> None:
         """Announce a version."""
-        msg_id = f"w:{fact.version}:{fact.manifest.sha256}"
+        msg_id = f"w:{fact.version}:{secrets.token_hex(8)}"
         self.bus.publish(subjects.weights_published(self.run_id), fact, msg_id=msg_id).wait()
 
     def issue(self, pack_id: str, tasks: Sequence[Task] = (), *, tasks_blob: BlobRef | None = None) -> None:

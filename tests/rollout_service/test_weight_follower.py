@@ -125,20 +125,22 @@ def test_an_older_version_is_never_loaded(ring_end: RingEnd, start_worker: Start
 def test_corrupt_weights_are_refused_and_the_old_version_is_served_on(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A shard with another hash is never loaded: the refusal is an event, and the next version is applied."""
+    """A segment with another hash is never applied: the worker says so, and what the trainer answers is served."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
-    ring_end.publish(1, corrupt="model.safetensors")
+    ring_end.publish(1, corrupt=".pack")
     wait_for(lambda: ring_end.refused, "the refusal")
     [fact] = ring_end.refused
     assert (fact.worker_id, fact.version, fact.serving) == ("w0", 1, 0)
     assert "sha256" in fact.reason
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
     assert versions_of(ring_end.collect_groups(1)) == {0}
+    ring_end.source.answer()
+    ring_end.wait_applied("w0", 1)
     ring_end.publish(2)
     ring_end.wait_applied("w0", 2)
-    assert applied_by(ring_end, "w0") == [0, 2]
+    assert applied_by(ring_end, "w0") == [0, 1, 2]
 
 
 def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
@@ -148,9 +150,9 @@ def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
     ring_end.publish(0, corrupt="config.json")
     start_worker("w0", *attached(faulty_engine))
     wait_for(lambda: ring_end.refused, "the refusal")
-    ring_end.publish(1)
-    ring_end.wait_applied("w0", 1)
-    assert [version for version, _ in faulty_engine.loads] == ["1"]
+    ring_end.source.answer()
+    ring_end.wait_applied("w0", 0)
+    assert [version for version, _ in faulty_engine.loads] == ["0"]
 
 
 def test_an_update_that_is_refused_once_is_tried_again(
@@ -181,10 +183,10 @@ def test_a_server_that_never_confirms_a_version_ends_the_worker(
     assert applied_by(ring_end, "w0") == [0]
 
 
-def test_old_copies_are_removed(
+def test_versions_are_made_in_two_folders(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
 ):
-    """Two versions stay on disk; files that did not change are links to one copy."""
+    """Versions alternate between two constant paths; a third one for a pinned evaluation is removed after it."""
     cache = tmp_path / "cache"
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine), f"worker.cache_dir={cache}")
@@ -193,9 +195,14 @@ def test_old_copies_are_removed(
         ring_end.publish(version)
         ring_end.wait_applied("w0", version)
     folder = cache / ring_end.run_id / "w0"
-    wait_for(lambda: {p.name for p in folder.glob("v*")} == {"v00000003", "v00000004"}, "the old copies to go")
-    config = folder / "v00000004" / "config.json"
-    assert config.samefile(folder / "v00000003" / "config.json")
+    assert [path for _, path in faulty_engine.loads] == [str(folder / name) for name in "ababa"]
+    config = folder / "a" / "config.json"
+    assert config.samefile(folder / "b" / "config.json")
+    ring_end.issue("eval-1", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1, temperature=0.0)])
+    assert versions_of(ring_end.collect_groups(1)) == {1}
+    wait_for(lambda: faulty_engine.version == "4", "the newest version to be served again")
+    wait_for(lambda: not (folder / "c").exists(), "the third folder to go")
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"a", "b", "files"}
 
 
 def test_an_evaluation_is_sampled_by_exactly_its_version(

@@ -1,0 +1,97 @@
+"""Publishes versions with the trainer's own code, and can be told to store something else than it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from protocol.connection import S3Settings
+from protocol.facts import BlobRef, Fact, WeightsPublished
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from protocol.transport.pending import Pending
+from protocol.versions import PolicyVersion
+from protocol.weight_layout import BUCKET_BYTES
+from protocol.weight_retention import AnchorPolicy
+from trainer.doors import Doors
+from trainer.publication import Publications
+from trainer.snapshot import Snapshot
+from trainer.version_writer import VersionWriter
+
+NEVER = AnchorPolicy(max_ratio=1e9, max_versions=10**9)
+
+
+class _Store(Blobs):
+    """A store that alters the last byte of the objects whose key ends in one of ``corrupt``."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        super().__init__(settings)
+        self.corrupt: tuple[str, ...] = ()
+
+    def put(self, key: str, data: bytes) -> BlobRef:
+        reference = super().put(key, data)
+        if self.corrupt and key.endswith(self.corrupt):
+            super().put(key, data[:-1] + bytes([data[-1] ^ 1]))
+        return reference
+
+
+class _Bus:
+    """A bus that remembers what was published, and keeps it to itself when it is told to be quiet."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.quiet = False
+        self.last: WeightsPublished | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    def publish(self, subject: str, fact: Fact, **options: Any) -> Pending[Any]:
+        if isinstance(fact, WeightsPublished):
+            self.last = fact
+            if self.quiet:
+                return self._bus.stream_state(f"{fact.run_id}-weights")
+        return self._bus.publish(subject, fact, **options)
+
+
+class WeightsSource:
+    """The publishing half of a trainer, without its thread."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        blobs: Blobs,
+        run_id: str,
+        model_folder: Path,
+        *,
+        policy: AnchorPolicy = NEVER,
+        bucket_bytes: int = BUCKET_BYTES,
+        epoch: int = 0,
+    ) -> None:
+        self._store = _Store(blobs._settings)
+        self._bus: Any = _Bus(bus)
+        doors = Doors(run_id, self._bus, self._store)
+        self.publications = Publications(
+            doors, VersionWriter(doors, model_folder), policy=policy, epoch=epoch, bucket_bytes=bucket_bytes
+        )
+
+    def publish(
+        self, version: int, tensors: Mapping[str, Tensor], *, corrupt: tuple[str, ...] = (), announce: bool = True
+    ) -> WeightsPublished:
+        """Publish a version; ``corrupt`` names ends of keys whose stored bytes are not those that were promised.
+
+        Without ``announce`` only the head moves.
+        """
+        self._store.corrupt, self._bus.quiet = corrupt, not announce
+        self.publications.publish(Snapshot(PolicyVersion(version), version, dict(tensors), "float32"))
+        self.publications.anchors.close(20.0)
+        self._store.corrupt, self._bus.quiet = (), False
+        return self._bus.last
+
+    def answer(self) -> WeightsPublished:
+        """Publish the newest version again, whole."""
+        assert self.publications.answer()
+        return self._bus.last

@@ -1,0 +1,107 @@
+"""Anchors beside the patches: when one is due, a thread of its own writes it; no version ever waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import structlog
+
+from protocol.errors import PenstockError
+from protocol.versions import PolicyVersion, is_newer
+from protocol.weight_retention import AnchorPolicy
+from protocol.weights import AnchorRef, VersionManifest
+from trainer.committed_weights import gather, layout_of
+from trainer.crash_points import CrashPoint
+from trainer.snapshot import Snapshot
+from trainer.version_writer import Label, VersionWriter
+
+log = structlog.get_logger("trainer.anchors")
+
+
+class Anchors:
+    """Knows the newest anchor and what was published since, and has the next one written when it is due."""
+
+    def __init__(self, writer: VersionWriter, policy: AnchorPolicy, *, bucket_bytes: int) -> None:
+        """Begin without an anchor."""
+        self._writer = writer
+        self._policy = policy
+        self._bucket_bytes = bucket_bytes
+        self._newest: AnchorRef | None = None
+        self._patches: list[tuple[PolicyVersion, int]] = []  # since the newest anchor: version, bytes
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.num_written = 0
+
+    @property
+    def newest(self) -> AnchorRef | None:
+        """The newest complete anchor."""
+        with self._lock:
+            return self._newest
+
+    def restart(self, anchor: AnchorRef, patches: Iterable[VersionManifest] = ()) -> None:
+        """Go on from an anchor and the patches that follow it."""
+        with self._lock:
+            if self._newest is None or not is_newer(PolicyVersion(self._newest.version), PolicyVersion(anchor.version)):
+                self._newest = anchor
+            self._patches += [(PolicyVersion(m.version), m.num_bytes) for m in patches]
+            self._forget()
+
+    def follow(self, snapshot: Snapshot, patch: VersionManifest) -> None:
+        """Take note of a patch that was committed; begin the anchor of that version when one is due."""
+        with self._lock:
+            self._patches.append((snapshot.version, patch.num_bytes))
+            assert self._newest is not None
+            due = self._policy.is_due(
+                patch_bytes=sum(size for _, size in self._patches),
+                anchor_bytes=self._newest.num_bytes,
+                num_versions=len(self._patches),
+            )
+        if due and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._write, args=(snapshot, patch), name="anchor", daemon=True)
+            self._thread.start()
+
+    def close(self, deadline_s: float) -> None:
+        """Wait for an anchor that is being written; one that is not finished is no loss."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+
+    def _write(self, snapshot: Snapshot, patch: VersionManifest) -> None:
+        started = time.monotonic()
+        layout = layout_of(snapshot.tensors, self._bucket_bytes)
+        try:
+            written = self._writer.anchor(
+                Label(snapshot.version, snapshot.step, patch.epoch),
+                layout,
+                patch.model_files,
+                lambda number: gather(layout.buckets[number], snapshot.tensors),
+                state_root=patch.state_root,
+                parent=patch.parent,
+                stored=CrashPoint.ANCHOR_STORED,
+            )
+        except PenstockError as err:
+            log.warning("an anchor was not written; the next due one is tried", error=str(err))
+            return
+        self.num_written += 1
+        self.restart(written.as_anchor)
+        log.info(
+            "anchor",
+            policy_version=snapshot.version,
+            num_bytes=written.manifest.num_bytes,
+            anchor_s=round(time.monotonic() - started, 3),
+        )
+
+    def _forget(self) -> None:
+        newest = self._newest
+        assert newest is not None
+        self._patches = [p for p in self._patches if is_newer(p[0], PolicyVersion(newest.version))]
+
+
+def answer_is_due(kind: str, refused_by: set[str]) -> bool:
+    """Say whether a version that workers refuse is published again, whole.
+
+    One worker is enough for a patch: something on its chain is gone or wrong. A whole version that a single
+    worker refuses is that worker's own trouble.
+    """
+    return len(refused_by) >= (1 if kind == "patch" else 2)

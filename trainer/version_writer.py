@@ -1,0 +1,204 @@
+"""Writes versions to the object store: segments or whole buckets first, then the manifest, then a look at the listing.
+
+Every attempt has keys of its own, so nothing is ever overwritten and a crash leaves only objects that
+no head leads to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol import blob_keys
+from protocol.bucket_codec import bucket_xxh3
+from protocol.errors import BlobCorrupt, BlobMissing
+from protocol.facts import BlobRef
+from protocol.patch_segment import Bytes
+from protocol.versions import PolicyVersion
+from protocol.weight_layout import WeightLayout, shard_header, shard_name
+from protocol.weights import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
+from trainer import crash_points
+from trainer.committed_weights import Difference
+from trainer.crash_points import CrashPoint
+from trainer.doors import Doors
+from trainer.errors import PublicationFailed
+from trainer.model_folder import small_files
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A complete version in the object store, which nobody has been told of."""
+
+    manifest: VersionManifest
+    reference: BlobRef
+
+    @property
+    def as_ancestor(self) -> Ancestor:
+        """What the next version says of it."""
+        m = self.manifest
+        return Ancestor(version=m.version, manifest=self.reference, state_root=m.state_root)
+
+    @property
+    def as_anchor(self) -> AnchorRef:
+        """What the patches that build on it say of it."""
+        m = self.manifest
+        return AnchorRef(version=m.version, manifest=self.reference, state_root=m.state_root, num_bytes=m.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Which version this is."""
+
+    version: PolicyVersion
+    step: int
+    epoch: int
+
+
+class VersionWriter:
+    """Stores versions of one run; thread-safe."""
+
+    def __init__(self, doors: Doors, model_folder: Path) -> None:
+        """Config and tokenizer come from ``model_folder``."""
+        self._run_id, self._blobs = doors.run_id, doors.blobs
+        self._model_folder = model_folder
+        self._small: dict[str, tuple[ModelFile, ...]] = {}  # by dtype
+        self._layouts: dict[str, BlobRef] = {}
+
+    def patch(
+        self,
+        label: Label,
+        layout: WeightLayout,
+        files: tuple[ModelFile, ...],
+        difference: Difference,
+        *,
+        parent: Ancestor,
+        anchor: AnchorRef,
+    ) -> Written:
+        """Store a version as what changed since its parent: all segments in one object."""
+        attempt = secrets.token_hex(4)
+        offset, buckets = 0, []
+        for bucket, change in zip(layout.buckets, difference.buckets, strict=True):
+            data, stored = change.encoded.data, None
+            if change.encoded.codec != "none":
+                digest = hashlib.sha256(data).hexdigest()
+                stored = StoredRange(object=0, offset=offset, size_bytes=len(data), sha256=digest)
+                offset += len(data)
+            buckets.append(
+                BucketState(
+                    codec=change.encoded.codec,
+                    stored=stored,
+                    num_words=bucket.num_words,
+                    num_changed=change.encoded.num_changed,
+                    base_xxh3=change.base_xxh3,
+                    new_xxh3=change.new_xxh3,
+                )
+            )
+        objects: tuple[BlobRef, ...] = ()
+        if offset:
+            key = blob_keys.weights_pack(self._run_id, label.version, attempt, rank=0)
+            objects = (self._blobs.put(key, b"".join(change.encoded.data for change in difference.buckets)),)
+        crash_points.reach(CrashPoint.SHARDS_STORED)
+        manifest = VersionManifest(
+            kind="patch",
+            run_id=self._run_id,
+            version=label.version,
+            step=label.step,
+            epoch=label.epoch,
+            parent=parent,
+            anchor=anchor,
+            layout=self._layout(layout),
+            objects=objects,
+            buckets=tuple(buckets),
+            state_root=difference.state_root,
+            model_files=files,
+        )
+        return self._finish(manifest, attempt)
+
+    def anchor(
+        self,
+        label: Label,
+        layout: WeightLayout,
+        files: tuple[ModelFile, ...],
+        raw_of: Callable[[int], Bytes],
+        *,
+        state_root: str,
+        parent: Ancestor | None,
+        stored: CrashPoint = CrashPoint.SHARDS_STORED,
+    ) -> Written:
+        """Store a version whole: one safetensors file for each bucket; ``raw_of`` gives a bucket's bytes."""
+        attempt = secrets.token_hex(4)
+        objects, buckets = [], []
+        for number, bucket in enumerate(layout.buckets):
+            raw = raw_of(number)
+            key = blob_keys.weights_shard(self._run_id, label.version, attempt, shard_name(number, len(layout.buckets)))
+            blob = self._blobs.put(key, shard_header(bucket) + raw.tobytes())
+            objects.append(blob)
+            buckets.append(
+                BucketState(
+                    codec="safetensors",
+                    stored=StoredRange(object=number, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256),
+                    num_words=bucket.num_words,
+                    num_changed=bucket.num_words,
+                    new_xxh3=bucket_xxh3(raw),
+                )
+            )
+        crash_points.reach(stored)
+        manifest = VersionManifest(
+            kind="anchor",
+            run_id=self._run_id,
+            version=label.version,
+            step=label.step,
+            epoch=label.epoch,
+            parent=parent,
+            layout=self._layout(layout),
+            objects=tuple(objects),
+            buckets=tuple(buckets),
+            state_root=state_root,
+            model_files=files,
+        )
+        return self._finish(manifest, attempt)
+
+    def _finish(self, manifest: VersionManifest, attempt: str) -> Written:
+        version = PolicyVersion(manifest.version)
+        key = blob_keys.weights_manifest(self._run_id, version, attempt)
+        reference = self._blobs.put(key, manifest.to_json())
+        stored = {s.key: s.size_bytes for s in self._blobs.list(blob_keys.weights_prefix(self._run_id, version))}
+        for blob in (*manifest.objects, reference):
+            if stored.get(blob.key) != blob.size_bytes:
+                raise PublicationFailed(
+                    f"{blob.key}: stored {blob.size_bytes} bytes, the object store lists "
+                    f"{stored.get(blob.key, 'no such object')}; version {version} is not announced"
+                )
+        return Written(manifest, reference)
+
+    def _layout(self, layout: WeightLayout) -> BlobRef:
+        data = layout.to_json()
+        digest = hashlib.sha256(data).hexdigest()
+        if digest not in self._layouts:
+            self._layouts[digest] = self._put_once(blob_keys.weights_layout(self._run_id, digest), data)
+        return self._layouts[digest]
+
+    def small_files(self, dtype: str, *, again: bool = False) -> tuple[ModelFile, ...]:
+        """Store config and tokenizer for weights of a dtype, and return where they are; ``again``: look once more."""
+        if again or dtype not in self._small:
+            files = []
+            for name, data in small_files(self._model_folder, dtype).items():
+                key = blob_keys.model_file(self._run_id, hashlib.sha256(data).hexdigest(), name)
+                files.append(ModelFile(name=name, blob=self._put_once(key, data)))
+            self._small[dtype] = tuple(files)
+        return self._small[dtype]
+
+    def _put_once(self, key: str, data: bytes) -> BlobRef:
+        """Store an object whose key is made of its content, unless it is there whole; a damaged one is left alone."""
+        reference = BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        try:
+            self._blobs.get(reference)
+        except BlobMissing:
+            return self._blobs.put(key, data)
+        except BlobCorrupt:
+            folder, _, name = key.rpartition("/")
+            return self._blobs.put(f"{folder}/{secrets.token_hex(4)}/{name}", data)
+        return reference
