@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from protocol.connection import S3Settings
@@ -15,7 +16,9 @@ from protocol.transport.bus import Bus
 from protocol.transport.pending import Pending
 from protocol.versions import PolicyVersion
 from protocol.weight_layout import BUCKET_BYTES
+from protocol.weight_reader import WeightReader
 from protocol.weight_retention import AnchorPolicy
+from trainer.committed_weights import CommittedWeights
 from trainer.doors import Doors
 from trainer.publication import Publications
 from trainer.snapshot import Snapshot
@@ -55,6 +58,19 @@ class _Bus:
             if self.quiet:
                 return self._bus.stream_state(f"{fact.run_id}-weights")
         return self._bus.publish(subject, fact, **options)
+
+
+def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:
+    """Put a version together from the object store, as a worker that starts from nothing does."""
+    reader = WeightReader(blobs, run_id)
+    committed = CommittedWeights.read(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
+    return {
+        tensor.name: torch.frombuffer(
+            bytearray(committed.raw[number][tensor.byte_offset : tensor.byte_offset + tensor.num_bytes].tobytes()),
+            dtype=getattr(torch, bucket.dtype),
+        ).reshape(tensor.shape)
+        for number, bucket, tensor in committed.layout.placed()
+    }
 
 
 class WeightsSource:

@@ -248,6 +248,7 @@ def test_an_evaluation_whose_weights_are_gone_becomes_a_dead_letter(
     """A version whose objects were deleted, or that was never announced, can never be evaluated: the reason says so."""
     gone = ring_end.publish(1)
     ring_end.publish(2)
+    ring_end.source.answer()  # an anchor: it needs nothing of what came before
     ring_end.blobs.delete([gone.manifest.key])
     start_worker("w0", *attached(faulty_engine))
     for pin in (0, 1):

@@ -16,18 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol import blob_keys, group_pack, rewards_offered, streams, subjects
 from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import GroupScored, Head, ScoredGroup, Task, TaskIssued, TaskList, decode, encode
+from protocol.facts import BlobRef, GroupScored, Head, ScoredGroup, Task, TaskIssued, TaskList, decode, encode
 from protocol.rewards_offered import RewardsOffered
 from protocol.trajectory import Group, Trajectory
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion, VersionRun
-from protocol.weights import WeightsManifest
+from tests.weights_source import read_version
 
 Answer = tuple[Group, tuple[float, ...]]
 Author = Callable[[Task, PolicyVersion], Answer]
@@ -96,7 +95,7 @@ class ScriptedProducer:
         self._run_id = run_id
         self._bus = Bus.connect(nats, name="producer")
         self._blobs = Blobs(s3)
-        self._manifests: dict[PolicyVersion, WeightsManifest] = {}
+        self._manifests: dict[PolicyVersion, BlobRef] = {}
         self._offered_at = float("-inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -139,14 +138,12 @@ class ScriptedProducer:
         assert entry is not None
         head = decode(entry.value, Head)
         version = PolicyVersion(head.version)
-        if version not in self._manifests:
-            self._manifests[version] = WeightsManifest.from_json(self._blobs.get(head.manifest))
+        self._manifests[version] = head.manifest
         return version
 
     def weights(self, version: PolicyVersion) -> dict[str, torch.Tensor]:
         """All tensors of a version that was once the head."""
-        shards = self._manifests[version].shards
-        return {name: t for shard in shards for name, t in load_tensors(self._blobs.get(shard.blob)).items()}
+        return read_version(self._blobs, self._run_id, version, self._manifests[version])
 
     def store(self, message: TaskIssued, answers: list[Answer], version: PolicyVersion) -> GroupScored:
         """Store one pack and describe it as scored."""

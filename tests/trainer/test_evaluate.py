@@ -24,8 +24,9 @@ from trainer.doors import Doors
 from trainer.errors import EvaluationFailed
 from trainer.eval_result import EvalResult, pass_at_k
 from trainer.evaluate import Evaluator
-from trainer.publish import Publisher, Snapshot
+from trainer.publish import Publisher
 from trainer.settings import DataSettings, EvalSettings, RewardSettings
+from trainer.snapshot import Snapshot
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)
 
@@ -44,7 +45,7 @@ class Scene:
         self.producer = producer
         self.results: list[EvalResult] = []
         self.account = Account()
-        self.publisher = Publisher(doors, model_folder=folder / "model", keep_versions=4)
+        self.publisher = Publisher(doors, model_folder=folder / "model")
         self.evaluator = Evaluator(
             doors, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
@@ -52,7 +53,7 @@ class Scene:
         )  # fmt: skip
 
     def publish(self, version: PolicyVersion) -> None:
-        self.publisher.submit(Snapshot(version, 3, {"a": torch.zeros(2)}, 2, "float32", must_publish=True))
+        self.publisher.submit(Snapshot(version, 3, {"a": torch.zeros(2)}, "float32", must_publish=True))
 
 
 @pytest.fixture

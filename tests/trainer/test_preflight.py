@@ -78,7 +78,7 @@ def test_starting_a_published_run_over_is_refused(
     """Without resume a run id that has published weights is refused; with it, it goes on."""
     doors = Doors(ring_streams, bus, blobs)
     assert check_run_is_ours(doors, resume=False, has_checkpoint=False) is None
-    publisher = Publisher(doors, model_folder=settings.model.path, keep_versions=2)
+    publisher = Publisher(doors, model_folder=settings.model.path)
     publisher.submit(snapshot(5))
     publisher.wait_until_published(PolicyVersion(5), 20.0)
     publisher.close()

@@ -1,4 +1,4 @@
-"""Publishing: complete, verified, announced in that order; slow or broken storage; another trainer; garbage."""
+"""Publishing: complete, verified, announced in that order; slow or broken storage; refusals; another trainer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load as load_tensors
+from torch import Tensor
 
 from deploy.bootstrap import bootstrap
 from deploy.quickstart_task import write_model
 from deploy.servers import NatsServer, S3Server
-from protocol import blob_keys, streams, subjects
-from protocol.facts import Head, WeightsPublished, decode, encode
+from protocol import streams, subjects
+from protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
-from protocol.weights import WeightsManifest
+from protocol.weight_reader import WeightReader
+from protocol.weight_retention import AnchorPolicy
+from protocol.weights import VersionManifest
 from tests.servers import wait_for
+from tests.weights_source import NEVER, read_version
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
-from trainer.publish import Publisher, Snapshot, read_head
+from trainer.head import read_head
+from trainer.publication import Publication
+from trainer.publish import Publisher
+from trainer.snapshot import Snapshot
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +45,39 @@ def doors(bus: Bus, blobs: Blobs, ring_streams: str) -> Doors:
     return Doors(ring_streams, bus, blobs)
 
 
+def tensors(version: int) -> dict[str, Tensor]:
+    """Weights of which a version changes eight values of 2058."""
+    table = torch.arange(2048.0).reshape(32, 64)
+    table[version % 32, :8] = -float(version)
+    return {"a": table, "b": torch.arange(10.0)}
+
+
 def snapshot(version: int, *, must_publish: bool = False) -> Snapshot:
-    tensors = {"a": torch.full((8, 8), float(version)), "b": torch.arange(10.0)}
-    return Snapshot(PolicyVersion(version), version, tensors, 74, "float32", must_publish)
+    return Snapshot(PolicyVersion(version), version, tensors(version), "float32", must_publish)
+
+
+def head_of(doors: Doors) -> Head:
+    head = read_head(doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait())
+    assert head is not None
+    return head
+
+
+def manifest_of(doors: Doors, reference: BlobRef) -> VersionManifest:
+    return VersionManifest.from_json(doors.blobs.get(reference))
+
+
+def publish(publisher: Publisher, version: int) -> None:
+    publisher.submit(snapshot(version, must_publish=True))
+    publisher.wait_until_published(PolicyVersion(version), 20.0)
+    publisher.unpin(PolicyVersion(version))
+
+
+def assert_head_is(doors: Doors, version: int) -> None:
+    """The head names a version that can be put together, with exactly the published weights."""
+    head = head_of(doors)
+    assert head.version == version
+    found = read_version(doors.blobs, doors.run_id, version, head.manifest)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
 
 
 def test_a_version_is_complete_before_it_is_announced(doors: Doors, model_folder: Path) -> None:
@@ -49,57 +85,146 @@ def test_a_version_is_complete_before_it_is_announced(doors: Doors, model_folder
     seen: list[WeightsPublished] = []
     subject = subjects.weights_published(doors.run_id)
     doors.bus.tail(f"{doors.run_id}-weights", subject, WeightsPublished, seen.append).wait()
-    told: list[int] = []
-    publisher = Publisher(
-        doors, model_folder=model_folder, keep_versions=4, on_published=told.append, max_shard_bytes=200
-    )
+    told: list[Publication] = []
+    publisher = Publisher(doors, model_folder=model_folder, on_published=told.append, bucket_bytes=4096)
     publisher.submit(snapshot(0))
     wait_for(lambda: seen, "the announcement")
-    manifest = WeightsManifest.from_json(doors.blobs.get(seen[0].manifest))
-    assert (manifest.version, manifest.num_parameters, manifest.dtype) == (0, 74, "float32")
-    assert len(manifest.shards) == 2  # 256 bytes and 40 bytes, at most 200 each: the larger stands alone
-    tensors = {k: t for shard in manifest.shards for k, t in load_tensors(doors.blobs.get(shard.blob)).items()}
-    assert torch.equal(tensors["a"], torch.zeros(8, 8))
-    names = {file.name for file in manifest.model_files}
-    assert {"config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors.index.json"} <= names
-    for file in manifest.model_files:
-        doors.blobs.get(file.blob)
-    head = read_head(doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait())
-    assert head is not None
-    assert head.manifest == seen[0].manifest
+    manifest = manifest_of(doors, seen[0].manifest)
+    assert (manifest.version, manifest.kind, manifest.num_words) == (0, "anchor", 2058)
+    assert len(manifest.objects) == 2  # 8192 bytes and 40 bytes, at most 4096 each: the larger stands alone
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {file.name for file in manifest.model_files}
+    for reference in manifest.references():
+        doors.blobs.get(reference)
+    assert head_of(doors).manifest == seen[0].manifest
+    assert_head_is(doors, 0)
     publisher.submit(snapshot(1))
     publisher.close()
-    assert told == [0, 1]
-    second = Publisher(doors, model_folder=model_folder, keep_versions=4)  # a later life knows where the run stands
+    assert_head_is(doors, 1)
+    patch = manifest_of(doors, seen[1].manifest)
+    assert (patch.kind, patch.num_changed, patch.parent) == ("patch", 16, manifest_ancestor(manifest, seen[0].manifest))
+    assert [(p.version, p.kind, p.density) for p in told] == [(0, "anchor", 1.0), (1, "patch", 16 / 2058)]
+    assert told[1].sent_bytes < 0.5 * told[1].raw_bytes
+
+
+def manifest_ancestor(manifest: VersionManifest, reference: BlobRef) -> object:
+    from trainer.version_writer import Written
+
+    return Written(manifest, reference).as_ancestor
+
+
+def test_a_later_life_goes_on_with_a_patch(doors: Doors, model_folder: Path) -> None:
+    """A trainer that did not make the head puts it together from anchor and chain, and patches it."""
+    first = Publisher(doors, model_folder=model_folder)
+    for version in range(3):
+        publish(first, version)
+    first.close()
+    second = Publisher(doors, model_folder=model_folder, epoch=1)
     assert second.head is not None
-    assert second.head.version == 1
-    assert second.is_published(PolicyVersion(1))
+    assert second.is_published(PolicyVersion(2))
+    publish(second, 3)
     second.close()
+    manifest = manifest_of(doors, head_of(doors).manifest)
+    assert (manifest.kind, manifest.num_changed, manifest.epoch) == ("patch", 16, 1)
+    assert_head_is(doors, 3)
 
 
-def test_garbage_goes_but_not_what_is_kept_or_pinned(doors: Doors, model_folder: Path) -> None:
-    """Old versions are deleted, the newest few and a version under evaluation stay."""
-    publisher = Publisher(doors, model_folder=model_folder, keep_versions=2)
-    for version in range(12):
-        publisher.submit(snapshot(version, must_publish=version == 1))
-        publisher.wait_until_published(PolicyVersion(version), 20.0)
-        if version != 1:
-            publisher.unpin(PolicyVersion(version))
+def test_a_life_that_resumes_the_head_itself_reads_nothing(doors: Doors, model_folder: Path) -> None:
+    """Weights that are bit for bit the head's are recognised by their root; others are not."""
+    first = Publisher(doors, model_folder=model_folder)
+    publish(first, 0)
+    publish(first, 1)
+    first.close()
+    second = Publisher(doors, model_folder=model_folder, epoch=1)
+    assert not second.resume(tensors(0), "float32")
+    assert second.resume(tensors(1), "float32")
+    for reference in manifest_of(doors, head_of(doors).manifest).objects:
+        doors.blobs.delete([reference.key])  # nobody looks at it
+    publish(second, 2)
+    second.close()
+    assert manifest_of(doors, head_of(doors).manifest).kind == "patch"
+
+
+@pytest.mark.parametrize("gone", ["objects", "manifest"])
+def test_a_head_that_cannot_be_read_is_followed_by_an_anchor(doors: Doors, model_folder: Path, gone: str) -> None:
+    """Without the head's bytes there is nothing to patch: the next version is whole, under the next number."""
+    first = Publisher(doors, model_folder=model_folder)
+    publish(first, 0)
+    first.close()
+    head = head_of(doors).manifest
+    keys = [head.key] if gone == "manifest" else [ref.key for ref in manifest_of(doors, head).objects]
+    doors.blobs.delete(keys)
+    second = Publisher(doors, model_folder=model_folder, epoch=1)
+    publish(second, 1)
+    second.close()
+    assert manifest_of(doors, head_of(doors).manifest).kind == "anchor"
+    assert_head_is(doors, 1)
+
+
+def test_another_layout_starts_with_an_anchor(doors: Doors, model_folder: Path) -> None:
+    """A version in another dtype cannot be a patch."""
+    publisher = Publisher(doors, model_folder=model_folder)
+    publish(publisher, 0)
+    halves = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
+    publisher.submit(Snapshot(PolicyVersion(1), 1, halves, "bfloat16"))
     publisher.close()
-    prefix = blob_keys.all_weights_prefix(doors.run_id)
-    left = {blob_keys.version_of_weights(doors.run_id, item.key) for item in doors.blobs.list(prefix)}
-    assert {1, 10, 11} <= left
-    assert 0 not in left
-    assert 2 not in left
+    manifest = manifest_of(doors, head_of(doors).manifest)
+    assert (manifest.kind, manifest.parent is None) == ("anchor", False)
+    found = read_version(doors.blobs, doors.run_id, 1, head_of(doors).manifest)
+    assert torch.equal(found["a"], halves["a"])
+
+
+def test_anchors_are_written_beside_the_versions(doors: Doors, model_folder: Path) -> None:
+    """Every third version an anchor of the same weights appears; versions stay patches, and later ones name it."""
+    publisher = Publisher(doors, model_folder=model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=3))
+    for version in range(8):
+        publish(publisher, version)
+        publisher._publications.anchors.close(20.0)  # a slow anchor would only come later
+    publisher.close()
+    assert publisher.num_anchors == 2
+    head = head_of(doors).manifest
+    manifest = manifest_of(doors, head)
+    assert manifest.kind == "patch"
+    assert manifest.anchor is not None
+    assert manifest.anchor.version == 6
+    plan = WeightReader(doors.blobs, doors.run_id).plan(manifest, None)
+    assert [m.version for m in plan.manifests] == [6, 7]
+    assert_head_is(doors, 7)
+
+
+def refuse(doors: Doors, worker: str) -> None:
+    head = head_of(doors)
+    fact = WeightsRefused(
+        run_id=doors.run_id, worker_id=worker, version=head.version, manifest=head.manifest, serving=None, reason="why"
+    )
+    doors.bus.publish(subjects.weights_refused(doors.run_id), fact, msg_id=f"{worker}:{head.manifest.sha256}").wait()
+
+
+def test_a_refused_patch_is_answered_with_an_anchor(doors: Doors, model_folder: Path) -> None:
+    """The same version is published again, whole, at once; a whole version needs two workers that refuse it."""
+    publisher = Publisher(doors, model_folder=model_folder, policy=NEVER)
+    publish(publisher, 0)
+    publish(publisher, 1)
+    refused = head_of(doors).manifest
+    refuse(doors, "w0")
+    wait_for(lambda: head_of(doors).manifest != refused, "the answer")
+    answer = head_of(doors).manifest
+    assert (manifest_of(doors, answer).kind, manifest_of(doors, answer).version) == ("anchor", 1)
+    assert_head_is(doors, 1)
+    refuse(doors, "w0")
+    publish(publisher, 2)
+    assert manifest_of(doors, head_of(doors).manifest).kind == "patch"
+    publish(publisher, 3)
+    publisher.close()
+    assert_head_is(doors, 3)
 
 
 def test_a_version_overtaken_by_the_next_is_skipped(
     own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
 ) -> None:
-    """While storage is away, waiting versions give way to newer ones, except one that somebody needs."""
+    """While storage is away, waiting versions give way to newer ones, and the next patch covers them all."""
     storage = own_s3()
     doors = Doors(ring_streams, bus, Blobs(storage.settings))
-    publisher = Publisher(doors, model_folder=model_folder, keep_versions=8)
+    publisher = Publisher(doors, model_folder=model_folder)
     publisher.submit(snapshot(0))
     publisher.wait_until_published(PolicyVersion(0), 20.0)
     storage.kill()
@@ -111,6 +236,10 @@ def test_a_version_overtaken_by_the_next_is_skipped(
     publisher.close()
     assert [v for v in range(6) if publisher.is_published(PolicyVersion(v))] == [0, 1, 3, 5]
     assert (publisher.num_published, publisher.num_skipped) == (4, 2)
+    manifest = manifest_of(doors, head_of(doors).manifest)
+    assert manifest.parent is not None
+    assert manifest.parent.version == 3
+    assert_head_is(doors, 5)
 
 
 def test_storage_that_stays_away_is_an_error(
@@ -119,7 +248,7 @@ def test_storage_that_stays_away_is_an_error(
     """When the object store does not come back within the deadline, the next submission says so."""
     storage = own_s3()
     doors = Doors(ring_streams, bus, Blobs(storage.settings, deadline_s=0.5))
-    publisher = Publisher(doors, model_folder=model_folder, keep_versions=8)
+    publisher = Publisher(doors, model_folder=model_folder)
     storage.kill()
     publisher.submit(snapshot(0))
     with pytest.raises(PublicationFailed, match="no usable answer"):
@@ -130,13 +259,11 @@ def test_storage_that_stays_away_is_an_error(
 
 def test_two_trainers_of_one_run_are_told_apart(doors: Doors, model_folder: Path) -> None:
     """A trainer whose head was moved by somebody else refuses to publish over it."""
-    publisher = Publisher(doors, model_folder=model_folder, keep_versions=8)
+    publisher = Publisher(doors, model_folder=model_folder)
     publisher.submit(snapshot(0))
     publisher.wait_until_published(PolicyVersion(0), 20.0)
     state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
-    entry = state.get(streams.HEAD_KEY).wait()
-    assert entry is not None
-    head = decode(entry.value, Head)
+    head = head_of(doors)
     state.put(streams.HEAD_KEY, encode(Head(version=7, step=7, manifest=head.manifest))).wait()
     publisher.submit(snapshot(1))
     with pytest.raises(PublicationFailed, match="another trainer"):
@@ -154,7 +281,7 @@ def test_publishing_outlives_a_restart_of_nats(
     with Bus.connect(server.settings, name="publisher") as bus:
         bootstrap(bus, blobs, run_id)
         seen: list[int] = []
-        publisher = Publisher(Doors(run_id, bus, blobs), model_folder=model_folder, keep_versions=8)
+        publisher = Publisher(Doors(run_id, bus, blobs), model_folder=model_folder)
         publisher.submit(snapshot(0, must_publish=True))
         publisher.wait_until_published(PolicyVersion(0), 20.0)
         server.kill()
