@@ -1,8 +1,7 @@
 """What a published version consists of: the manifest, written last, naming every object with its hash.
 
-`WeightsManifest` (v1) names full safetensors. `VersionManifest` (v2) names either an *anchor*, every bucket
-whole, or a *patch* against its parent; `weight_layout` says what a bucket is, `bucket_codec` how its change is
-stored, `weight_chain` how manifests follow one another.
+A version is an *anchor*, every bucket whole, or a *patch* against its parent. `weight_layout` says what a
+bucket is, `bucket_codec` how its change is stored, `weight_chain` how manifests follow one another.
 """
 
 from __future__ import annotations
@@ -26,37 +25,6 @@ class ModelFile(Wire):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # no slash: it becomes a file name
     blob: BlobRef
-
-
-class WeightsManifest(Wire):
-    """One complete version: ``shards`` are safetensors, ``model_files`` config and tokenizer."""
-
-    schema_tag: Literal["weights_manifest.v1"] = "weights_manifest.v1"
-    kind: Literal["full"] = "full"
-    run_id: Identifier
-    version: Count
-    step: Count
-    dtype: str
-    num_parameters: Count
-    shards: Annotated[tuple[ModelFile, ...], Field(min_length=1)]
-    model_files: tuple[ModelFile, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(shard.blob.size_bytes for shard in self.shards)
-
-    def to_json(self) -> bytes:
-        """Return the manifest as JSON, fields in a fixed order."""
-        return self.model_dump_json(indent=1).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> WeightsManifest:
-        """Read a manifest; raises MalformedFact with the first offending field."""
-        try:
-            return cls.model_validate_json(data)
-        except ValidationError as err:
-            raise MalformedFact(f"weights manifest: {_first_problem(err)}") from None
 
 
 class StoredRange(Wire):

@@ -21,7 +21,7 @@ import xxhash
 
 from protocol.errors import MalformedWeights
 
-# The code of a safetensors header: its name as `WeightsManifest.dtype` spells it, and bytes per value.
+# The code of a safetensors header: its name as a layout spells it, and bytes per value.
 SAFETENSORS_DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),

@@ -52,7 +52,7 @@ class Services:
         by_kind: dict[str, Callable[[], str]] = {
             "run_event.v1": lambda: subjects.events(self._run_id, fact.kind),  # type: ignore[attr-defined]
             "weights_published.v1": lambda: subjects.weights_published(self._run_id),
-            "weights_applied.v1": lambda: subjects.weights_applied(self._run_id),
+            "weights_applied.v2": lambda: subjects.weights_applied(self._run_id),
             "dead_letter.v1": lambda: subjects.dead(self._run_id, "generated"),
             "task_issued.v1": lambda: subjects.tasks(self._run_id, "train"),
         }
