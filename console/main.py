@@ -380,6 +380,31 @@ def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) ->
 
 
 @app.command(group=_LOOK)
+def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> int:
+    """Prove that every group of a run counts once, or name those that do not.
+
+    Reads the streams, the checkpoint and the object store, of a run that goes on or is over; takes nothing from it.
+    The exit code is 0 when issued = trained + dropped + dead letters + in flight, group by group, else 1.
+
+    Example:  penstock audit my-run
+              penstock audit my-run nats.url=nats://gpu-1:4222 run.dir=/shared/runs
+    Then:     penstock runs show RUN
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    fast
+        Do not fetch the packs of trained groups to verify their hash; see only whether they are there.
+    json
+        Print one JSON object instead of the table.
+    """
+    from console.audit import audit_run
+
+    return audit_run(run, arguments, os.environ, fast=fast, as_json=json)
+
+
+@app.command(group=_LOOK)
 def chat(
     run: str,
     *arguments: Raw,

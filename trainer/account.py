@@ -13,7 +13,6 @@ from typing import get_args
 from protocol.facts import Split
 from protocol.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
 from trainer.batcher import Drop
-from trainer.drops import DropReason
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
@@ -111,13 +110,6 @@ class Account:
                     "refused_tokens": _plus(totals.refused_tokens, str(drop.reason), drop.num_tokens),
                 }
             )
-
-    def abandon(self, split: Split) -> frozenset[str]:
-        """Drop all that is in flight, as `abandoned`; returns the ids."""
-        ids = self.in_flight(split)
-        for group_id in sorted(ids):
-            self.drop(split, Drop(group_id, DropReason.ABANDONED, 0))
-        return ids
 
     def take_entries(self) -> Entries:
         """Return what happened since the last call: what the next chapter tells."""

@@ -83,7 +83,7 @@ def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
     doors = open_doors(settings)
     try:
         state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
-        with lease.acquire(state, doors.run_id, clock=_EVENT_CLOCK) as held:
+        with lease.acquire(state, doors.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s) as held:
             life = _Life(settings, config, data, doors, held, lease.fence(state, held.epoch), stop)
             _live(life, ranks)
     finally:

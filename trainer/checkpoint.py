@@ -55,9 +55,13 @@ def commit(
         return data
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write(partial)
-    (partial / STATE_FILE).write_bytes(data)
-    _sync_tree(partial)
+    try:
+        write(partial)
+        (partial / STATE_FILE).write_bytes(data)
+        _sync_tree(partial)
+    except Exception:
+        confirm()  # a new holder of the run clears our folder away: then this says so
+        raise
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
     if final.exists():  # left by a trainer that had lost its lease: it was never acknowledged

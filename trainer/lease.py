@@ -1,6 +1,6 @@
 """One trainer at a time: a lease in NATS KV, and the fence that a new holder puts up before it begins.
 
-The holder writes the lease again every second, by compare-and-swap on its revision, from a thread of its
+The holder writes the lease again six times within ``ttl_s``, by compare-and-swap on its revision, from a thread of its
 own: a step of thirty seconds cannot lose it. Whoever wants the run watches the revision. If it moves, the run
 is held and the newcomer is refused; if it stands still for ``ttl_s`` by the newcomer's own clock, the holder
 is dead and the newcomer takes over under the next epoch. No two clocks are compared.
@@ -41,8 +41,7 @@ from trainer.errors import LeaseLost, RunIsHeld
 
 log = structlog.get_logger("trainer.lease")
 
-TTL_S = 6.0
-_RENEW_S = 1.0
+_RENEWALS = 6  # within ``ttl_s``
 _POLL_S = 0.2
 _PATIENCE_S = 120.0  # so long may NATS be away when a commit waits for it
 
@@ -92,7 +91,9 @@ class HeldLease:
                 try:
                     self._state.swap(streams.LEASE_KEY, released, self._revision).wait()
                 except (BusUnreachable, CompareAndSwapFailed) as err:
-                    log.warning("the lease was not released; it lapses by itself", error=str(err), ttl_s=TTL_S)
+                    log.warning(
+                        "the lease was not released; it lapses by itself", error=str(err), ttl_s=self._lease.ttl_s
+                    )
 
     def check(self) -> None:
         """Raise LeaseLost when another trainer is known to have taken over; asks nobody."""
@@ -116,7 +117,7 @@ class HeldLease:
                 return
 
     def _renew_for_ever(self) -> None:
-        while not self._stop.wait(_RENEW_S):
+        while not self._stop.wait(self._lease.ttl_s / _RENEWALS):
             try:
                 self._renew()
             except BusUnreachable as err:
@@ -150,7 +151,7 @@ class HeldLease:
 
 
 def acquire(
-    state: KeyValue, run_id: str, *, clock: Callable[[], float], ttl_s: float = TTL_S, deadline_s: float = 60.0
+    state: KeyValue, run_id: str, *, clock: Callable[[], float], ttl_s: float, deadline_s: float = 120.0
 ) -> HeldLease:
     """Take the lease of a run, after having watched a dead holder's lapse, and fence off what that one may still do.
 

@@ -166,6 +166,9 @@ class OptimizerSettings(Section):
     resume: bool = Field(
         default=True, description="Go on from the newest checkpoint of this run id, when there is one."
     )
+    lease_s: float = Field(
+        default=6.0, ge=1.0, le=60.0, description="A trainer that has not renewed its lease for so long is dead, in s."
+    )
     kill_at: str = Field(
         default="",
         description="For tests of crashes: SIGKILL oneself at this point (trainer/crash_points.py), NAME:2 the 2nd time.",

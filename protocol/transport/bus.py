@@ -22,7 +22,8 @@ from typing import TypeVar
 from protocol.connection import NatsSettings
 from protocol.facts import Fact
 from protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from protocol.transport import publication, stream_admin
+from protocol.transport import direct_get, publication, stream_admin
+from protocol.transport.direct_get import StoredMessage
 from protocol.transport.inbox import Inbox
 from protocol.transport.key_value import KeyValue
 from protocol.transport.nats_connection import Connection
@@ -32,6 +33,8 @@ from protocol.transport.stream_admin import ConsumerState, StreamState
 from protocol.transport.tail import Tail
 
 F = TypeVar("F", bound=Fact)
+
+_SCAN_S = 300.0  # a full stream is read within this
 
 
 class Bus:
@@ -116,6 +119,10 @@ class Bus:
     def stream_state(self, stream: str) -> Pending[StreamState]:
         """Ask the broker how much a stream holds."""
         return self._connection.call(stream_admin.stream_state(self._connection, stream), f"state of {stream}")
+
+    def read_stream(self, stream: str) -> Pending[list[StoredMessage]]:
+        """Read all messages that a stream holds now, without taking them; raises MissingStream."""
+        return self._connection.call(direct_get.read_stream(self._connection, stream), f"read {stream}", _SCAN_S)
 
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:
         """Ask the broker what waits for a consumer and what its readers hold."""

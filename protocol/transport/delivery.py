@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Fact)
 _DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 _MAX_LETTER_PAYLOAD = 28 * 1024  # what a dead letter keeps, so that it always fits into a message itself
 _MAX_LETTER_DETAIL = 2000
-_MAX_LETTER_IDS = 128
+MAX_LETTER_IDS = 128
 
 
 class Delivery(Generic[F]):
@@ -92,7 +92,7 @@ async def bury(
         subject=msg.subject,
         reason=reason,
         detail=detail[:_MAX_LETTER_DETAIL],
-        group_ids=group_ids[:_MAX_LETTER_IDS],
+        group_ids=group_ids[:MAX_LETTER_IDS],
         num_delivered=meta.num_delivered or 1,
         payload=msg.data if len(msg.data) <= _MAX_LETTER_PAYLOAD else b"",
     )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import nats.errors
 import nats.js.errors
-from nats.aio.msg import Msg
 from nats.js.kv import KeyValue as NatsKeyValue
 
 from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream
-from protocol.transport.nats_connection import ATTEMPT_S, NO_ANSWER, REQUEST_S, Connection
+from protocol.transport.direct_get import direct_get
+from protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, Connection
 from protocol.transport.pending import Pending
 
 T = TypeVar("T")
@@ -111,26 +108,6 @@ class KeyValue:
         request = {"multi_last": [f"{prefix}{below}>"], "batch": _MAX_ENTRIES}
         return [
             Entry(headers["Nats-Subject"].removeprefix(prefix), msg.data, int(headers["Nats-Sequence"]))
-            for msg in await _direct_get(self._connection, f"KV_{self.bucket}", request)
+            for msg in await direct_get(self._connection, f"KV_{self.bucket}", request)
             if (headers := msg.headers or {}) and headers.get("KV-Operation") not in {"DEL", "PURGE"}
         ]
-
-
-async def _direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
-    """Read messages of a stream without a consumer (ADR-31); the answer ends with a status message."""
-    reply = connection.client.new_inbox()
-    sub = await connection.client.subscribe(reply)
-    found: list[Msg] = []
-    try:
-        await connection.client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=reply)
-        while True:
-            msg = await sub.next_msg(timeout=ATTEMPT_S)
-            status = (msg.headers or {}).get("Status")
-            if status == "503":
-                raise nats.js.errors.NoStreamResponseError
-            if status is not None:  # 204 end of batch, 404 nothing there
-                return found
-            found.append(msg)
-    finally:
-        with contextlib.suppress(nats.errors.Error):
-            await sub.unsubscribe()

@@ -91,6 +91,7 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         max_age=spec.max_age_s or None,
         max_msg_size=spec.max_msg_bytes,
         duplicate_window=spec.duplicate_window_s,
+        allow_direct=True,  # an audit reads what waits without taking it
     )
     what = f"stream {spec.name}"
     try:

@@ -75,6 +75,23 @@ def test_an_acknowledged_message_is_gone_from_its_queue(bus: Bus, ring_streams: 
     assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0
 
 
+def test_a_queue_is_read_without_taking_from_it(bus: Bus, ring_streams: str) -> None:
+    """All messages are read, in several batches, held ones too; they still come to who fetches them."""
+    stream = f"{ring_streams}-tasks"
+    assert bus.read_stream(stream).wait() == []
+    for number in range(700):
+        issue(bus, ring_streams, number)
+    delivery = take_one(task_inbox(bus, ring_streams))
+    found = bus.read_stream(stream).wait()
+    assert [message.sequence for message in found] == list(range(1, 701))
+    assert decode(found[0].data, TaskIssued) == delivery.fact
+    assert found[0].subject == subjects.tasks(ring_streams, "train")
+    delivery.ack().wait()
+    assert len(bus.read_stream(stream).wait()) == 699
+    with pytest.raises(MissingStream, match=r"no-such-tasks.*deploy\.bootstrap"):
+        bus.read_stream("no-such-tasks").wait()
+
+
 def test_the_trace_travels_with_the_message(bus: Bus, ring_streams: str) -> None:
     """The traceparent of the publication is the traceparent of the delivery."""
     trace = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"

@@ -317,3 +317,20 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
     assert again[0].tasks[0].attempt == 1
     assert again[0].tasks[0].issued_version == 1
     assert not second.expects(done[1])
+
+
+def test_the_next_attempt_of_an_earlier_life_takes_the_older_ones_place():
+    """A life that died had dropped a group and issued its prompt again: what comes is used, the older is closed."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
+    order = DataOrder(10, seed=0, shuffle=False)
+    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
+    newer = expect(state, "e0.p1.a1", order=order)
+    assert newer is not None
+    assert newer.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
+    assert expect(newer, "e0.p1.a0", order=order) is None
+    assert expect(state, "e0.p1.a1", order=order, holds=lambda group_id: group_id == "e0.p1.a0") is None
+    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)  # queued, when its next attempt comes by itself
+    ahead = expect(state, "e0.p1.a1", order=order)
+    assert ahead is not None
+    assert ahead.again == ()
+    assert ahead.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}

@@ -1,0 +1,74 @@
+"""Read what a stream holds without a consumer (ADR-31): nothing is taken, delivered or acknowledged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+from nats.aio.msg import Msg
+
+from protocol.errors import MissingStream
+from protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
+
+_BATCH = 512  # messages of one answer
+_BATCH_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """One message as it lies in its stream."""
+
+    sequence: int
+    subject: str
+    data: bytes
+
+
+async def direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
+    """Ask once; the answer is a batch of messages that ends with a status message."""
+    reply = connection.client.new_inbox()
+    sub = await connection.client.subscribe(reply)
+    found: list[Msg] = []
+    try:
+        await connection.client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=reply)
+        while True:
+            msg = await sub.next_msg(timeout=ATTEMPT_S)
+            status = (msg.headers or {}).get("Status")
+            if status == "503":
+                raise nats.js.errors.NoStreamResponseError
+            if status is not None:  # 204 end of batch, 404 nothing there
+                return found
+            found.append(msg)
+    finally:
+        with contextlib.suppress(nats.errors.Error):
+            await sub.unsubscribe()
+
+
+async def read_stream(connection: Connection, stream: str) -> list[StoredMessage]:
+    """Read all messages that a stream holds now, in order; raises MissingStream or BusUnreachable."""
+    found: list[StoredMessage] = []
+    while True:
+        request = {
+            "seq": found[-1].sequence + 1 if found else 1,
+            "next_by_subj": ">",
+            "batch": _BATCH,
+            "max_bytes": _BATCH_BYTES,
+        }
+        try:
+            batch = await connection.retry(
+                lambda request=request: direct_get(connection, stream, request),
+                what=f"messages of {stream}",
+                deadline_s=REQUEST_S,
+            )
+        except nats.js.errors.NoStreamResponseError:
+            raise MissingStream(
+                f"no stream {stream} that can be read; create or update it with: python -m deploy.bootstrap"
+            ) from None
+        if not batch:
+            return found
+        for msg in batch:
+            headers = msg.headers or {}
+            found.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data))

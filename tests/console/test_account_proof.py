@@ -1,0 +1,152 @@
+"""Every way in which a run's account can be broken is named, with the group that breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from console.account_proof import Evidence, Proof, prove
+from protocol.facts import BlobRef
+from protocol.lineage import (
+    AccountState,
+    DroppedGroup,
+    EvaluatedGroup,
+    LineageChapter,
+    RecordedGroup,
+    RecordedLife,
+    RecordedStep,
+    SplitTotals,
+)
+from tests.groups import make_generated, make_group, make_scored
+
+PACK = BlobRef(key="runs/r/groups/p", size_bytes=1, sha256="0" * 64)
+A, B, C, D, E = (f"e0.p{i}.a0" for i in range(5))
+HELD_OUT = "eval.v1.p0"
+
+
+def recorded(group_id: str) -> RecordedGroup:
+    group = make_group(group_id, size=2)
+    return RecordedGroup(prompt=0, pack=0, scored=make_scored(make_generated("r", [group])).groups[0])
+
+
+def step(number: int, *group_ids: str) -> RecordedStep:
+    return RecordedStep(
+        epoch=1,
+        step=number,
+        trained_version=number - 1,
+        made_version=number,
+        weights_digest="a" * 64,
+        packs=(PACK,),
+        groups=tuple(recorded(group_id) for group_id in group_ids),
+    )
+
+
+TOKENS = recorded(A).num_tokens
+
+
+def chapters() -> list[LineageChapter]:
+    """Two steps of two groups; one group dropped as dead, one in flight; one evaluated."""
+    life = RecordedLife(
+        epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=PACK
+    )
+    first = SplitTotals(issued=3, used=1, used_tokens=TOKENS, in_flight=2)
+    second = SplitTotals(
+        issued=4, used=2, used_tokens=2 * TOKENS, dropped={"dead": 1}, dropped_tokens={"dead": 0}, in_flight=1
+    )
+    held_out = SplitTotals(issued=1, used=1, used_tokens=3)
+    base = {"run_id": "r", "epoch": 1, "weights_digest": "a" * 64}
+    return [
+        LineageChapter(
+            **base,
+            number=1,
+            parent=None,
+            step=1,
+            version=1,
+            lives=(life,),
+            steps=(step(1, A),),
+            issued={"train": (A, B, C)},
+            account=AccountState(totals={"train": first}, in_flight={"train": (B, C)}),
+        ),
+        LineageChapter(
+            **base,
+            number=2,
+            parent=PACK,
+            step=2,
+            version=2,
+            steps=(step(2, B),),
+            issued={"train": (D,), "eval": (HELD_OUT,)},
+            dropped=(DroppedGroup(group_id=C, split="train", reason="dead", num_tokens=0),),
+            evaluated=(EvaluatedGroup(group_id=HELD_OUT, num_tokens=3),),
+            account=AccountState(totals={"train": second, "eval": held_out}, in_flight={"train": (D,)}),
+        ),
+    ]
+
+
+def evidence() -> Evidence:
+    return Evidence("r", chapters(), waiting={"tasks": {D: 0, E: 0}, "scored": {B: 5}}, dead={C: "RewardFailed"})
+
+
+def breaches(proof: Proof) -> set[tuple[str, str]]:
+    assert not proof.closes
+    return {(breach.kind, breach.group_id) for breach in proof.breaches}
+
+
+def test_a_whole_account_closes():
+    """In groups and tokens, by split; what the record does not know yet, or not any more, is in motion."""
+    proof = prove(evidence())
+    assert proof.closes, proof.breaches
+    train, held_out = proof.splits
+    assert (train.issued, train.used, train.dead, train.in_flight) == (4, 2, 1, {"tasks": 1})
+    assert train.used_tokens == 2 * TOKENS
+    assert (held_out.issued, held_out.used, held_out.used_tokens) == (1, 1, 3)
+    assert proof.moving == {"issued after the checkpoint": 1, "closed, waiting for their acknowledgement": 1}
+
+
+def test_nothing_committed_is_no_breach():
+    """Before the first checkpoint everything is in motion."""
+    proof = prove(Evidence("r", waiting={"tasks": {A: 0}}))
+    assert proof.closes
+    assert proof.moving == {"issued after the checkpoint": 1}
+    assert "nothing is committed yet" in proof.notes[0]
+
+
+def changed(**second: object) -> Evidence:
+    first, last = chapters()
+    return replace(evidence(), chapters=[first, last.model_copy(update=second)])
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        (changed(steps=(step(2, A),)), ("trained twice", A)),
+        (changed(steps=(step(2, B, C),)), ("trained and also a dead letter", C)),
+        (
+            changed(dropped=(DroppedGroup(group_id=A, split="train", reason="stale", num_tokens=9),)),
+            ("trained and also dropped", A),
+        ),
+        (changed(steps=(step(2, E),)), ("trained but never issued", E)),
+        (changed(issued={"train": (A, D)}), ("issued twice", A)),
+        (changed(issued={"train": (D, E), "eval": (HELD_OUT,)}), ("issued and nowhere", E)),
+        (changed(issued={"train": (D,)}), ("evaluated but never issued", HELD_OUT)),
+        (changed(steps=()), ("issued and nowhere", B)),
+        (changed(steps=(step(3, B),)), ("record broken", "")),
+        (changed(number=3), ("record broken", "")),
+        (changed(account=chapters()[0].account), ("totals differ", "")),
+        (changed(account=chapters()[0].account), ("in flight but closed", C)),
+        (replace(evidence(), waiting={}), ("issued and nowhere", D)),
+        (replace(evidence(), dead={}), ("dropped as dead, without a dead letter", C)),
+        (replace(evidence(), pack_faults={PACK.key: "missing"}), ("pack missing", B)),
+        (replace(evidence(), chapters=chapters()[1:]), ("trained but never issued", B)),
+    ],
+)
+def test_every_breach_is_named(broken: Evidence, expected: tuple[str, str]):
+    """The audit fails and names the group."""
+    assert expected in breaches(prove(broken))
+
+
+def test_a_repetition_that_died_is_a_note():
+    """A trained group whose second delivery went to the dead letters has its effect once."""
+    proof = prove(replace(evidence(), dead={C: "x", A: "RewardFailed"}))
+    assert proof.closes
+    assert A in proof.notes[-1]
