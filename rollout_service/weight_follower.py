@@ -20,6 +20,7 @@ from protocol.facts import BlobRef, Head, WeightsPublished, decode
 from protocol.transport.bus import Bus
 from protocol.transport.key_value import KeyValue
 from protocol.versions import PolicyVersion, is_newer
+from rollout_service.check_weights import WeightsCheck
 from rollout_service.engine import Engine
 from rollout_service.errors import TaskRefused, WeightsUnusable
 from rollout_service.mirror import Mirror, MirroredVersion
@@ -64,6 +65,7 @@ class WeightFollower:
         self._news = asyncio.Event()
         self._applied = asyncio.Event()  # replaced by a fresh one whenever a version was applied
         self._fetching = asyncio.Lock()
+        self._check = WeightsCheck()
         self._pins: list[PolicyVersion] = []  # one entry for each holder: their folders stay
         self._next: PolicyVersion | None = None  # fetched, and waits for its swap: its folder stays
 
@@ -209,7 +211,9 @@ class WeightFollower:
             manifest = self._known[version]
 
             def fetch() -> MirroredVersion:
-                return self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
+                mirrored = self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
+                self._check.check(mirrored.folder, version)
+                return mirrored
 
             return await outlast(lambda: asyncio.to_thread(fetch), f"weights of version {version}")
 
