@@ -17,7 +17,7 @@ test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## the engine contract against a real SGLang server, on the CPU
 	PENSTOCK_TEST_SGLANG=1 PENSTOCK_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \
-		$(BIN)/python -m pytest --timeout 600 tests/contracts
+		$(BIN)/python -m pytest --timeout 600 tests/contracts tests/sglang
 
 sglang-env: $(SGLANG)/.installed  ## a real SGLang for CPUs, in an environment of its own (0.3 GB to download)
 

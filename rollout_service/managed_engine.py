@@ -16,7 +16,7 @@ from protocol.versions import PolicyVersion
 from rollout_service.check_task import ModelLimits
 from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.engine_process import EngineProcess, LaunchCommand
-from rollout_service.errors import EngineError, EngineKeepsDying, EngineUnreachable, WeightsNotApplied
+from rollout_service.errors import EngineError, EngineKeepsDying, EngineUnreachable, WeightsUnusable
 from rollout_service.sglang_client import EngineChecksum, SglangClient
 
 log = structlog.get_logger("rollout.engine")
@@ -58,6 +58,8 @@ class ManagedEngine:
         self._request_deadline_s = request_deadline_s
         self._start_deadline_s = start_deadline_s
         self._process: EngineProcess | None = None
+        self._discarded = False  # killed by us, and not replaced yet
+        self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
 
@@ -66,7 +68,8 @@ class ManagedEngine:
 
         An engine that does not confirm the version twice is not believed any more: it is killed and started anew
         from that folder. What it samples from the first failure until it confirms is refused. Raises
-        EngineUnreachable when the first start fails.
+        EngineUnreachable when the first start fails, WeightsUnusable when a later version can neither be loaded nor
+        started from: then it serves the one before again.
         """
         self._wanted = (folder, version)
         if self._process is None:
@@ -87,23 +90,30 @@ class ManagedEngine:
         self._discard()
         await self.ready.wait()
         if self.version != version:
-            raise WeightsNotApplied(f"the engine was restarted for version {version} but serves {self.version}")
+            raise WeightsUnusable(
+                f"the engine neither took version {version} nor started from it; see {self._log_file}"
+            )
 
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what the engine says its weights are; None when it cannot say."""
         return await self.client.weights_checksum()
 
     async def suspect(self) -> None:
-        """Kill the engine when it does not generate any more, not even one token."""
-        if self._process is not None and self.ready.is_set():
-            client = self.client
-            try:
-                await client.served_version()
-                await client.health()
-            except EngineError as err:
-                if client is self.client:  # not restarted meanwhile
-                    log.warning("the engine does not answer; it is killed and started again", error=str(err))
-                    self._discard()
+        """Kill the engine when it does not generate any more, not even one token; nothing is asked of it meanwhile."""
+        if self._process is None or not self.ready.is_set():
+            return  # somebody looks already, or it is being replaced
+        client = self.client
+        self.ready.clear()
+        try:
+            await client.served_version()
+            await client.health()
+        except EngineError as err:
+            if client is self.client:  # not restarted meanwhile
+                log.warning("the engine does not answer; it is killed and started again", error=str(err))
+                self._discard()
+        else:
+            if client is self.client and not self._discarded:
+                self.ready.set()
 
     async def run(self) -> None:
         """Restart the engine whenever it ends; raises EngineKeepsDying when that happens too often."""
@@ -157,9 +167,11 @@ class ManagedEngine:
         """Kill an engine that is not believed; `run` starts another from the newest weights."""
         assert self._process is not None
         self.ready.clear()
+        self._discarded = True
         self._process.kill()
 
     async def _start_again(self, how: str) -> None:
+        """Start it from the newest weights; from those it served before, when it cannot start from the newest."""
         while True:
             self._note_restart(how)
             try:
@@ -167,6 +179,9 @@ class ManagedEngine:
                 await self._start()
             except EngineUnreachable as err:
                 how = str(err)
+                if self._served is not None and self._wanted != self._served:
+                    log.warning("engine cannot start from the newest version", going_back_to=self._served[1], error=how)
+                    self._wanted = self._served
             else:
                 return
 
@@ -195,7 +210,7 @@ class ManagedEngine:
             deadline_s=self._start_deadline_s,
             environ=self._environ,
         )
-        self._process = process
+        self._process, self._discarded = process, False
         self.client = SglangClient(url, request_deadline_s=self._request_deadline_s)
         try:
             await _while_alive(process, wait_until_it_answers(self.client, self._start_deadline_s, generating=True))
@@ -215,7 +230,7 @@ class ManagedEngine:
         self.ready.set()
 
     def _confirm(self, version: PolicyVersion) -> None:
-        self.version = version
+        self.version, self._served = version, self._wanted
         self.applied.add(version)
         self.client.trust()
 

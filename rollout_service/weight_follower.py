@@ -113,8 +113,11 @@ class WeightFollower:
                 continue
             mirrored = await self._fetch_newest()
             if mirrored is not None:
-                async with self._gate.swap():
-                    await self._apply(mirrored)
+                try:
+                    async with self._gate.swap():
+                        await self._apply(mirrored)
+                except WeightsUnusable as err:
+                    await self._refuse(mirrored.version, err)
                 self._next = None
                 async with self._fetching:
                     await asyncio.to_thread(self._mirror.trim, self._in_use())

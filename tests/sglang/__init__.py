@@ -1,0 +1,1 @@
+"""What only a real SGLang can show; ``make test-sglang``."""

@@ -1,0 +1,137 @@
+"""A worker on a real SGLang: weights change and servers die under long generations, and no token is wrong or lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from deploy.child import Child
+from protocol.facts import Task
+from protocol.trajectory import Group
+from rollout_service.engine_process import group_members
+from tests.contracts.real_sglang import START_S
+from tests.contracts.tiny_model import Dense
+from tests.groups import make_task
+from tests.rollout_service.ring_end import RingEnd
+from tests.servers import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+
+TOLERANCE = 1e-4  # nats, float32 against float32
+NEW_TOKENS = 100  # of the model's 128
+
+
+def long_tasks(names: Sequence[str], size: int = 24) -> list[Task]:
+    """Tasks that keep the server busy for seconds."""
+    return [
+        make_task(
+            name, prompt_ids=[5 + number, 17, 9, 30 - number], group_size=size, max_new_tokens=NEW_TOKENS,
+            stop_token_ids=(),
+        )
+        for number, name in enumerate(names)
+    ]  # fmt: skip
+
+
+def check_every_token(groups: Sequence[Group], folder: Path) -> set[int]:
+    """Hold each token's log-probability against a dense forward of the version it names; returns the versions."""
+    dense: dict[int, Dense] = {}
+    for group in groups:
+        for row in group.trajectories:
+            tokens, start = row.token_ids.tolist(), group.num_prompt_tokens
+            assert [run.start for run in row.version_runs] == [start, *(run.end for run in row.version_runs[:-1])]
+            assert row.version_runs[-1].end == len(tokens)
+            for run in row.version_runs:
+                if run.version not in dense:
+                    dense[run.version] = Dense(folder / f"model-{run.version}")
+                exact = dense[run.version].of_completion(tokens[:start], tokens[start:])[
+                    run.start - start : run.end - start
+                ]
+                assert row.behaviour_logprobs[run.start : run.end].tolist() == pytest.approx(exact, abs=TOLERANCE)
+    return set(dense)
+
+
+def wait_until_it_generates(ring_end: RingEnd) -> None:
+    """Wait until the server itself says that it has running requests."""
+    wait_for(
+        lambda: (beat := ring_end.heartbeat("w0")) is not None and beat.figures.get("engine_running", 0) > 0,
+        "the server to generate",
+        START_S,
+    )
+
+
+def server_of(worker: Child) -> int:
+    """The process id of the server's first process: the worker's child that leads a group."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == worker.pid and int(fields[2]) == int(path.parent.name):
+            return int(path.parent.name)
+    raise AssertionError(f"worker {worker.pid} has no server")
+
+
+def names(groups: Sequence[Group]) -> list[str]:
+    """Ids in order."""
+    return sorted(group.group_id for group in groups)
+
+
+def test_updates_under_long_generations_lose_and_mislabel_nothing(
+    ring_end: RingEnd, sglang_worker: Callable[..., Child], tmp_path: Path
+):
+    """Three versions pass while packs generate: every group arrives whole, every token is of the version it names."""
+    ring_end.publish(0)
+    sglang_worker()
+    wanted = []
+    for number in range(6):
+        ids = [f"g{number}-{index}" for index in range(6)]
+        ring_end.issue(f"pack-{number}", long_tasks(ids))
+        wanted += ids
+    wait_until_it_generates(ring_end)
+    for version in (1, 2):
+        ring_end.publish(version)
+        ring_end.wait_applied("w0", version, START_S)
+    groups = ring_end.collect_groups(6, START_S)
+    assert names(groups) == sorted(wanted)
+    assert {len(group.trajectories) for group in groups} == {24}
+    assert check_every_token(groups, tmp_path) >= {0, 2}
+    assert ring_end.dead == []
+    beat = ring_end.heartbeat("w0")
+    assert beat is not None
+    assert beat.figures["packs_given_back"] == 0
+    assert beat.figures["engine_generated_tokens"] > 0
+
+
+@pytest.mark.parametrize("victim", ["server", "scheduler"])
+def test_a_server_killed_in_mid_generation_loses_no_group(
+    ring_end: RingEnd, sglang_worker: Callable[..., Child], tmp_path: Path, victim: str
+):
+    """After SIGKILL another server starts from the newest weights, and every group arrives, once."""
+    ring_end.publish(0)
+    worker = sglang_worker()
+    ids = [f"g{number}" for number in range(12)]
+    for number in range(3):
+        ring_end.issue(f"pack-{number}", long_tasks(ids[4 * number : 4 * number + 4], size=48))
+    wait_until_it_generates(ring_end)
+    first = server_of(worker)
+    members = group_members(first)
+    assert len(members) >= 3, "tokenizer, scheduler and detokenizer"
+    os.kill(first if victim == "server" else scheduler_among(members), signal.SIGKILL)
+    groups = ring_end.collect_groups(3, 2 * START_S)
+    assert names(groups) == sorted(ids)
+    assert check_every_token(groups, tmp_path) == {0}
+    assert ring_end.dead == []
+    assert server_of(worker) != first
+    wait_for(lambda: not group_members(first), "the old server's processes to be gone")
+
+
+def scheduler_among(members: Sequence[int]) -> int:
+    """The process that runs the model."""
+    for pid in members:
+        if "scheduler" in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise AssertionError(f"no scheduler among {members}")
