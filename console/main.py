@@ -41,7 +41,10 @@ config = App(name="config", help="Show what a run file means.", help_format="pla
 data = App(name="data", help="Say what a data file can train.", help_format="plaintext", group=_TRAIN)
 reward = App(name="reward", help="Serve, list and try rewards.", help_format="plaintext", group=_SERVE)
 runs = App(name="runs", help="List runs and print their reports.", help_format="plaintext", group=_LOOK)
-for part in (config, data, reward, runs):
+weights = App(
+    name="weights", help="List the versions of a run, write one to disk.", help_format="plaintext", group=_LOOK
+)
+for part in (config, data, reward, runs, weights):
     app.command(part)
 app["--help"].show = False  # the text above says it
 
@@ -355,6 +358,46 @@ def show_run(run: str, *arguments: Raw) -> int:
     from console.runs import print_one
 
     return print_one(run, arguments, os.environ)
+
+
+@weights.default
+def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
+    """List the stored versions of a run: parent, kind, what changed, bytes, seconds, and who serves which.
+
+    Example:  penstock weights quickstart
+    Then:     penstock weights export RUN --version V --to FOLDER
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    json
+        Print one JSON array instead of the table.
+    """
+    from console.weights import print_versions
+
+    return print_versions(run, arguments, os.environ, as_json=json)
+
+
+@weights.command(name="export")
+def export_weights(run: str, *arguments: Raw, version: int, to: Path) -> int:
+    """Write a version as a Hugging Face model folder, from its anchor and the patches that follow.
+
+    Example:  penstock weights export quickstart --version 12 --to models/v12
+    Then:     penstock chat RUN --model models/v12
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    version
+        Which version.
+    to
+        Folder that does not exist yet.
+    """
+    from console.weights import export
+
+    return export(run, version, to, arguments, os.environ)
 
 
 @app.command(group=_LOOK)

@@ -94,6 +94,12 @@ def _figures(s: RunSummary) -> Iterator[tuple[str, ...]]:
     if s.wall_s > 0:
         yield "tokens trained per second", f"{s.tokens_trained / s.wall_s:,.0f}"
     yield "versions published", str(s.versions_published)
+    if s.weights.raw_bytes:
+        share = s.weights.sent_bytes / s.weights.raw_bytes
+        yield "weights sent", f"{s.weights.sent_bytes:,} bytes, {share:.1%} of {s.weights.raw_bytes:,} whole"
+    if s.weights.pause_p50_s is not None:
+        p50, p99 = s.weights.pause_p50_s * 1000, (s.weights.pause_p99_s or 0.0) * 1000
+        yield "pause for a version", f"p50 {p50:.0f} ms, p99 {p99:.0f} ms"
     yield "wall time", f"{s.wall_s:.1f} s"
     yield "CPU time of all services", f"{s.cpu_s:.1f} s"
 

@@ -51,6 +51,18 @@ class ScorerShare(_Frozen):
     last_step: int = Field(description="Last step that did.")
 
 
+class WeightsSummary(_Frozen):
+    """What moving the weights cost."""
+
+    raw_bytes: int = Field(default=0, description="Bytes of all versions, had each been published whole.")
+    sent_bytes: int = Field(default=0, description="Bytes the trainer published for them.")
+    fetched_bytes: int = Field(default=0, description="Bytes the workers fetched, all together.")
+    mean_density: float | None = Field(default=None, description="Mean share of the values that a patch changes.")
+    pause_p50_s: float | None = Field(default=None, description="Median seconds an engine stood still for a version.")
+    pause_p99_s: float | None = Field(default=None, description="The 99th percentile of the same.")
+    refused: int = Field(default=0, description="Times a worker could not use a version.")
+
+
 class Overlap(_Frozen):
     """The proof that generation and training went on at the same time."""
 
@@ -95,6 +107,7 @@ class RunSummary(_Frozen):
     )
     versions_published: int = Field(default=0, description="Versions the trainer published, version 0 included.")
     workers: dict[str, WorkerWeights] = Field(default={}, description="Weights as each worker followed them.")
+    weights: WeightsSummary = WeightsSummary()
     tokens_generated: int = Field(default=0, description="Tokens sampled by all workers, killed ones included.")
     tokens_trained: int = Field(default=0, description="Sampled tokens that went into a loss.")
     idle_share: dict[str, float] = Field(

@@ -16,7 +16,8 @@ from console.clock import clock
 from console.fleet import Fleet
 from console.run_summary import GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
 from console.snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
-from protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
+from console.weights_view import WeightsView
+from protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
 _NUM_INCIDENTS = 200  # the newest are kept; a worker that dies every minute must not fill the memory
@@ -43,7 +44,8 @@ class RunView:
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
         self._reward_errors: Counter[str] = Counter()
-        self._published: set[int] = set()
+        self.published: set[int] = set()  # versions that were announced
+        self.weights = WeightsView()
         self._applied: dict[str, list[WeightsApplied]] = {}
         self._first_at: float | None = None
         self._last_at = 0.0
@@ -61,6 +63,8 @@ class RunView:
             self._fold_state(event.source, event.data)
         elif event.kind == "reward_error":
             self._fold_reward_error(event.at, event.data)
+        elif event.kind == "weights":
+            self.weights.fold_publication(event.data)
         elif event.kind == "alarm":
             self._remember([Incident(event.at, str(event.data.get("text") or "an alarm"), "lost")])
         elif event.kind == "log" and event.data.get("text"):
@@ -75,11 +79,16 @@ class RunView:
 
     def fold_published(self, fact: WeightsPublished) -> None:
         """Take the news of a complete version."""
-        self._published.add(fact.version)
+        self.published.add(fact.version)
 
     def fold_applied(self, fact: WeightsApplied) -> None:
         """Take a worker's word that its engine serves a version."""
         self._applied.setdefault(fact.worker_id, []).append(fact)
+        self.weights.fold_applied(fact)
+
+    def fold_refused(self, fact: WeightsRefused, now: float) -> None:
+        """Take a worker's word that it cannot use a version."""
+        self._remember([Incident(now, self.weights.fold_refused(fact), "lost")])
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
         """Take a message that nobody could process."""
@@ -126,8 +135,8 @@ class RunView:
             staleness_tokens=staleness,
             staleness_mean=_staleness_mean(staleness),
             staleness_max=max(staleness, default=None),
-            newest_version=max(self._published, default=points[-1].version if points else 0),
-            versions_published=len(self._published),
+            newest_version=max(self.published, default=points[-1].version if points else 0),
+            versions_published=len(self.published),
             queues=self.queues,
             services=self._fleet.lines(now),
             idle_share=self._fleet.idle_shares(),
@@ -172,8 +181,9 @@ class RunView:
             learning=learning.spreads([p.learning for p in points]),
             skipped=dict(sum((Counter(p.skipped) for p in points), Counter[str]())),
             scored_by=_scorers(points),
-            versions_published=len(self._published),
+            versions_published=len(self.published),
             workers=self._worker_weights(),
+            weights=self.weights.summary(),
             tokens_generated=self._fleet.count("tokens_generated"),
             tokens_trained=sum(p.tokens_trained for p in points),
             idle_share=self._fleet.idle_shares(),
@@ -183,6 +193,10 @@ class RunView:
             cpu_s=sum(cpu.values()),
             cpu_s_per_role=cpu,
         )
+
+    def serving(self) -> dict[str, int]:
+        """Return the version each worker served last, by worker."""
+        return {worker: facts[-1].version for worker, facts in sorted(self._applied.items())}
 
     def points(self) -> list[StepPoint]:
         """Return the steps in order."""

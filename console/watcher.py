@@ -17,7 +17,16 @@ from console.run_view import RunView
 from console.snapshot import QueueDepths
 from protocol import streams, subjects
 from protocol.errors import BusError, WireError
-from protocol.facts import DeadLetter, Fact, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, decode
+from protocol.facts import (
+    DeadLetter,
+    Fact,
+    Heartbeat,
+    RunEvent,
+    WeightsApplied,
+    WeightsPublished,
+    WeightsRefused,
+    decode,
+)
 from protocol.transport.bus import Bus
 from protocol.transport.key_value import Entry, KeyValue
 from protocol.transport.pending import Pending
@@ -43,6 +52,7 @@ class Watcher:
         self._tail(f"{run}-events", subjects.events(run), RunEvent)
         self._tail(f"{run}-weights", subjects.weights_published(run), WeightsPublished)
         self._tail(f"{run}-weights", subjects.weights_applied(run), WeightsApplied)
+        self._tail(f"{run}-weights", subjects.weights_refused(run), WeightsRefused)
         self._tail(f"{run}-dead", subjects.dead(run), DeadLetter)
         self._live: KeyValue = bus.key_value(streams.live_bucket(run).bucket).wait()
 
@@ -105,6 +115,8 @@ class Watcher:
                     self.view.fold_published(fact)
                 case WeightsApplied():
                     self.view.fold_applied(fact)
+                case WeightsRefused():
+                    self.view.fold_refused(fact, now)
                 case DeadLetter():
                     self.view.fold_dead_letter(fact, now)
 

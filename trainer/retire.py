@@ -89,7 +89,7 @@ class Retirement:
         needed = [*self._needed_by_workers(), *self._pinned(), *sorted(versions)[-self._retention.keep_versions :]]
         floor = retirement_floor(_anchors(chain), head=PolicyVersion(head.version), needed=needed)
         if floor is not None:
-            self._say_floor(floor)
+            floor = self._raise_floor(floor)
             self._retire(stored, floor, now)
         return floor
 
@@ -134,10 +134,15 @@ class Retirement:
         beats = (_heartbeat(entry) for entry in self._live.entries().wait())
         return [PolicyVersion(b.needs_version) for b in beats if b is not None and b.needs_version is not None]
 
-    def _say_floor(self, floor: PolicyVersion) -> None:
+    def _raise_floor(self, floor: PolicyVersion) -> PolicyVersion:
+        """Say the floor, and return it; one that was said before is not taken back."""
         entry = self._state.get(streams.FLOOR_KEY).wait()
-        if entry is None or is_newer(floor, PolicyVersion(decode(entry.value, RetirementFloor).version)):
-            self._state.put(streams.FLOOR_KEY, encode(RetirementFloor(version=floor))).wait()
+        if entry is not None:
+            said = PolicyVersion(decode(entry.value, RetirementFloor).version)
+            if not is_newer(floor, said):
+                return said
+        self._state.put(streams.FLOOR_KEY, encode(RetirementFloor(version=floor))).wait()
+        return floor
 
     def _retire(self, stored: list[BlobStat], floor: PolicyVersion, now: float) -> None:
         version_of = {stat.key: blob_keys.version_of_weights(self._run_id, stat.key) for stat in stored}

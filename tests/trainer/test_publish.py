@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ from deploy.bootstrap import bootstrap
 from deploy.quickstart_task import write_model
 from deploy.servers import NatsServer, S3Server
 from protocol import streams, subjects
+from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -23,6 +28,7 @@ from protocol.weight_retention import AnchorPolicy
 from protocol.weights import VersionManifest
 from tests.servers import wait_for
 from tests.weights_source import NEVER, read_version
+from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.head import read_head
@@ -255,6 +261,66 @@ def test_storage_that_stays_away_is_an_error(
         publisher.wait_until_published(PolicyVersion(0), 20.0)
     with pytest.raises(PublicationFailed, match="could not be published"):
         publisher.submit(snapshot(1))
+
+
+CRASHES = {
+    CrashPoint.SHARDS_STORED: 0,
+    CrashPoint.MANIFEST_STORED: 0,
+    CrashPoint.HEAD_MOVED: 1,
+    CrashPoint.ANNOUNCED: 1,
+    CrashPoint.ANCHOR_STORED: 1,
+}
+
+
+@pytest.mark.parametrize(("point", "committed"), CRASHES.items())
+def test_a_publisher_killed_at_any_step_leaves_a_right_head(
+    doors: Doors,
+    model_folder: Path,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    point: CrashPoint,
+    committed: int,
+) -> None:
+    """SIGKILL between any two acts: the head is the version before or the whole new one, and the next life goes on."""
+    told = {
+        "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
+        "s3": {**s3_settings.model_dump(mode="json"), "secret_key": s3_settings.secret_key},
+        "run_id": doors.run_id,
+        "model": str(model_folder),
+    }
+    command = [sys.executable, "-m", "tests.trainer.publish_kill", point]
+    ended = subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert_head_is(doors, committed)
+    seen: list[int] = []
+    subject = subjects.weights_published(doors.run_id)
+    doors.bus.tail(
+        f"{doors.run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
+    ).wait()
+    later = Publisher(doors, model_folder=model_folder, epoch=2)
+    assert later.resume(tensors(committed), "float32")  # the checkpoint was of this version
+    publish(later, committed + 1)
+    later.close()
+    assert_head_is(doors, committed + 1)
+    assert manifest_of(doors, head_of(doors).manifest).kind == "patch"
+    wait_for(lambda: len(seen) > committed + 1, "the announcements")
+    assert seen == list(range(committed + 2))  # what was not announced is now, and nothing twice
+
+
+def test_a_killed_life_may_resume_older_weights(doors: Doors, model_folder: Path) -> None:
+    """A checkpoint behind the head is published under the next number, as a patch that takes the workers back."""
+    first = Publisher(doors, model_folder=model_folder, epoch=1)
+    for version in range(4):
+        publish(first, version)
+    first.close()
+    later = Publisher(doors, model_folder=model_folder, epoch=2)
+    assert not later.resume(tensors(1), "float32")
+    later.submit(Snapshot(PolicyVersion(4), 1, tensors(1), "float32", must_publish=True))
+    later.close()
+    head = head_of(doors)
+    assert manifest_of(doors, head.manifest).kind == "patch"
+    found = read_version(doors.blobs, doors.run_id, 4, head.manifest)
+    assert torch.equal(found["a"], tensors(1)["a"])
 
 
 def test_two_trainers_of_one_run_are_told_apart(doors: Doors, model_folder: Path) -> None:

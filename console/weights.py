@@ -1,0 +1,131 @@
+"""``penstock weights``: the versions of a run, and one of them as a model folder."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from console import connections
+from console.run_view import RunView
+from console.watcher import Watcher
+from protocol import blob_keys, streams
+from protocol.errors import BlobMissing, ConfigError, WireError
+from protocol.facts import Head, decode
+from protocol.subjects import check_run_id
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from protocol.weight_export import export_version
+from protocol.weight_reader import UNUSABLE, WeightReader
+from protocol.weights import VersionManifest
+
+Row = dict[str, Any]
+
+
+def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Print the stored versions of a run; returns the exit code. Raises PenstockError."""
+    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    with Bus.connect(settings.nats, name="weights") as bus:
+        view = RunView(run)
+        watcher = Watcher(bus, view)
+        watcher.catch_up()
+        head = _head(bus, run)
+        rows = list_versions(_manifests(Blobs(settings.s3), run), view, head)
+    if as_json:
+        print(json_text.dumps(rows))
+    elif not rows:
+        print(f"run {run} has no weights in the object store")
+    else:
+        Console().print(_table(rows))
+        print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
+    return 0
+
+
+def export(run: str, version: int, folder: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Write one version as a model folder; returns the exit code. Raises PenstockError."""
+    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    blobs = Blobs(settings.s3)
+    found = [(m, key) for key, m in _manifests(blobs, run).items() if m.version == version]
+    if not found:
+        raise ConfigError(f"run {run} has no version {version} in the object store; see: penstock weights {run}")
+    problems = []
+    for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # an anchor is nearer than a chain
+        reader = WeightReader(blobs, run)
+        try:
+            num_bytes = export_version(manifest, folder, reader=reader, blobs=blobs)
+        except FileExistsError as err:
+            raise ConfigError(str(err)) from None
+        except UNUSABLE as err:
+            problems.append(str(err))
+            continue
+        print(f"{folder}: version {version} of run {run}, {num_bytes} bytes read, root {manifest.state_root[:16]}…")
+        return 0
+    raise ConfigError(f"version {version} of run {run} cannot be put together: {'; '.join(problems)}")
+
+
+def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None) -> list[Row]:
+    """Describe every stored version, oldest first; a version that is stored whole as well says so.
+
+    A manifest that a killed trainer left behind has no announcement, and is not listed.
+    """
+    serving: dict[int, list[str]] = {}
+    for worker, at in view.serving().items():
+        serving.setdefault(at, []).append(worker)
+    rows: dict[int, Row] = {}
+    for manifest in sorted(manifests.values(), key=lambda m: (m.version, m.kind == "patch")):
+        version = manifest.version
+        if version not in view.published:
+            continue
+        told = view.weights.publications.get(version, {})
+        row = rows.setdefault(version, {"version": version, "anchor": False})
+        row |= {
+            "step": manifest.step,
+            "kind": manifest.kind,
+            "parent": manifest.parent.version if manifest.parent else None,
+            "density": manifest.density,
+            "bytes": manifest.num_bytes,
+            "seconds": told.get("publish_s"),
+            "head": head is not None and head.version == version,
+            "served_by": serving.get(version, []),
+            "state_root": manifest.state_root,
+        }
+        row["anchor"] |= manifest.kind == "anchor"
+    return [rows[version] for version in sorted(rows)]
+
+
+def _head(bus: Bus, run: str) -> Head | None:
+    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
+    return None if entry is None else decode(entry.value, Head)
+
+
+def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
+    found = {}
+    for stat in blobs.list(blob_keys.all_weights_prefix(run)):
+        if stat.key.endswith("/manifest.json"):
+            try:
+                found[stat.key] = VersionManifest.from_json(blobs.get_unverified(stat.key))
+            except (BlobMissing, WireError):
+                continue  # collected meanwhile, or no manifest
+    return found
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("version", "parent", "kind", "changed", "bytes", "seconds", "served by"):
+        table.add_column(name, justify="left" if name in {"kind", "served by"} else "right", no_wrap=True)
+    for row in rows:
+        kind = row["kind"] + (" + anchor" if row["anchor"] and row["kind"] == "patch" else "")
+        table.add_row(
+            f"{row['version']}{' head' if row['head'] else ''}",
+            "–" if row["parent"] is None else str(row["parent"]),
+            kind,
+            f"{row['density']:.2%}",
+            f"{row['bytes']:,}",
+            "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
+            ", ".join(row["served_by"]),
+        )
+    return table

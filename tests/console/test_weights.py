@@ -1,0 +1,109 @@
+"""``penstock weights``: the versions of a run with what they cost, and one of them as a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from console.weights import export, print_versions
+from deploy.quickstart_task import write_model
+from protocol import subjects
+from protocol.connection import NatsSettings, S3Settings
+from protocol.errors import ConfigError
+from protocol.facts import RunEvent, WeightsApplied
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.weights_source import WeightsSource
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, ring_streams: str) -> list[str]:
+    """How the command reaches the servers."""
+    return [
+        *(
+            f"nats.url={nats_settings.url}",
+            f"nats.user={nats_settings.user}",
+            f"nats.password={nats_settings.password}",
+        ),
+        *(f"s3.endpoint={s3_settings.endpoint}", f"s3.access_key={s3_settings.access_key}"),
+        f"s3.secret_key={s3_settings.secret_key}",
+    ]
+
+
+@pytest.fixture
+def states(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> list[State]:
+    """The weights of versions 0 to 3, published: an anchor and three patches."""
+    folder = tmp_path / "model"
+    write_model(folder, seed=0)
+    source = WeightsSource(bus, blobs, ring_streams, folder, bucket_bytes=100_000)
+    states = [load_file(folder / "model.safetensors")]
+    source.publish(0, states[0])
+    for version in range(1, 4):
+        state = {name: tensor.clone() for name, tensor in states[-1].items()}
+        for tensor in state.values():
+            tensor.view(-1)[version::100] += 0.5
+        states.append(state)
+        source.publish(version, state)
+    return states
+
+
+def test_versions_are_listed(
+    bus: Bus, ring_streams: str, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each with parent, kind, density, bytes and seconds; the head, and who serves which, are named."""
+    applied = WeightsApplied(
+        run_id=ring_streams, worker_id="w0", version=2, previous_version=1, pause_s=0.1, fetch_s=0.1, num_bytes=1,
+        checksum="c", layout="mirror",
+    )  # fmt: skip
+    bus.publish(subjects.weights_applied(ring_streams), applied, msg_id="a").wait()
+    told = RunEvent(
+        run_id=ring_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
+    )
+    bus.publish(subjects.events(ring_streams, "weights"), told, msg_id="e").wait()
+    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
+        (0, None, "anchor"), (1, 0, "patch"), (2, 1, "patch"), (3, 2, "patch"),
+    ]  # fmt: skip
+    assert [row["head"] for row in rows] == [False, False, False, True]
+    assert [row["served_by"] for row in rows] == [[], [], ["w0"], []]
+    assert rows[3]["seconds"] == 0.25
+    assert 0.005 < rows[3]["density"] < 0.02
+    assert rows[3]["bytes"] < 0.1 * rows[0]["bytes"]
+    assert print_versions(ring_streams, arguments, {}, as_json=False) == 0
+    assert f"penstock weights export {ring_streams} --version 3" in capsys.readouterr().out
+
+
+def test_a_version_is_exported_as_a_model_folder(
+    ring_streams: str, states: list[State], arguments: list[str], tmp_path: Path
+) -> None:
+    """Anchor and chain become a folder that transformers loads, bit for bit the published weights."""
+    folder = tmp_path / "v2"
+    assert export(ring_streams, 2, folder, arguments, {}) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
+    with pytest.raises(ConfigError, match="exists; name another folder"):
+        export(ring_streams, 2, folder, arguments, {})
+    with pytest.raises(ConfigError, match="has no version 9"):
+        export(ring_streams, 9, tmp_path / "v9", arguments, {})
+
+
+def test_a_version_whose_objects_are_damaged_is_not_exported(
+    ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
+) -> None:
+    """The command says what is wrong and leaves no folder."""
+    prefix = f"runs/{ring_streams}/weights/v00000001/"
+    [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
+    blobs.put(pack, b"x" * 100)
+    with pytest.raises(ConfigError, match=r"version 2 .* cannot be put together"):
+        export(ring_streams, 2, tmp_path / "v2", arguments, {})
+    assert not (tmp_path / "v2").exists()
+    assert not (tmp_path / "v2.partial").exists()
