@@ -31,11 +31,15 @@ def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """
     if LOCAL in arguments:
         return module("deploy.train_local", *(a for a in arguments if a != LOCAL))
-    ranks = num_ranks(arguments, environ)
+    return trainer(num_ranks(arguments, environ), "train", *arguments)
+
+
+def trainer(ranks: int, *arguments: str) -> list[str]:
+    """Return the command line of a trainer's command on so many ranks."""
     if ranks == 1:
-        return module("trainer", "train", *arguments)
+        return module("trainer", *arguments)
     torchrun = ("--standalone", f"--nproc-per-node={ranks}", "-m", "--")
-    return module("torch.distributed.run", *torchrun, "trainer", "train", *arguments)
+    return module("torch.distributed.run", *torchrun, "trainer", *arguments)
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -401,6 +401,46 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path) -> int:
 
 
 @app.command(group=_LOOK)
+def replay(
+    run: str,
+    *arguments: Raw,
+    first: Annotated[int | None, Parameter(name="--from")] = None,
+    last: Annotated[int | None, Parameter(name="--to")] = None,
+    model: Path | None = None,
+    json: Flag = False,
+) -> None:
+    """Train a run again from its stored groups, and compare the weights of every version, hash by hash.
+
+    No worker, reward or queue is needed: only the object store, and the model that the run began with. Groups,
+    their order and all settings come from the run's record. On the same kind of machine every version comes
+    out the same, and the exit code is 0; otherwise it is 1, and the first version that differs is named, with
+    all that is not as it was: packs, settings, libraries, machine.
+
+    Example:  penstock replay quickstart
+              penstock replay my-run run.toml --from 40 --to 60
+    Then:     penstock runs show RUN
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    first
+        Begin with the newest stored checkpoint at or before this version, not with the initial model.
+    last
+        The last version to make.
+    model
+        Folder of the initial model, when it is no longer where the run had it.
+    json
+        Print one JSON object.
+    """
+    from console import stored_run
+
+    given = {"--from": first, "--to": last, "--model": model}
+    options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    stored_run.become(run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json))
+
+
+@app.command(group=_LOOK)
 def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) -> int:
     """Show the live panel of a run; Ctrl-C leaves the run alone.
 

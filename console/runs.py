@@ -115,12 +115,12 @@ def describe(folder: Path) -> RunLine:
 
 
 def _state(folder: Path) -> str:
-    if _is_locked(folder / connections.STORE / "lock"):
+    if is_locked(folder / connections.STORE / "lock"):
         return "running"
     return "finished" if (folder / "report.json").exists() else "stopped"
 
 
-def _is_locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """The local stack of a running run holds this lock, whatever ended the ones before it."""
     try:
         with path.open("rb") as file:

@@ -10,6 +10,7 @@
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
     ├── StateMismatch             a version was put together, and its bytes are not what its manifest promised
+    ├── RecordBroken              a run's record is not there, or its chapters do not follow on one another
     ├── BusError
     │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
     │   ├── BusRefused            wrong credentials or missing permission
@@ -68,6 +69,10 @@ class ChainBroken(PenstockError):
 
 class StateMismatch(PenstockError):
     """A version was put together from its objects, and the result is not what its manifest promised."""
+
+
+class RecordBroken(PenstockError):
+    """The record of a run is not there, or its chapters, steps or versions do not follow on one another."""
 
 
 class BusError(PenstockError):

@@ -76,6 +76,7 @@ class RecordedLife(Wire):
     parent_version: Count | None
     weights_digest: Sha256
     config: BlobRef  # all settings with their origin, JSON, secrets masked
+    environment: dict[str, str] = Field(default={})  # libraries and machine, as `trainer/surroundings.py` names them
 
 
 class DroppedGroup(Wire):

@@ -13,6 +13,7 @@ COMMANDS = {
     "data-check": "trainer.data_check",
     "data-rows": "trainer.data_rows",
     "train": "trainer.train_command",
+    "replay": "trainer.replay_command",
     "sft": "trainer.sft_command",
 }
 MISTAKE = 2  # exit code of a refusal that is explained, as of argparse

@@ -74,7 +74,7 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
     if ranks.is_leader:
         _lead(settings, config, ranks, stop)
     else:
-        _crew(settings, ranks, Blobs(settings.s3)).follow()
+        build_crew(settings, ranks, Blobs(settings.s3)).follow()
 
 
 def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
@@ -110,7 +110,7 @@ def _live(life: _Life, ranks: Ranks) -> None:
     check_checkpoint_is_here(life.pointer.value, settings.run.folder, has_checkpoint=found is not None)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(life.config)
-    crew = _crew(settings, ranks, doors.blobs)
+    crew = build_crew(settings, ranks, doors.blobs)
     check_rewards(doors, life.data.sets, clock=_EVENT_CLOCK)
     resumed = found[1] if found else None
     chronicle = Chronicle(doors, life.pointer, epoch=life.lease.epoch, resumed=resumed)
@@ -153,7 +153,8 @@ def _open_data(settings: TrainerSettings) -> _Data:
     return _Data(opened(settings.data.train_files), evaluated, tuple(tokenizer.eos_ids))
 
 
-def _crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
+def build_crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
+    """Load the networks that the settings name, and put them under DeepSpeed; the same call on every rank."""
     how = Optimisation(
         num_steps=settings.trainer.steps - settings.critic.head_start_steps,
         lr=settings.trainer.lr,

@@ -22,6 +22,7 @@ from trainer.dispatch import GroupKey
 from trainer.doors import Doors
 from trainer.lease import FencedKey
 from trainer.step_plan import ReadyGroup
+from trainer.surroundings import surroundings
 
 
 def snapshot_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -71,7 +72,7 @@ class Chronicle:
         return self._digest.result()
 
     def life(self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes) -> None:
-        """Enter that this process leads the run from here; ``config`` is its settings as JSON."""
+        """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON."""
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._lives.append(
             RecordedLife(
@@ -83,6 +84,7 @@ class Chronicle:
                 parent_version=parent,
                 weights_digest=self.digest(),
                 config=self._blobs.put(key, config),
+                environment=surroundings(),
             )
         )
 

@@ -21,11 +21,9 @@ from typing import Protocol
 
 import structlog
 
-from protocol import group_pack, streams, subjects
+from protocol import streams, subjects
 from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError
 from protocol.facts import DeadLetter, GroupScored, ScoredGroup
-from protocol.trajectory import Group
-from protocol.transport.blobs import Blobs
 from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
 from protocol.versions import PolicyVersion
@@ -35,6 +33,7 @@ from trainer.doors import Doors
 from trainer.drops import DropReason
 from trainer.errors import CollectTimeout, TooManyDead
 from trainer.step_plan import ReadyGroup
+from trainer.stored_groups import read_groups
 
 log = structlog.get_logger("trainer.collect")
 
@@ -220,7 +219,7 @@ class Collector:
         if not wanted:
             return
         try:
-            groups = _read(self._blobs, message, wanted)
+            groups = read_groups(message.pack, wanted, self._blobs.get)
         except (BlobMissing, BlobCorrupt, PackError) as err:
             log.warning("unreadable pack", pack_id=message.pack_id, error=str(err))
             with self._changed:
@@ -297,15 +296,3 @@ class Collector:
 
 def _drop(scored: ScoredGroup, reason: DropReason) -> Drop:
     return Drop(scored.generated.group_id, reason, sum(scored.generated.completion_tokens))
-
-
-def _read(blobs: Blobs, message: GroupScored, wanted: Sequence[ScoredGroup]) -> list[Group]:
-    """Fetch and decode groups, and check that the object holds what the message says it holds."""
-    groups = group_pack.decode(blobs.get(message.pack), [scored.generated.row_group for scored in wanted])
-    for scored, group in zip(wanted, groups, strict=True):
-        if group.summary(scored.generated.row_group) != scored.generated:
-            raise PackError(
-                f"row group {scored.generated.row_group} of {message.pack.key} holds group {group.group_id} "
-                f"({len(group.trajectories)} trajectories), not {scored.generated.group_id} as the message describes it"
-            )
-    return groups

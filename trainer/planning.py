@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean
 from typing import Any
@@ -73,6 +73,22 @@ class Planner:
     def document(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
         return self._state.to_document()
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """One optimizer step: what was planned, what it came to, what it reports beyond that."""
+
+    plan: StepPlan
+    figures: StepFigures
+    reported: dict[str, Any]
+
+
+def learn(planner: Planner, crew: Crew, batch: Sequence[ReadyGroup], version: int) -> Learned:
+    """Make the optimizer step on a batch at ``version``: all that changes weights, in a run and in its replay."""
+    plan = planner.plan(batch, version)
+    figures = crew.step(plan, batch)
+    return Learned(plan, figures, planner.learned(figures))
 
 
 def _with_kl(groups: Sequence[Scored], gaps: Sequence[float]) -> list[Scored]:

@@ -32,7 +32,7 @@ from trainer.ledger import Ledger
 from trainer.metrics import StepTiming, step_fields
 from trainer.mismatch import fresh
 from trainer.model_folder import write_model_folder
-from trainer.planning import Planner
+from trainer.planning import Planner, learn
 from trainer.policy import StepFigures
 from trainer.publication import Publication
 from trainer.publish import Publisher
@@ -147,17 +147,16 @@ class Training:
         """Make one optimizer step and close its groups; the weights now are the next version."""
         started = time.monotonic()
         with self.activity.working("training"):
-            plan = self.planner.plan(batch, self.version)
-            figures = self.crew.step(plan, batch)
+            learned = learn(self.planner, self.crew, batch, self.version)
         crash_points.reach(CrashPoint.STEPPED)
-        self._compare_engine(figures)
+        self._compare_engine(learned.figures)
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version)
         ids = [group.group_id for group in batch]
-        self._fields = step_fields(self.num_steps_done, self.version, figures, batch, ages, timing)
+        self._fields = step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing)
         self._fields["mismatch_unseen_steps"] = self.engine_check.steps_since
-        self._fields["skipped"] = skipped = dict(plan.skipped)
-        self._fields |= self.planner.learned(figures)
+        self._fields["skipped"] = skipped = dict(learned.plan.skipped)
+        self._fields |= learned.reported
         new = [group_id for group_id in ids if group_id not in self.ledger]
         self._fields["reused_groups"] = len(ids) - len(new)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)

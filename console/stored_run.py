@@ -1,0 +1,41 @@
+"""Commands about what a run has stored: they also reach the store of a local run that is over.
+
+A run that this machine started with its own servers keeps them in its folder. While it runs, they answer; when it is
+over, ``deploy.stored`` starts them again beside the command, and ends them with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from console import connections, launch
+from console.runs import is_locked
+from protocol.errors import ConfigError
+from protocol.subjects import check_run_id
+
+
+def replay(
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], options: Sequence[str], *, as_json: bool
+) -> list[str]:
+    """Return the command line of a replay, on as many ranks as the run had. Raises ConfigError."""
+    check_run_id(run)
+    path = connections.find(arguments, environ).settings.run.dir / run / "config.json"
+    try:
+        ranks = int(json.loads(path.read_bytes())["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
+    except (ValueError, KeyError, TypeError) as err:
+        raise ConfigError(f"{path} does not say how many ranks the run had ({type(err).__name__}: {err})") from None
+    return launch.trainer(ranks, "replay", run, *arguments, *options, *(["--json"] if as_json else []))
+
+
+def become(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
+    """Become a command that reads what a run has stored; does not return. Raises ConfigError."""
+    loaded = connections.find(arguments, environ)
+    store = loaded.settings.run.dir / run / connections.STORE
+    if not connections.is_configured(loaded) and store.is_dir():
+        if is_locked(store / "lock"):
+            os.environ.update(connections.store_environment(store))
+        else:
+            command = launch.module("deploy.stored", str(store), "--", *command)
+    launch.become(command)

@@ -1,0 +1,177 @@
+"""A run that crashed, resumed and was changed is replayed from its record; what was altered since is found and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.bootstrap import bootstrap, delete_run
+from deploy.quickstart_task import write_data, write_model
+from deploy.servers import NatsServer, S3Server
+from protocol.checkpoint_state import committed
+from protocol.stored_record import StoredRecord
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.trainer.commands import Command
+from tests.trainer.producer import ScriptedProducer, write_run_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+RUN = "replayed"
+
+
+@dataclass
+class Run:
+    """A run that is over, and where it lies."""
+
+    folder: Path
+    blobs: Blobs
+    run_file: Path
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "runs" / RUN
+
+    @property
+    def record(self) -> StoredRecord:
+        return StoredRecord.read(RUN, committed(self.home / "checkpoints")[-1][1].record, self.blobs.get)
+
+    def replay(self, *options: str, expected: int = 0) -> dict:
+        """Replay it; returns the verdict."""
+        said = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
+        return json.loads(said)
+
+    def refusal(self, *options: str, expected: int) -> str:
+        """Ask for a replay that cannot be; returns what it says."""
+        command = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options)
+        assert command.wait(expected) == ""
+        return command.err
+
+
+@pytest.fixture(scope="module")
+def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Nine steps in three lives: the first is killed two steps after its checkpoint, the third has other settings."""
+    folder = tmp_path_factory.mktemp("replay")
+    write_model(folder / "model", seed=0)
+    write_data(folder, seed=0, num_sft=8, num_train=200, num_eval=8)
+    run_file = write_run_file(
+        folder / "run.toml", nats=nats_server.settings, s3=s3_server.settings,
+        sections={
+            "run": {"id": RUN, "dir": str(folder / "runs"), "seed": 3},
+            "model": {"path": str(folder / "model")},
+            "data": {"train": [str(folder / "train.jsonl")], "max_prompt_tokens": 64},
+            "rollout": {"group_size": 4, "groups_per_step": 4, "groups_per_message": 2, "max_new_tokens": 8},
+            "algorithm": {"name": "ppo", "dynamic_sampling": True, "max_trained_count": 2, "reward_norm": "running"},
+            "critic": {"lr": 1e-3, "updates": 2, "head_start_steps": 1},
+            "trainer": {
+                "steps": 7, "lr": 1e-3, "schedule": "linear", "weight_decay": 0.01, "micro_batch_tokens": 256,
+                "checkpoint_every": 3, "max_mismatch": "None",
+            },
+        },
+    )  # fmt: skip
+    blobs = Blobs(s3_server.settings)
+    with Bus.connect(nats_server.settings, name="test") as bus:
+        bootstrap(bus, blobs, RUN)
+        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN):
+            Command(folder, "train", str(run_file), "trainer.kill_at=stepped:5").wait(-9)
+            Command(folder, "train", str(run_file)).wait()
+            Command(folder, "train", str(run_file), "trainer.steps=9", "algorithm.clip_high=0.4").wait()
+        yield Run(folder, blobs, run_file)
+        delete_run(bus, RUN)
+
+
+def test_every_version_comes_out_the_same(run: Run) -> None:
+    """A replay without faults makes the digests that three lives made, through a crash, a resume and a change."""
+    record = run.record
+    assert [life.step for life in record.lives] == [0, 3, 7]
+    verdict = run.replay()
+    assert verdict["difference"] is None
+    assert verdict["findings"] == []
+    assert verdict["surroundings"] == []
+    assert verdict["num_steps"] == 9
+    assert verdict["same"][-1] == record.last_version
+    assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.lives}
+
+
+def test_a_part_is_replayed_from_a_stored_checkpoint(run: Run) -> None:
+    """Asked for the last versions only, it begins with the newest checkpoint before them."""
+    record = run.record
+    last = record.last_version
+    verdict = run.replay("--from", str(last - 1), "--to", str(last))
+    assert verdict["began_from"] == "the checkpoint step00000007"
+    assert verdict["same"] == [s.made_version for s in record.steps if s.step >= 7] + [
+        life.version for life in record.lives if life.step == 7 and life.version != record.steps[6].made_version
+    ]
+    assert "no version 99 in its record" in run.refusal("--to", "99", expected=1)
+
+
+def test_an_altered_pack_is_named(run: Run) -> None:
+    """One flipped bit of one stored group ends the replay at the step that used it, after the versions before it."""
+    step = run.record.steps[4]
+    pack = step.packs[0]
+    data = run.blobs.get(pack)
+    run.blobs.put(pack.key, data[:200] + bytes([data[200] ^ 1]) + data[201:])
+    try:
+        verdict = run.replay(expected=1)
+    finally:
+        run.blobs.put(pack.key, data)
+    assert len(verdict["findings"]) == 1
+    assert "step " in verdict["findings"][0]
+    assert pack.key in verdict["findings"][0]
+    assert verdict["same"][-1] < step.made_version
+
+
+def test_a_missing_pack_is_named_before_anything_is_trained(run: Run) -> None:
+    """Every pack that is gone is listed with the groups that are lost with it."""
+    pack = run.record.steps[-1].packs[0]
+    data = run.blobs.get(pack)
+    run.blobs.delete([pack.key])
+    try:
+        verdict = run.replay(expected=1)
+    finally:
+        run.blobs.put(pack.key, data)
+    assert [pack.key in line and "needs its groups e0.p" in line for line in verdict["findings"]] == [True]
+    assert verdict["num_steps"] == 0
+
+
+def test_an_altered_record_is_named(run: Run) -> None:
+    """A chapter that somebody rewrote is not the one that the next chapter vouches for."""
+    second = run.record.told[1].parent
+    assert second is not None
+    data = run.blobs.get(second)
+    run.blobs.put(second.key, data.replace(b"replayed", b"rewriten"))
+    try:
+        assert second.key in run.refusal(expected=1)
+    finally:
+        run.blobs.put(second.key, data)
+
+
+def test_settings_that_drifted_are_named(run: Run) -> None:
+    """The replay goes by the settings of the record, and names the key in which config.json is another."""
+    path = run.home / "config.json"
+    kept = path.read_text()
+    path.write_text(kept.replace('"lr": 0.001', '"lr": 0.002', 1))
+    try:
+        verdict = run.replay("--to", "2", expected=1)
+    finally:
+        path.write_text(kept)
+    assert verdict["difference"] is None
+    assert len(verdict["findings"]) == 1
+    assert "= 0.002, recorded 0.001" in verdict["findings"][0]
+
+
+def test_another_model_differs_in_the_first_version(run: Run) -> None:
+    """The folder that training began with must hold the same weights; a model of another seed does not."""
+    write_model(run.folder / "other", seed=1)
+    try:
+        verdict = run.replay("--model", str(run.folder / "other"), expected=1)
+    finally:
+        shutil.rmtree(run.folder / "other")
+    assert verdict["difference"]["version"] == 0
+    assert verdict["difference"]["step"] is None
+    assert verdict["same"] == []
