@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from console import connections, launch
-from console.runs import is_locked
+from console.runs import is_locked, list_folder
 from protocol.errors import ConfigError
 from protocol.subjects import check_run_id
 
@@ -32,7 +32,13 @@ def replay(
 def become(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
     """Become a command that reads what a run has stored; does not return. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
-    store = loaded.settings.run.dir / run / connections.STORE
+    folder = loaded.settings.run.dir / run
+    store = folder / connections.STORE
+    if not connections.is_configured(loaded) and not folder.is_dir():
+        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
+        raise ConfigError(
+            f"no run {run} in {folder.parent}/; there: {others}. Or say where it is: nats.url, s3.endpoint"
+        )
     if not connections.is_configured(loaded) and store.is_dir():
         if is_locked(store / "lock"):
             os.environ.update(connections.store_environment(store))

@@ -36,7 +36,7 @@ from trainer.crew import Crew
 from trainer.planning import Planner, learn
 from trainer.ranks import Ranks
 from trainer.recorded_settings import read_settings, what_steps_read
-from trainer.replay_findings import config_findings, figure_differences, missing_packs
+from trainer.replay_findings import config_findings, drift, figure_differences, missing_packs
 from trainer.replay_verdict import Difference, Verdict
 from trainer.settings import TrainerSettings
 from trainer.stored_groups import ready_groups
@@ -49,6 +49,7 @@ class Wanted:
     first: int | None = None
     last: int | None = None
     model: Path | None = None  # where the initial model is now; None: where the run had it
+    run_files: tuple[Path, ...] = ()  # to be held against the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Replay:
         verdict.findings += config_findings(
             self._folder / "config.json", self._read[self._record.lives[-1].config.key][1]
         )
+        verdict.drift += drift(self._wanted.run_files, self._read[self._record.lives[-1].config.key][1])
         begin = self._beginning()
         items = self._items(begin)
         missing = missing_packs([item for item in items if isinstance(item, RecordedStep)], self._blobs)
@@ -153,7 +155,8 @@ class Replay:
         for item in items:
             planner = self._go_on(self._life_of(item), planner, scratch)
             if isinstance(item, RecordedLife):
-                yield item.version, None, item.weights_digest, {}
+                if item.version != item.parent_version:  # published again under a new number
+                    yield item.version, None, item.weights_digest, {}
                 continue
             try:
                 batch = ready_groups(item.packs, item.groups, self._blobs.get)

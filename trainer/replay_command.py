@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from protocol import logs, streams
+from protocol.config_sources import from_overrides
 from protocol.connection import NatsSettings, RunSettings, S3Settings
-from protocol.errors import BlobCorrupt, BlobMissing, PenstockError, RecordBroken, WireError
+from protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
 from protocol.runfile import load, split_arguments
 from protocol.stored_record import StoredRecord, end_of_record
 from protocol.transport.blobs import Blobs
@@ -43,14 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     """Replay a run; returns 0 when every version came out the same, 1 when not, 2 for an error on stderr."""
     options, rest = _options(arguments)
     files, overrides = split_arguments(rest)
-    settings = load(Places, files=files, overrides=[*overrides, f"run.id={options.run}"], environ=os.environ).settings
+    settings = _places(options.run, files, overrides)
     logs.configure("replay", level="warning")
     from trainer.ranks import Ranks  # noqa: PLC0415  a mistake in what was typed need not wait for torch
 
     ranks = Ranks()
     code = 0
     try:
-        code = ranks.broadcast(_lead(options, settings, ranks) if ranks.is_leader else _follow(settings, ranks))
+        code = ranks.broadcast(_lead(options, settings, files, ranks) if ranks.is_leader else _follow(settings, ranks))
     except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
         sys.stderr.write(f"the record cannot be replayed: {err}\n")
         code = DIFFERS
@@ -73,7 +74,20 @@ def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def _lead(options: argparse.Namespace, settings: Places, ranks: Ranks) -> int:
+def _places(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> Places:
+    """Return where the run is; raises ConfigError for an override of what is in its record."""
+    strangers = [
+        one for one in from_overrides(overrides, []) if one.path[0].replace("-", "_") not in Places.model_fields
+    ]
+    if strangers:
+        raise ConfigError(
+            f"{'.'.join(strangers[0].path)} cannot be set: a replay goes by the settings in the run's record; only run.dir, "
+            "nats and s3 say where things are now, and --model where the initial model is"
+        )
+    return load(Places, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
+
+
+def _lead(options: argparse.Namespace, settings: Places, files: Sequence[Path], ranks: Ranks) -> int:
     from trainer.replay import Replay, Wanted  # noqa: PLC0415  as above
 
     blobs = Blobs(settings.s3, deadline_s=30.0)
@@ -85,7 +99,7 @@ def _lead(options: argparse.Namespace, settings: Places, ranks: Ranks) -> int:
             return None if entry is None else entry.value
 
     record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
-    wanted = Wanted(options.first, options.last, options.model)
+    wanted = Wanted(options.first, options.last, options.model, tuple(files))
 
     def say(version: int) -> None:
         if not options.json and sys.stderr.isatty():

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from protocol.lineage import RecordedStep
+from protocol.runfile import config_document, load
 from protocol.transport.blobs import Blobs
 from trainer.recorded_settings import Flat, differences, flat
+from trainer.settings import TrainerSettings
 
 _SHOWN_IDS = 4
 
@@ -26,6 +28,23 @@ def config_findings(path: Path, recorded: Flat) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         return [f"{path} is not the settings of a run ({type(err).__name__}: {err})"]
     return [f"{path}: {line}" for line in differences(recorded, here, ignoring={"run.dir"})]
+
+
+def drift(run_files: Sequence[Path], recorded: Flat) -> list[str]:
+    """Return one line for every setting of run files that is not what the run's last life had.
+
+    Raises ConfigError for run files that the trainer would refuse.
+    """
+    if not run_files:
+        return []
+    loaded = load(TrainerSettings, files=run_files)
+    now = flat(config_document(loaded)["settings"])
+    told = {key: value for key, value in now.items() if loaded.origins[key].startswith(tuple(map(str, run_files)))}
+    return [
+        f"{loaded.origins[key]}: {line}"
+        for key in sorted(told)
+        for line in differences({key: recorded.get(key)}, {key: told[key]}, ignoring={"run.dir"})
+    ]
 
 
 def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:

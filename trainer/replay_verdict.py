@@ -29,6 +29,7 @@ class Verdict:
     same: list[int] = field(default_factory=list)  # versions that came out the same
     difference: Difference | None = None
     findings: list[str] = field(default_factory=list)  # what is wrong with record, settings or packs
+    drift: list[str] = field(default_factory=list)  # what the run file says otherwise by now; the record goes
     surroundings: list[str] = field(default_factory=list)  # what is not as it was when the steps were made
     num_steps: int = 0
     num_groups: int = 0
@@ -58,6 +59,7 @@ def describe(verdict: Verdict) -> str:
             f"{verdict.num_groups} groups, {verdict.num_tokens} tokens in {verdict.wall_s:.1f} s ({rate:.1f} steps/s)"
         )
     lines += [f"wrong: {finding}" for finding in verdict.findings]
+    lines += [f"drifted, not used: {line}" for line in verdict.drift]
     if verdict.difference is not None:
         lines += _first_difference(verdict)
     elif verdict.surroundings:

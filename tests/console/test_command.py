@@ -22,6 +22,7 @@ VERBS = (
     "up",
     "doctor",
     "runs",
+    "replay",
     "watch",
     "chat",
     "version",
@@ -60,7 +61,7 @@ def test_help_names_every_verb_and_the_first_thing_to_type():
     [
         *(["quickstart"], ["train"], ["sft"], ["config", "show"], ["rollout"], ["data", "check"], ["up"], ["doctor"]),
         *(["reward", "serve"], ["reward", "service"], ["reward", "list"], ["reward", "test"], ["reward", "remove"]),
-        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"]),
+        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"]),
     ],
     ids=" ".join,
 )

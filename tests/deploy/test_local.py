@@ -183,3 +183,23 @@ def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
             assert done.returncode == 1
             assert text in done.stderr
             assert "Traceback" not in done.stderr
+
+
+def test_a_command_finds_the_servers_of_a_store_beside_it(tmp_path: Path) -> None:
+    """A store whose run is over answers again for one command, whose exit code comes back; then it is free again."""
+    with LocalStack(tmp_path / "store") as stack:
+        kept = Blobs(stack.s3).put("runs/r/x", b"kept")
+    code = (
+        "import os, sys; from protocol.connection import S3Settings; from protocol.transport.blobs import Blobs;"
+        "from pathlib import Path; e = os.environ;"
+        "s3 = S3Settings(endpoint=e['PENSTOCK_S3__ENDPOINT'], access_key=e['PENSTOCK_S3__ACCESS_KEY'],"
+        " secret_key_file=Path(e['PENSTOCK_S3__SECRET_KEY_FILE']));"
+        f"sys.exit(7 if Blobs(s3).exists({kept.key!r}) else 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 7
+    with LocalStack(tmp_path / "store"):
+        pass

@@ -93,8 +93,10 @@ def test_every_version_comes_out_the_same(run: Run) -> None:
     assert verdict["difference"] is None
     assert verdict["findings"] == []
     assert verdict["surroundings"] == []
+    assert [line.split(": ", 1)[1] for line in verdict["drift"]] == ["trainer.steps = 7, recorded 9"]
     assert verdict["num_steps"] == 9
     assert verdict["same"][-1] == record.last_version
+    assert len(set(verdict["same"])) == len(verdict["same"])
     assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.lives}
 
 
@@ -163,6 +165,11 @@ def test_settings_that_drifted_are_named(run: Run) -> None:
     assert verdict["difference"] is None
     assert len(verdict["findings"]) == 1
     assert "= 0.002, recorded 0.001" in verdict["findings"][0]
+
+
+def test_what_is_in_the_record_cannot_be_set(run: Run) -> None:
+    """An override that a replay would have to ignore is refused."""
+    assert "trainer.lr cannot be set" in run.refusal("trainer.lr=1", expected=2)
 
 
 def test_another_model_differs_in_the_first_version(run: Run) -> None:

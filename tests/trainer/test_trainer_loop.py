@@ -308,6 +308,12 @@ def test_two_ranks_run_and_resume(
     assert changed
     assert all("_proj" in name for name in changed)
     assert (run_folder / "runs" / ring_streams / "checkpoints" / "step00000003").is_dir()
+    replayed = subprocess.run(
+        [sys.executable, "-m", "console.main", "replay", ring_streams, str(run_file), "--json"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert replayed.returncode == 0, replayed.stderr[-4000:]
+    assert json.loads(replayed.stdout)["same"] == [0, 1, 2, 3]
 
 
 def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path, trainers: list[Trainer]) -> None:
