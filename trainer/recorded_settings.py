@@ -16,7 +16,7 @@ _CONNECTIONS = ("nats", "s3")  # where servers are today is no part of what a ru
 _NO_MATTER = frozenset(
     f"trainer.{key}"
     for key in (
-        "kill_at", "resume", "checkpoint_every", "keep_checkpoints", "keep_versions", "collect_deadline_s",
+        "kill_at", "lease_s", "resume", "checkpoint_every", "keep_checkpoints", "keep_versions", "collect_deadline_s",
         "max_mismatch", "mismatch_patience",
     )
 )  # fmt: skip
