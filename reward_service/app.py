@@ -16,6 +16,7 @@ from protocol.errors import BusError
 from reward_service import endpoint_routes, metrics_text, scoring_routes
 from reward_service.access import Access, Caller, Role
 from reward_service.api_models import Refusal
+from reward_service.body_limit import BodyLimit
 from reward_service.catalogue import Catalogue
 from reward_service.endpoint_client import EndpointClient
 from reward_service.errors import EndpointRefused, NameTaken, NotAllowed
@@ -30,6 +31,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         400: "The body is not JSON.",
         401: "A token is needed.",
         403: "The token's role does not allow it.",
+        413: "The body is longer than reward_service.max_request_bytes.",
         422: "A value breaks a rule.",
         503: "NATS is away.",
     }.items()
@@ -51,9 +53,10 @@ class Parts:
     num_held: Callable[[], int]
 
 
-def build(parts: Parts, *, access: Access, hosts: Sequence[str] = ()) -> FastAPI:
+def build(parts: Parts, *, access: Access, hosts: Sequence[str] = (), max_request_bytes: int) -> FastAPI:
     """Return the app. Without tokens only requests that name this machine, or one of ``hosts``, are answered."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
+    app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     needs = _needs(access, frozenset({*_LOOPBACK_NAMES, *hosts}))
     _answer_errors(app)
     _health(app, parts, needs(Role.READ))

@@ -58,7 +58,7 @@ class Asker:
             scores = endpoint.speaker.read(call, answer)
         except BadAnswer as err:
             said = answer[:_MAX_TEXT].decode("utf-8", "replace")
-            raise EndpointNonsense(f"{self._who} {err}; it says {said!r}") from None
+            raise EndpointNonsense(f"{self._who} {err} (dialect {endpoint.dialect}); it says {said!r}") from None
         return [outcome(endpoint, group, found) for group, found in zip(groups, scores, strict=True)]
 
     @property

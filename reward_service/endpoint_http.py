@@ -62,13 +62,13 @@ class EndpointHttp:
     async def check(self, url: str) -> None:
         """Raise EndpointRefused unless the URL may be called; a host that does not resolve yet is let through."""
         self._policy.check_url(url)
-        host = httpx.URL(url).host
+        host, port = _host_and_port(httpx.URL(url))
         try:
-            addresses = await _resolve(host, httpx.URL(url).port or 80)
+            addresses = await resolve(host, port)
         except OSError:
             return
         for address in addresses:
-            self._policy.check_address(host, address)
+            self._policy.check_address(host, address, port)
 
     async def send(
         self, method: str, url: str, *, body: bytes = b"", headers: Mapping[str, str] | None = None
@@ -109,15 +109,14 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self._policy.check_url(str(request.url))
-        host = request.url.host
-        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        host, port = _host_and_port(request.url)
         try:
             async with asyncio.timeout(_CONNECT_S):
-                addresses = await _resolve(host, port)
+                addresses = await resolve(host, port)
         except (OSError, TimeoutError) as err:
             raise httpx.ConnectError(f"{host} does not resolve: {words(err)}") from None
         for address in addresses:
-            self._policy.check_address(host, address)
+            self._policy.check_address(host, address, port)
         timeouts: dict[str, Any] = {"connect": _CONNECT_S, "read": None, "write": None, "pool": None}
         extensions = {**request.extensions, "sni_hostname": host, "timeout": timeouts}
         failure: httpx.ConnectError | httpx.ConnectTimeout | None = None
@@ -137,7 +136,12 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
         raise failure or httpx.ConnectError(f"{host} has no address")
 
 
-async def _resolve(host: str, port: int) -> list[str]:
+def _host_and_port(url: httpx.URL) -> tuple[str, int]:
+    return url.host, url.port or (443 if url.scheme == "https" else 80)
+
+
+async def resolve(host: str, port: int) -> list[str]:
+    """Return all addresses of a name; raises OSError when it has none."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
     look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)

@@ -15,7 +15,7 @@ from protocol.activity import Activity
 from protocol.facts import GroupGenerated
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from reward_service import app, built_in, loop, web_server
+from reward_service import app, built_in, loop, own_servers, web_server
 from reward_service.announce import Announcer
 from reward_service.catalogue import Catalogue
 from reward_service.endpoint_client import EndpointClient
@@ -56,7 +56,7 @@ async def run(settings: RewardSettings) -> None:
         live = await bus.key_value(streams.live_bucket(run_id).bucket)
         inbox = await bus.inbox(consumer, GroupGenerated)
 
-        policy = TargetPolicy(section.allowed_targets)
+        policy = TargetPolicy(section.allowed_targets, await own_servers.find(settings.nats, settings.s3))
         client = await doors.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )
@@ -104,6 +104,7 @@ async def run(settings: RewardSettings) -> None:
             ),
             access=section.access(),
             hosts=(section.host,),
+            max_request_bytes=section.max_request_bytes,
         )
         bound = doors.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
         _announce_port(bound, section.port_file, section.host)

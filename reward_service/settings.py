@@ -77,6 +77,9 @@ class RewardServiceSection(Section):
     max_response_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Longest answer of an endpoint that is read, in bytes."
     )
+    max_request_bytes: int = Field(
+        default=16 * 1024 * 1024, ge=1024, description="Longest request to the HTTP API that is read, in bytes."
+    )
     math_workers: int = Field(
         default=2, ge=1, le=256, description="Grader processes of the math reward, started on first use."
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from reward_service.errors import EndpointRefused
@@ -56,11 +57,29 @@ _CARRY_IPV4 = tuple(
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server of the run itself, which no endpoint may pretend to be: the addresses its name had, and its port."""
+
+    name: str
+    host: str
+    port: int
+    addresses: frozenset[Address] = frozenset()
+
+    def is_at(self, ip: Address, port: int) -> bool:
+        """Say whether an address is this server's; one on this machine is at every address that names the machine."""
+        if port != self.port:
+            return False
+        here = ip.is_loopback or ip.is_unspecified
+        return ip in self.addresses or (here and any(own.is_loopback or own.is_unspecified for own in self.addresses))
+
+
 class TargetPolicy:
     """Decides about URLs and addresses; build it from the entries of ``reward_service.allowed_targets``."""
 
-    def __init__(self, allowed: Sequence[str]) -> None:
-        """Read the entries; raises ValueError naming the one that is neither a network nor a host name."""
+    def __init__(self, allowed: Sequence[str], own: Sequence[OwnServer] = ()) -> None:
+        """Read the entries; ``own`` are never called. Raises ValueError naming what is neither a network nor a host name."""
+        self._own = tuple(own)
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         self._hosts: set[str] = set()
         for entry in allowed:
@@ -89,10 +108,13 @@ class TargetPolicy:
         if parts.fragment:
             raise EndpointRefused(f"{url!r}: a fragment (#...) is never sent to a server")
 
-    def check_address(self, host: str, address: str) -> None:
-        """Raise EndpointRefused unless ``address``, which ``host`` resolved to, may be connected to."""
+    def check_address(self, host: str, address: str, port: int) -> None:
+        """Raise EndpointRefused unless ``address``, which ``host`` resolved to, may be connected to at ``port``."""
         ip = ipaddress.ip_address(address.partition("%")[0])
         ip = _unmapped(ip)
+        for server in self._own:
+            if server.is_at(ip, port) or (server.port == port and _same_host(server.host, host)):
+                raise EndpointRefused(f"{host} port {port} is {server.name} of this run, which is no endpoint")
         if any(ip.version == network.version and ip in network for network in _NEVER):
             raise EndpointRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
         if host.rstrip(".").lower() in self._hosts:
@@ -101,6 +123,10 @@ class TargetPolicy:
             raise EndpointRefused(
                 f"{host} is {ip}, which is in none of reward_service.allowed_targets; add its network or host name there"
             )
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one.rstrip(".").lower() == other.rstrip(".").lower()
 
 
 def _unmapped(ip: Address) -> Address:

@@ -237,3 +237,23 @@ def test_health_turns_red_while_nats_is_away(
         assert service.alive()
     finally:
         service.kill()
+
+
+def test_neither_the_runs_servers_nor_endless_bodies_get_through(
+    wire: Wire, start_service: Callable[..., Service], nats_settings: NatsSettings, s3_settings: S3Settings
+) -> None:
+    """An endpoint at NATS or the object store is refused; a body beyond the limit is a 413, announced or not."""
+    service = start_service("reward_service.max_request_bytes=2000")
+    for url in (nats_settings.url.replace("nats://", "http://"), s3_settings.endpoint):
+        answer = service.register(f"own-{wire.run_id}", url + "/score")
+        assert answer.status_code == 422
+        assert "of this run" in answer.json()["detail"]
+    group = {"completions": ["1" * 3000], "ground_truth": "1"}
+    body = json.dumps({"reward": "gsm8k", "groups": [group]}).encode()
+    headers = {"content-type": "application/json"}
+    for content in (body, iter([body[:1000], body[1000:]])):
+        answer = httpx.post(service.url + "/v1/score", content=content, headers=headers, timeout=20)
+        assert answer.status_code == 413
+        assert "max_request_bytes" in answer.json()["detail"]
+    small = {"reward": "gsm8k", "groups": [{"completions": ["#### 1"], "ground_truth": "1"}]}
+    assert service.post("/v1/score", small).json()["results"][0]["scores"][0]["score"] == 1.0
