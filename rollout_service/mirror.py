@@ -168,10 +168,12 @@ class Mirror:
         return max(usable, key=lambda slot: -1 if slot.base is None else slot.base.version)
 
     def _advance(self, slot: Slot, target: VersionManifest, ref: BlobRef) -> None:
-        source = self._nearest(target) if slot.base is None else None
-        plan = self._reader.plan(target, slot.base if source is None else source.base)
-        if source is not None and plan.anchor is None:
-            slot.copy(source)
+        plan = self._reader.plan(target, slot.base)
+        if plan.anchor is not None and (source := self._nearest(target)) is not None:
+            short = self._reader.plan(target, source.base)
+            if short.anchor is None:  # what is on this disk already need not be fetched
+                slot.copy(source)
+                plan = short
         self._fetching = PolicyVersion(min(m.version for m in plan.manifests)) if plan.manifests else None
         slot.advance(plan, ref, self._reader, self._link)
 

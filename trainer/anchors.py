@@ -19,6 +19,8 @@ from trainer.version_writer import Label, VersionWriter
 
 log = structlog.get_logger("trainer.anchors")
 
+_DENSE = 0.5  # a patch of this share of an anchor's size costs about as much as the anchor itself
+
 
 class Anchors:
     """Knows the newest anchor and what was published since, and has the next one written when it is due."""
@@ -48,16 +50,20 @@ class Anchors:
             self._patches += [(PolicyVersion(m.version), m.num_bytes) for m in patches]
             self._forget()
 
+    def is_better_whole(self, patch_bytes: int) -> bool:
+        """Say whether the next version should be an anchor itself: one is due, and the patch is not much smaller."""
+        with self._lock:
+            return (
+                self._newest is not None
+                and patch_bytes > _DENSE * self._newest.num_bytes
+                and self._is_due(extra=patch_bytes)
+            )
+
     def follow(self, snapshot: Snapshot, patch: VersionManifest) -> None:
         """Take note of a patch that was committed; begin the anchor of that version when one is due."""
         with self._lock:
             self._patches.append((snapshot.version, patch.num_bytes))
-            assert self._newest is not None
-            due = self._policy.is_due(
-                patch_bytes=sum(size for _, size in self._patches),
-                anchor_bytes=self._newest.num_bytes,
-                num_versions=len(self._patches),
-            )
+            due = self._is_due()
         if due and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._write, args=(snapshot, patch), name="anchor", daemon=True)
             self._thread.start()
@@ -90,6 +96,14 @@ class Anchors:
             policy_version=snapshot.version,
             num_bytes=written.manifest.num_bytes,
             anchor_s=round(time.monotonic() - started, 3),
+        )
+
+    def _is_due(self, *, extra: int = 0) -> bool:
+        assert self._newest is not None
+        return self._policy.is_due(
+            patch_bytes=sum(size for _, size in self._patches) + extra,
+            anchor_bytes=self._newest.num_bytes,
+            num_versions=len(self._patches) + (extra > 0),
         )
 
     def _forget(self) -> None:

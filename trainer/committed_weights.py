@@ -39,6 +39,15 @@ class Difference:
     buckets: list[BucketDifference]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(len(bucket.encoded.data) for bucket in self.buckets)
+
+    def density(self, layout: WeightLayout) -> float:
+        """Share of the values whose bits changed."""
+        return sum(bucket.encoded.num_changed for bucket in self.buckets) / max(layout.num_words, 1)
+
+    @property
     def state_root(self) -> str:
         """Root of the next version."""
         return weights_digest(digest for bucket in self.buckets for digest in bucket.digests)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from protocol import subjects
 from protocol.facts import Head, WeightsPublished
+from protocol.patch_segment import Bytes
 from protocol.versions import PolicyVersion
 from protocol.weight_layout import WeightLayout
 from protocol.weight_reader import UNUSABLE, WeightReader
@@ -26,7 +28,7 @@ from protocol.weight_retention import AnchorPolicy
 from protocol.weights import Ancestor, ModelFile
 from trainer import crash_points
 from trainer.anchors import Anchors
-from trainer.committed_weights import CommittedWeights, Difference, layout_of
+from trainer.committed_weights import CommittedWeights, Difference, gather, layout_of
 from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.head import HeadKey
@@ -103,27 +105,35 @@ class Publications:
         difference: Difference | None = None
         if committed is not None and newest is not None and anchor is not None:
             difference = committed.compare(snapshot.tensors)
-            diff_s = time.monotonic() - started
-            written = self._writer.patch(label, layout, files, difference, parent=newest.as_ancestor, anchor=anchor)
         else:
             committed = CommittedWeights.copy_of(layout, snapshot.tensors)
-            diff_s = time.monotonic() - started
-            written = self._anchor(label, files, committed, newest.as_ancestor if newest else None)
+        diff_s = time.monotonic() - started
+        parent = newest.as_ancestor if newest else None
+        if difference is None:
+            written = self._anchor(label, files, committed, parent)
+        elif self.anchors.is_better_whole(difference.num_bytes):
+            raw_of = functools.partial(_gathered, layout, snapshot)
+            written = self._writer.anchor(label, layout, files, raw_of, state_root=difference.state_root, parent=parent)
+        else:
+            assert parent is not None
+            assert anchor is not None
+            written = self._writer.patch(label, layout, files, difference, parent=parent, anchor=anchor)
         upload_s = time.monotonic() - started - diff_s
         self._commit(written)
-        if difference is None:
-            self._committed = committed
+        self._committed = committed
+        if difference is not None:
+            committed.promote(difference)
+        manifest = written.manifest
+        if manifest.kind == "anchor":
             self.anchors.restart(written.as_anchor)
         else:
-            committed.promote(difference)
-            self.anchors.follow(snapshot, written.manifest)
-        manifest = written.manifest
+            self.anchors.follow(snapshot, manifest)
         return Publication(
             version=snapshot.version,
             step=snapshot.step,
             kind=manifest.kind,
             parent=manifest.parent.version if manifest.parent else None,
-            density=manifest.density,
+            density=manifest.density if difference is None else difference.density(layout),
             raw_bytes=layout.num_bytes,
             sent_bytes=manifest.num_bytes + written.reference.size_bytes,
             diff_s=diff_s,
@@ -231,3 +241,7 @@ class Publications:
             return None
         log.info("put the head together", policy_version=newest.manifest.version, num_bytes=reader.num_bytes)
         return committed
+
+
+def _gathered(layout: WeightLayout, snapshot: Snapshot, number: int) -> Bytes:
+    return gather(layout.buckets[number], snapshot.tensors)

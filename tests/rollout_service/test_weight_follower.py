@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import torch
+
 from deploy.child import Child
 from protocol.trajectory import Group
+from protocol.weights_digest import tensor_digest, weights_digest
 from tests.groups import make_task
 from tests.rollout_service.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached
@@ -299,3 +302,26 @@ def test_an_engine_that_serves_other_weights_is_not_used(
         start_worker("w1", *attached(other))  # what its former engine said is not held against it
         ring_end.publish(2)
         ring_end.wait_applied("w1", 2)
+
+
+def test_a_late_joiner_serves_the_head_after_one_swap(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
+    """40 versions behind, a worker reads one anchor and 40 patches, and its engine loads once."""
+    tensors = ring_end.tensors(0)
+    facts = [ring_end.publish(0)]
+    for version in range(1, 41):
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        for tensor in tensors.values():
+            tensor.view(-1)[version::200] += 0.1
+        facts.append(ring_end.source.publish(version, tensors))
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.wait_applied("w0", 40)
+    assert [version for version, _ in faulty_engine.loads] == ["40"]
+    [applied] = ring_end.applied
+    weights = sum(fact.num_bytes for fact in facts)
+    assert weights <= applied.num_bytes < weights + 30_000  # config and tokenizer
+    assert applied.checksum == weights_digest(
+        tensor_digest(name, "float32", t.shape, t.view(-1).view(torch.uint8).numpy().data)
+        for name, t in tensors.items()
+    )

@@ -188,6 +188,10 @@ def test_a_corrupt_object_is_refused_and_the_answer_is_taken(run: Run, open_mirr
     assert PolicyVersion(2) not in mirror.held()
     run.facts[2] = run.source.answer()
     run.assert_is(run.fetch(mirror, 2, keep=(1,)), 2)
+    run.publish(3)
+    following = run.fetch(mirror, 3, keep=(2,))
+    run.assert_is(following, 3)
+    assert following.num_bytes == run.facts[3].num_bytes  # the anchor is on the disk, in the other folder
 
 
 def test_a_corrupt_anchor_is_refused(run: Run, open_mirror: OpenMirror) -> None:

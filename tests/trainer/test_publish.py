@@ -197,6 +197,23 @@ def test_anchors_are_written_beside_the_versions(doors: Doors, model_folder: Pat
     assert_head_is(doors, 7)
 
 
+def test_a_dense_version_that_is_due_an_anchor_is_one(doors: Doors, model_folder: Path) -> None:
+    """When most bits change, a patch and an anchor beside it would cost more than the anchor alone."""
+    told: list[Publication] = []
+    policy = AnchorPolicy(max_ratio=2.0, max_versions=100)
+    publisher = Publisher(doors, model_folder=model_folder, policy=policy, on_published=told.append)
+    random = torch.Generator().manual_seed(0)
+    for version in range(8):
+        dense = {"a": torch.randn(32, 64, generator=random), "b": torch.arange(10.0)}
+        publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
+    publisher.close()
+    assert [p.kind for p in told] == ["anchor", "patch", "patch", "anchor", "patch", "patch", "anchor", "patch"]
+    assert publisher.num_anchors == 0
+    assert sum(p.sent_bytes for p in told) < 1.4 * sum(p.raw_bytes for p in told)  # the rest is manifests
+    found = read_version(doors.blobs, doors.run_id, 7, head_of(doors).manifest)
+    assert torch.equal(found["a"], dense["a"])
+
+
 def refuse(doors: Doors, worker: str) -> None:
     head = head_of(doors)
     fact = WeightsRefused(
