@@ -418,7 +418,7 @@ def replay(
 
     Example:  penstock replay quickstart
               penstock replay my-run run.toml --from 40 --to 60
-    Then:     penstock runs show RUN
+    Then:     penstock lineage RUN --version V
 
     Parameters
     ----------
@@ -438,6 +438,43 @@ def replay(
     given = {"--from": first, "--to": last, "--model": model}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     stored_run.become(run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json))
+
+
+@app.command(group=_LOOK)
+def lineage(
+    run: str,
+    *arguments: Raw,
+    version: int | None = None,
+    group: str | None = None,
+    full: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Say what a version was made of: groups, prompts, rewards, who scored them, and every version before it.
+
+    With --group: what became of one group, from its issue to the versions it is in.
+
+    Example:  penstock lineage quickstart --version 12
+              penstock lineage quickstart --group e0.p17.a0 --full
+    Then:     penstock replay RUN --to V
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    version
+        The version; the last one by default.
+    group
+        Id of a group.
+    full
+        Also every completion with its reward, and the whole chain.
+    json
+        Print one JSON object.
+    """
+    from console import stored_run
+    from console.lineage import print_lineage
+
+    stored_run.reach(run, arguments, os.environ, sys.argv[1:])
+    return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
 
 
 @app.command(group=_LOOK)

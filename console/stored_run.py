@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from console import connections, launch
 from console.runs import is_locked, list_folder
@@ -31,17 +32,35 @@ def replay(
 
 def become(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
     """Become a command that reads what a run has stored; does not return. Raises ConfigError."""
+    store = _own_store(run, arguments, environ)
+    if store is not None and is_locked(store / "lock"):
+        os.environ.update(connections.store_environment(store))
+    elif store is not None:
+        command = launch.module("deploy.stored", str(store), "--", *command)
+    launch.become(command)
+
+
+def reach(run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str]) -> None:
+    """Begin anew, with what was ``typed``, beside the servers of a local run that is over; else return.
+
+    Raises ConfigError for a run that nobody knows.
+    """
+    check_run_id(run)
+    store = _own_store(run, arguments, environ)
+    if store is not None and not is_locked(store / "lock"):
+        launch.become(launch.module("deploy.stored", str(store), "--", *launch.module("console.main", *typed)))
+
+
+def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the servers that a run of this machine has to itself; None when others were named."""
     loaded = connections.find(arguments, environ)
+    if connections.is_configured(loaded):
+        return None
     folder = loaded.settings.run.dir / run
-    store = folder / connections.STORE
-    if not connections.is_configured(loaded) and not folder.is_dir():
+    if not folder.is_dir():
         others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
         raise ConfigError(
             f"no run {run} in {folder.parent}/; there: {others}. Or say where it is: nats.url, s3.endpoint"
         )
-    if not connections.is_configured(loaded) and store.is_dir():
-        if is_locked(store / "lock"):
-            os.environ.update(connections.store_environment(store))
-        else:
-            command = launch.module("deploy.stored", str(store), "--", *command)
-    launch.become(command)
+    store = folder / connections.STORE
+    return store if store.is_dir() else None

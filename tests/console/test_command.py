@@ -23,6 +23,7 @@ VERBS = (
     "doctor",
     "runs",
     "replay",
+    "lineage",
     "watch",
     "chat",
     "version",
@@ -61,7 +62,7 @@ def test_help_names_every_verb_and_the_first_thing_to_type():
     [
         *(["quickstart"], ["train"], ["sft"], ["config", "show"], ["rollout"], ["data", "check"], ["up"], ["doctor"]),
         *(["reward", "serve"], ["reward", "service"], ["reward", "list"], ["reward", "test"], ["reward", "remove"]),
-        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"]),
+        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"], ["lineage"]),
     ],
     ids=" ".join,
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +100,48 @@ def test_every_version_comes_out_the_same(run: Run) -> None:
     assert verdict["same"][-1] == record.last_version
     assert len(set(verdict["same"])) == len(verdict["same"])
     assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.lives}
+
+
+def lineage(run: Run, *options: str, expected: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "console.main", "lineage", RUN, str(run.run_file), *options],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == expected, done.stderr
+    return done.stdout if expected == 0 else done.stderr
+
+
+def test_a_version_is_told_back_to_the_first(run: Run) -> None:
+    """Its groups with prompts, rewards and who scored them, and every version before it, through crash and resume."""
+    record = run.record
+    told = json.loads(lineage(run, "--json"))
+    versions = {step.made_version for step in record.steps} | {life.version for life in record.lives}
+    assert [link["version"] for link in told["chain"]] == sorted(versions, reverse=True)
+    assert [link["step"] for link in told["chain"] if link["step"]] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert [group["group_id"] for group in told["groups"]] == [g.group_id for g in record.steps[-1].groups]
+    assert told["scorers"] == {"producer": 36}
+    assert told["environment"]["threads"] == "1"
+    for group, recorded in zip(told["groups"], record.steps[-1].groups, strict=True):
+        assert group["rewards"] == list(recorded.scored.rewards)
+        assert "sort " in group["prompt_text"]
+        assert len(group["completions"]) == 4
+    shown = lineage(run, "--version", str(record.steps[4].made_version))
+    assert f"step 5 on version {record.steps[4].trained_version}" in shown
+    assert "the model that the run began with" in shown
+    assert "no version 99" in lineage(run, "--version", "99", expected=1)
+
+
+def test_a_group_is_followed_from_its_issue(run: Run) -> None:
+    """Where it was trained, again where it was used again, or why it was dropped; an unknown id is an error."""
+    record = run.record
+    group = record.steps[2].groups[0].group_id
+    told = json.loads(lineage(run, "--group", group, "--json"))
+    assert [use["step"] for use in told["uses"]] == [use.step.step for use in record.uses_of(group)]
+    assert told["dropped"] is None
+    dropped = [drop for chapter in record.told for drop in chapter.dropped if drop.reason == "no_signal"]
+    assert dropped
+    assert json.loads(lineage(run, "--group", dropped[0].group_id, "--json"))["dropped"] == "no_signal"
+    assert "no group e9.p9.a9" in lineage(run, "--group", "e9.p9.a9", expected=1)
 
 
 def test_a_part_is_replayed_from_a_stored_checkpoint(run: Run) -> None:
