@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +18,7 @@ import pytest
 from deploy.servers import HOST, S3Server
 from protocol.connection import S3Settings
 from protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
-from protocol.transport.blobs import Blobs, BlobStat
+from protocol.transport.blobs import Blobs
 
 
 def test_what_was_stored_comes_back(blobs: Blobs, run_id: str) -> None:
@@ -85,16 +87,32 @@ def test_a_missing_object_is_named(blobs: Blobs, run_id: str, tmp_path: Path) ->
     assert not blobs.exists(ref.key)
 
 
+def test_a_part_of_an_object_is_verified_by_itself(blobs: Blobs, run_id: str) -> None:
+    """A range is fetched alone; one that was altered, or that the object is too short for, is corrupt."""
+    data = bytes(range(256)) * 10
+    ref = blobs.put(f"runs/{run_id}/ranged", data)
+    digest = hashlib.sha256(data[100:200]).hexdigest()
+    assert blobs.get_range(ref, 100, 100, digest) == data[100:200]
+    with pytest.raises(BlobCorrupt, match="expected 100 bytes at 101"):
+        blobs.get_range(ref, 101, 100, digest)
+    blobs.put(ref.key, data[:50])
+    with pytest.raises(BlobCorrupt, match="ranged"):
+        blobs.get_range(ref, 100, 100, digest)
+
+
 def test_a_listing_holds_what_lies_below_its_prefix(blobs: Blobs, run_id: str) -> None:
-    """Objects are listed with sizes, at any depth, and deleted ones are gone."""
+    """Objects are listed with sizes and times, at any depth, and deleted ones are gone."""
+    before = datetime.now(UTC)
     prefix = f"runs/{run_id}/"
     for name in ("a", "b/c", "b/d/e"):
         blobs.put(prefix + name, name.encode())
-    assert list(blobs.list(prefix)) == [
-        BlobStat(prefix + "a", 1),
-        BlobStat(prefix + "b/c", 3),
-        BlobStat(prefix + "b/d/e", 5),
+    found = list(blobs.list(prefix))
+    assert [(stat.key, stat.size_bytes) for stat in found] == [
+        (prefix + "a", 1),
+        (prefix + "b/c", 3),
+        (prefix + "b/d/e", 5),
     ]
+    assert all(abs((stat.modified - before).total_seconds()) < 60 for stat in found)
     assert blobs.delete([prefix + "a", prefix + "b/c", prefix + "never-there"]) == 3
     assert [stat.key for stat in blobs.list(prefix)] == [prefix + "b/d/e"]
     assert list(blobs.list(f"runs/{run_id}-nothing/")) == []
