@@ -153,6 +153,7 @@ def _run(options: Options, say: _Voice, asked_to_end: threading.Event) -> tuple[
                 options.run_id, bus, total_steps=options.steps, mode="quiet" if options.as_json else "auto"
             )
             with panel:
+                ring.tell(lambda event: event.as_incident and panel.note(event.as_incident))
                 ring.start_trainer()
                 code = _watch(options, ring, bus, panel, asked_to_end)
             summary = panel.summary()
@@ -223,7 +224,7 @@ def _watch(options: Options, ring: Ring, bus: Bus, panel: LivePanel, asked_to_en
         if to_kill and panel.snapshot().step >= options.steps // 2:
             to_kill = False
             _wait_until_all_hold_work(ring.run_id, bus, options.workers)
-            pid = ring.kill_worker(0)
+            pid = ring.kill(worker_name(0))
             panel.note(f"killed {worker_name(0)} (pid {pid}) on purpose with SIGKILL; its groups will come again")
     return code
 

@@ -2,12 +2,14 @@
 
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
-of its own with a log in ``runs/<id>/logs``. A worker, the reward service or a server that dies is
-started again; the trainer's end is the end of the ring. Whatever ends this process ends them all.
+of its own with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
+dies is started again, and so is a trainer that was killed: its next life goes on from the newest checkpoint.
+A trainer that ends by itself is the end of the ring. Whatever ends this process ends them all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -18,8 +20,9 @@ from pathlib import Path
 
 from console import launch
 from deploy.bootstrap import ConnectionSettings, bootstrap
-from deploy.child import Child, DeployError, adopt_no_more, adopt_orphans, end_orphans
+from deploy.child import Child, DeployError, adopt_no_more, adopt_orphans, end_orphans, wait_until
 from deploy.local import LocalStack, connection_environment
+from deploy.servers import port_is_free
 from deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import ConfigError
@@ -33,6 +36,7 @@ from trainer.settings import TrainerSettings
 TRAINER = "trainer"
 REWARD = "reward"
 _STOP_GRACE_S = 15.0
+_REWARD_DEADLINE_S = 60.0  # so long may the reward service take until its API listens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,23 @@ class Ring:
         arguments: Sequence[str],
         *,
         num_workers: int = 2,
+        reward_files: Sequence[Path] = (),
         environ: Mapping[str, str] | None = None,
         rule: RestartRule | None = None,
+        trainer_overrides: Callable[[int], Sequence[str]] = lambda _: (),
     ) -> None:
-        """``arguments`` are run files and overrides, as every service takes them.
+        """Check everything, start nothing.
 
-        Raises ConfigError, naming file and line, when any of the services would refuse them.
+        Args:
+            arguments: Run files and overrides, as every service takes them.
+            num_workers: Rollout workers.
+            reward_files: Python files, each served as an HTTP endpoint by a process of its own (`penstock reward serve`).
+            environ: In place of this process's environment.
+            rule: When a process that dies is started again.
+            trainer_overrides: Further overrides for the trainer's n-th life (from 0), asked before each is started.
+
+        Raises:
+            ConfigError: Any of the services would refuse them; names file and line.
         """
         if num_workers < 1:
             raise ConfigError(f"--workers {num_workers}: a ring needs at least one rollout worker")
@@ -86,7 +101,14 @@ class Ring:
         self._own_servers = _own_servers(connection.origins)
         self._choose_reward_port = reward.origins["reward_service.port"] == "default"
         self._num_workers = num_workers
+        self._reward_files = [file.absolute() for file in reward_files]
+        missing = [str(file) for file in self._reward_files if not file.is_file()]
+        if missing:
+            raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
         self._rule = rule
+        self._trainer_overrides = trainer_overrides
+        self._num_trainer_lives = 0
+        self._listeners: list[Callable[[ProcessEvent], object]] = []
         self._stack: LocalStack | None = None
         self._supervisor: Supervisor | None = None
         self._services: list[Child] = []
@@ -114,7 +136,7 @@ class Ring:
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
-        self._supervisor = Supervisor(rule=self._rule)
+        self._supervisor = Supervisor(rule=self._rule, on_event=self._on_event)
         try:
             if self._own_servers:
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs")
@@ -122,20 +144,26 @@ class Ring:
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
             with Bus.connect(self.nats, name="ring") as bus:
                 bootstrap(bus, Blobs(self.s3), self.run_id)
-            for child in (*self._workers(), self._reward()):
+            self._reward_port_file.unlink(missing_ok=True)
+            self._launch(self._reward(), again=lambda: self._reward().relaunch())
+            for child in self._workers():
+                self._launch(child, again=child.relaunch)
+            for child in self._endpoints():
                 self._launch(child, again=child.relaunch)
         except BaseException:
             self.stop()
             raise
 
     def start_trainer(self) -> None:
-        """Start the trainer, whose end is the end of the ring."""
-        self._launch(self._trainer(), again=None)
+        """Start the trainer. Killed, it is started again; when it ends by itself, that is the end of the ring."""
+        self._launch(self._trainer(), again=lambda: self._trainer().relaunch(), is_death=_was_killed)
 
-    def _launch(self, child: Child, *, again: Callable[[], Child] | None) -> None:
+    def _launch(
+        self, child: Child, *, again: Callable[[], Child], is_death: Callable[[int], bool] = lambda _: True
+    ) -> None:
         child.start()
         self._services.append(child)
-        self._require_supervisor().watch(child, again)
+        self._require_supervisor().watch(child, again, is_death=is_death)
 
     def wait(self, deadline_s: float | None = None) -> int | None:
         """Wait for the trainer to end and return its exit code; None when ``deadline_s`` passed first.
@@ -143,7 +171,7 @@ class Ring:
         Raises DeployError when another process died so often that it was given up.
         """
         supervisor = self._require_supervisor()
-        trainer = supervisor.child(TRAINER)
+        supervisor.child(TRAINER)  # refuses before it was started
 
         def has_ended() -> bool:
             return supervisor.failure is not None or any(e.name == TRAINER and e.kind == "ended" for e in self.events)
@@ -152,7 +180,7 @@ class Ring:
             return None
         if supervisor.failure is not None:
             raise supervisor.failure
-        return trainer.returncode
+        return supervisor.child(TRAINER).returncode
 
     def stop(self) -> None:
         """End all processes, services first, and reap what they left; idempotent."""
@@ -166,15 +194,24 @@ class Ring:
         adopt_no_more()
         self._stopped_at = self._stopped_at or time.monotonic()
 
-    def kill_worker(self, index: int) -> int:
-        """SIGKILL a worker and its engine, as a crash or a lost machine would; returns its process id.
+    def kill(self, name: str) -> int:
+        """SIGKILL a process and what it started, as a crash or a lost machine would; returns its process id.
 
-        It is noticed, written down in `events` and started again like any other death.
+        It is noticed, written down in `events` and started again like any other death. Raises DeployError for
+        an unknown name.
         """
-        worker = self._require_supervisor().child(worker_name(index))
-        pid = worker.pid
-        worker.crash()
+        child = self._require_supervisor().child(name)
+        pid = child.pid
+        child.crash()
         return pid
+
+    def tell(self, listener: Callable[[ProcessEvent], object]) -> None:
+        """Tell ``listener`` of every event from now on; it is called on the supervisor's thread."""
+        self._listeners.append(listener)
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        for listener in self._listeners:
+            listener(event)
 
     @property
     def events(self) -> list[ProcessEvent]:
@@ -227,14 +264,35 @@ class Ring:
         ]
 
     def _reward(self) -> Child:
-        self._reward_port_file.unlink(missing_ok=True)
+        """Return the reward service; its next life listens where the last one did: endpoints renew their leases there."""
         extra = [f"reward_service.port_file={self._reward_port_file}"]
         if self._choose_reward_port:
-            extra.append("reward_service.port=0")
+            extra.append(f"reward_service.port={self._last_reward_port()}")
         return self._service(REWARD, launch.module("reward_service", *self._arguments, *extra))
 
+    def _last_reward_port(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            last = int(self._reward_port_file.read_text())
+            return last if port_is_free(last) else 0
+        return 0
+
+    def _endpoints(self) -> list[Child]:
+        """Return a process for each reward file, once the reward service listens; raises DeployError."""
+        if not self._reward_files:
+            return []
+        if not wait_until(lambda: self.reward_url, _REWARD_DEADLINE_S):
+            reward = self._require_supervisor().child(REWARD)
+            raise reward.failure(f"did not listen within {_REWARD_DEADLINE_S:.0f} s")
+        register = ["--register", str(self.reward_url)]
+        return [
+            self._service(endpoint_name(file), launch.module("reward_service", "serve", str(file), *register))
+            for file in self._reward_files
+        ]
+
     def _trainer(self) -> Child:
-        command = launch.train(self._arguments, self._environ)
+        overrides = self._trainer_overrides(self._num_trainer_lives)
+        self._num_trainer_lives += 1
+        command = launch.train([*self._arguments, *overrides], self._environ)
         # torchrun must be asked, so that it can end its ranks; a single process needs no asking
         by_torchrun = "torch.distributed.run" in command
         return self._service(TRAINER, command, death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL)
@@ -254,6 +312,15 @@ class Ring:
 def worker_name(index: int) -> str:
     """Return the name of a worker: its id in messages, its log, its process."""
     return f"worker-{index}"
+
+
+def endpoint_name(file: Path) -> str:
+    """Return the name of the process that serves a reward file."""
+    return f"endpoint-{file.stem}"
+
+
+def _was_killed(code: int) -> bool:
+    return code < 0
 
 
 def _own_servers(origins: Mapping[str, str]) -> bool:

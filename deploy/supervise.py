@@ -29,6 +29,19 @@ class ProcessEvent:
     kind: Literal["started", "died", "restarted", "gave_up", "ended"]
     detail: str = ""
 
+    @property
+    def as_incident(self) -> str:
+        """The event in words for people; empty for what belongs to every run."""
+        match self.kind:
+            case "died":
+                return f"{self.name} died ({self.detail}); it is started again"
+            case "restarted":
+                return f"{self.name} is started again ({self.detail})"
+            case "gave_up":
+                return f"{self.name} keeps dying and is given up {self.detail}"
+            case _:
+                return ""
+
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
@@ -51,6 +64,7 @@ class RestartRule:
 class _Watched:
     child: Child
     again: Callable[[], Child] | None  # None: its end is an end
+    is_death: Callable[[int], bool]  # which exit codes are mended
     deaths: list[float]
 
 
@@ -77,10 +91,19 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
 
-    def watch(self, child: Child, again: Callable[[], Child] | None = None) -> None:
-        """Watch a started child; ``again`` starts it anew after a death (None: it is not restarted)."""
+    def watch(
+        self,
+        child: Child,
+        again: Callable[[], Child] | None = None,
+        *,
+        is_death: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        """Watch a started child; ``again`` starts it anew after a death (None: it is not restarted).
+
+        ``is_death`` says which exit codes are one; with any other the child has ended, and stays so.
+        """
         with self._lock:
-            self._watched[child.name] = _Watched(child, again, [])
+            self._watched[child.name] = _Watched(child, again, is_death, [])
             self._note(ProcessEvent(time.time(), child.name, "started", f"pid {child.pid}"))
             self._register(child)
         os.write(self._wake_writer, b"w")
@@ -138,7 +161,7 @@ class Supervisor:
         end_orphans()
         watched = self._watched[child.name]
         how = describe_exit(code) if code is not None else "unknown"
-        if watched.again is None:
+        if watched.again is None or (code is not None and not watched.is_death(code)):
             self._note(ProcessEvent(time.time(), child.name, "ended", how))
             return
         log.warning("a process died", process=child.name, exit=how, log=str(child.log))

@@ -1,6 +1,6 @@
 """``penstock train run.toml --local``: every service of one run on this machine, watched, with a report at the end.
 
-python -m deploy.train_local run.toml [--workers N] [--json] [section.key=value ...]
+python -m deploy.train_local run.toml [--workers N] [--serve my_reward.py] [--json] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -32,14 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--workers", type=int, default=2, help="number of rollout workers (default: 2)")
+    parser.add_argument(
+        "--serve",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="also serve this reward file as an HTTP endpoint, in a process of its own; may be given again",
+    )
     parser.add_argument("--json", action="store_true", help="nothing but one JSON object, as the last line of stdout")
     options, rest = parser.parse_known_args(arguments)
     logs.configure("ring", level="warning")
     asked_to_end = end_on_signals()
     try:
-        with Ring(rest, num_workers=options.workers) as ring:
+        with Ring(rest, num_workers=options.workers, reward_files=options.serve) as ring:
             print(f"run {ring.run_id}: logs in {ring.folder / 'logs'}", file=sys.stderr)
-            ring.start()
+            ring.start_services()
             code, summary = _watch(ring, asked_to_end, quiet=options.json)
             last_words = ring.log_tail(TRAINER)
     except PenstockError as err:
@@ -68,10 +76,12 @@ def next_steps(folder: Path) -> list[str]:
 
 
 def _watch(ring: Ring, asked_to_end: threading.Event, *, quiet: bool) -> tuple[int | None, RunSummary]:
-    """Show the run until the trainer ends; the code is None when the person asked to end it."""
+    """Start the trainer and show the run until it ends; the code is None when the person asked to end it."""
     with Bus.connect(ring.nats, name="ring") as bus:
         panel = LivePanel(ring.run_id, bus, total_steps=ring.total_steps, mode="quiet" if quiet else "auto")
         with panel:
+            ring.tell(lambda event: event.as_incident and panel.note(event.as_incident))
+            ring.start_trainer()
             code = None
             while code is None and not asked_to_end.is_set():
                 code = ring.wait(_POLL_S)

@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deploy import quickstart_task
-from deploy.ring import REWARD, TRAINER, Ring, worker_name
+from deploy.ring import REWARD, TRAINER, Ring, endpoint_name, worker_name
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import ConfigError
 from protocol.transport.bus import Bus
@@ -68,7 +69,7 @@ def test_a_ring_trains_to_the_end_though_a_worker_dies(run_file: Path, tmp_path:
         assert names == {"nats-server", "s3-server", REWARD, TRAINER, worker_name(0), worker_name(1)}
         wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 60.0)
         engines = processes_of(tmp_path, word="embedded_engine")
-        pid = ring.kill_worker(0)
+        pid = ring.kill(worker_name(0))
         code = ring.wait(90.0)
         assert code == 0, ring.log_tail(TRAINER)
         with Bus.connect(ring.nats, name="test") as bus:
@@ -114,6 +115,37 @@ def test_services_use_the_servers_that_the_run_file_names(
         assert f"{run_id}-tasks" in bus.stream_names().wait()
         wait_for(lambda: ring.reward_url, "the reward service's port")
     assert processes_of(tmp_path) == []
+
+
+def test_the_reward_service_comes_back_where_it_was_with_its_endpoints(run_file: Path, tmp_path: Path) -> None:
+    """A reward file is served by a process of its own; both are killed, and its reward is offered at the same address."""
+    file = ROOT / "examples" / "my_reward.py"
+    with Ring([str(run_file)], num_workers=1, reward_files=[file]) as ring:
+        ring.start_services()
+        url = ring.reward_url
+
+        def score() -> int:
+            group = {"prompt": "1", "completions": ["1 2"], "ground_truth": "1 2"}
+            try:
+                body = {"reward": "my_reward", "groups": [group]}
+                answer = httpx.post(f"{url}/v1/score", json=body, trust_env=False).json()
+                return answer["results"][0]["scores"][0]["score"]
+            except (httpx.HTTPError, LookupError, TypeError):
+                return 0
+
+        wait_for(lambda: score() == 1, "the endpoint's first life", 60.0)
+        for name in (REWARD, endpoint_name(file)):
+            ring.kill(name)
+            wait_for(lambda name=name: [e.kind for e in ring.events if e.name == name][-1] == "restarted", name, 20.0)
+        wait_for(lambda: score() == 1, "their second lives", 60.0)
+        assert ring.reward_url == url
+    assert processes_of(tmp_path) == []
+
+
+def test_a_reward_file_that_is_not_there_is_refused(run_file: Path, tmp_path: Path) -> None:
+    """The error names the file, before anything starts."""
+    with pytest.raises(ConfigError, match=r"--serve .*none\.py: there is no such file"):
+        Ring([str(run_file)], reward_files=[tmp_path / "none.py"])
 
 
 def test_the_trainers_refusal_is_the_rings_end(run_file: Path, tmp_path: Path) -> None:

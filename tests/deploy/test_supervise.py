@@ -53,6 +53,22 @@ def test_an_end_that_is_an_end_is_only_noted(supervisor: Supervisor, tmp_path: P
     assert supervisor.failure is None
 
 
+def test_only_the_ends_that_count_as_deaths_are_mended(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Killed, the child is started again; when it then ends by itself, that is its end, and no incident."""
+    told_to_end = tmp_path / "end"
+    code = f"import os, time\nwhile not os.path.exists({str(told_to_end)!r}): time.sleep(0.01)\nraise SystemExit(2)"
+    child = Child("leader", [sys.executable, "-c", code], log=tmp_path / "log")
+    child.start()
+    supervisor.watch(child, child.relaunch, is_death=lambda code: code < 0)
+    child.crash()
+    assert supervisor.wait_for(lambda: kinds(supervisor, "leader") == ["started", "died", "restarted"], 20.0)
+    told_to_end.touch()
+    assert supervisor.wait_for(lambda: kinds(supervisor, "leader")[3:] == ["ended"], 20.0)
+    assert supervisor.events[-1].detail == "exit code 2"
+    words = [event.as_incident for event in supervisor.events]
+    assert words == ["", "leader died (SIGKILL); it is started again", f"leader is started again (pid {child.pid})", ""]
+
+
 def test_a_child_that_cannot_live_is_given_up_with_its_last_words(supervisor: Supervisor, tmp_path: Path) -> None:
     """After too many deaths in a row there is an error with the log, and no further start."""
     child = Child("faulty", [sys.executable, "-c", "print('no such model'); raise SystemExit(1)"], log=tmp_path / "log")
