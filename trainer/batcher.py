@@ -133,6 +133,12 @@ class Batcher:
         retired, self._retired = self._retired, []
         return retired
 
+    def close(self) -> None:
+        """Say that no batch will be taken any more: kept groups are retired, those still to come again are spent."""
+        self._retired += self._kept
+        self._kept = {}
+        self._returning.clear()
+
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the kept groups that may be used at ``version``: those used least first, then the oldest."""
         free = [

@@ -165,6 +165,12 @@ class Collector:
             self._batcher.settle()
             self._settle([group_id for group_id in group_ids if not self._batcher.holds(group_id)])
 
+    def close(self) -> None:
+        """Say that the last batch was trained: groups that are kept, to be used again, wait for the checkpoint alone."""
+        with self._changed:
+            self._batcher.close()
+            self._settle(self._batcher.retired())
+
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""
         with self._changed:

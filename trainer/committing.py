@@ -32,7 +32,10 @@ def commit_everything(training: Training) -> None:
     evaluated = training.evaluator.settled() if training.evaluator else []
     issued = training.issuer.take_state()
     if training.chronicle.is_empty and issued.entries.is_empty:
-        return  # nothing happened since the checkpoint before
+        # nothing happened since the checkpoint before, which covers what was settled or retired meanwhile
+        training.lease.confirm()
+        training.collector.acknowledge(trained)
+        return
     record, chapter, digest = training.chronicle.write(
         issued.entries, step=training.num_steps_done, version=training.version
     )

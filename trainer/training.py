@@ -212,6 +212,8 @@ class Training:
     def finish(self) -> None:
         """End the run, or this life of it: checkpoint, and when all steps are done export and evaluate."""
         self.issuer.stop()
+        if self.num_steps_done >= self.settings.trainer.steps:
+            self.collector.close()
         self._checkpoint()
         if not self.stop.is_set():
             tensors = self.crew.snapshot()
