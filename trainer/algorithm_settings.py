@@ -22,8 +22,8 @@ Statistic = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
-RewardKlForm = Literal["k1", "abs", "k2", "k3"]
-KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]
+KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
 
 
 class AlgorithmSettings(Section):
@@ -62,6 +62,9 @@ class AlgorithmSettings(Section):
     reward_shift: bool = Field(default=True, description="reward_norm takes the mean off.")
     reward_scale: bool = Field(default=True, description="reward_norm divides by the standard deviation.")
     asym_clip: bool = Field(default=False, description="Normalised rewards are limited to [-1, 3].")
+    whiten_rewards: bool = Field(
+        default=False, description="Whiten the rewards of all tokens of the batch before a critic credits them."
+    )
     whiten_advantages: bool = Field(
         default=False, description="Whiten advantages over all tokens of the batch, after the estimator."
     )
@@ -172,13 +175,19 @@ class AlgorithmSettings(Section):
     kl_coefficient: float = Field(
         default=0.0, ge=0.0, description="Weight of the KL to the reference in the loss; 0: no reference is loaded."
     )
-    kl_form: KlForm = Field(default="k3", description="Estimator of that KL; a plus: with the gradient of k2.")
+    kl_form: KlForm = Field(
+        default="k3",
+        description="Estimator of that KL; a plus: with the gradient of k2; full: exact, over the vocabulary.",
+    )
     reward_kl_coefficient: float = Field(
         default=0.0,
         ge=0.0,
         description="Weight of the KL to the reference inside the reward, summed over the trajectory's tokens; 0: off.",
     )
-    reward_kl_form: RewardKlForm = Field(default="k1", description="Estimator of the KL inside the reward.")
+    reward_kl_form: RewardKlForm = Field(
+        default="k1",
+        description="Estimator of the KL inside the reward; full: exact, of the policy before the step.",
+    )
     kl_target: float | None = Field(
         default=None,
         gt=0.0,
@@ -237,6 +246,11 @@ class AlgorithmSettings(Section):
             raise ValueError(
                 f"algorithm.retrained_interval = {self.retrained_interval} does nothing while "
                 "algorithm.max_trained_count = 1; set that too"
+            )
+        if self.kl_unbiased and self.kl_form == "full":
+            raise ValueError(
+                "algorithm.kl_unbiased weighs an estimate by its token's ratio, and algorithm.kl_form = full sums over all "
+                "tokens: leave one of them out"
             )
         if self.kl_target is not None and self.kl_coefficient and self.reward_kl_coefficient:
             raise ValueError(

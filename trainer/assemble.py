@@ -212,6 +212,7 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
             whiten=settings.algorithm.whiten_advantages,
             clip=settings.algorithm.advantage_clip,
             kl_form=settings.algorithm.reward_kl_form,
+            whiten_rewards=settings.algorithm.whiten_rewards,
         ),
         ranks,
     )

@@ -59,6 +59,7 @@ class MicroBatch:
     attention_mask: Tensor | None = None  # [R, 1, T, T] bool, who sees whom; None: causal
     proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
     reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
+    reference_kl: Tensor | None = None  # [N] float32, exact KL to it over the vocabulary, for rewards by token
     drift_limit: float | None = None  # largest (log current / behaviour)² that M2PO keeps, or clips at, in this batch
 
     @property

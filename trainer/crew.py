@@ -20,7 +20,7 @@ from protocol.transport.blobs import Blobs
 from trainer.batch import MicroBatch, build
 from trainer.corrections import m2po_limit, m2po_width, moved_along
 from trainer.critic import Critic
-from trainer.kl import KlForm, kl_estimate
+from trainer.kl import AnyKlForm, kl_estimate
 from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
@@ -61,7 +61,7 @@ class Crew:
         self._order("step", plan.to_wire)
         return self._train(plan, _by_place(plan, groups))
 
-    def reference_gaps(self, plan: StepPlan, groups: Iterable[ReadyGroup], form: KlForm) -> list[float]:
+    def reference_gaps(self, plan: StepPlan, groups: Iterable[ReadyGroup], form: AnyKlForm) -> list[float]:
         """Return each row's estimated KL from its sampler to the reference, summed over its tokens (rank 0)."""
         self._order("gaps", lambda: [plan.to_wire(), form])
         return self._gaps(plan, _by_place(plan, groups), form)
@@ -112,14 +112,14 @@ class Crew:
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
         mine = plan.micro_batches[self._ranks.rank]
         objective = self._objective.with_kl(plan.kl_coefficient)
-        looks_back = objective.needs_reference or plan.token_kl > 0.0
-        batches = [self._complete(build(rows_of(plan, rows, groups)), with_reference=looks_back) for rows in mine]
+        priced = self._critic.kl_form if self._critic is not None and plan.token_kl > 0.0 else None
+        batches = [self._complete(build(rows_of(plan, rows, groups)), objective, priced) for rows in mine]
         if self._critic is None:
-            return self.policy.train_step(self._bounded(batches), objective)
+            return self.policy.train_step(self._bounded(batches), objective, self._reference)
         credited = self._critic.credit(batches, plan.token_kl)
         waits = self._critic.policy_waits(self.policy.steps_done)
         move = self.policy.hold_step if waits else self.policy.train_step
-        figures = move(self._bounded(credited.micro_batches), objective)
+        figures = move(self._bounded(credited.micro_batches), objective, self._reference)
         return replace(figures, critic=self._critic.learn(credited))
 
     def _bounded(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -129,13 +129,16 @@ class Crew:
         limit = self._drift_limit(batches, self._objective.m2po_budget, self._objective.m2po_form)
         return [replace(batch, drift_limit=limit) for batch in batches]
 
-    def _gaps(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], form: KlForm) -> list[float]:
+    def _gaps(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group], form: AnyKlForm) -> list[float]:
         if self._reference is None:
             raise ValueError("the KL to the reference was asked for, and no reference is loaded")
         gaps = [0.0] * len(plan.rows)
         for numbers in plan.micro_batches[self._ranks.rank]:
             batch = build(rows_of(plan, numbers, groups))
-            kl = kl_estimate(batch.behaviour_logprobs, self._reference.logprobs(batch), form).double()
+            if form == "full":
+                kl = self.policy.full_kl(batch, self._reference).cpu().double()
+            else:
+                kl = kl_estimate(batch.behaviour_logprobs, self._reference.logprobs(batch), form).double()
             for number, gap in zip(numbers, batch.sequences.sum(kl).tolist(), strict=False):  # no rows: one empty
                 gaps[number] = gap
         return self._ranks.sum(gaps)
@@ -149,12 +152,16 @@ class Crew:
         find = m2po_width if form == "clip" else m2po_limit
         return find(torch.cat(squares), budget, self._ranks.sum)
 
-    def _complete(self, batch: MicroBatch, *, with_reference: bool) -> MicroBatch:
-        """Add the log-probabilities of other policies that the objective compares with."""
-        if self._objective.needs_proximal:
+    def _complete(self, batch: MicroBatch, objective: PolicyGradient, priced: AnyKlForm | None) -> MicroBatch:
+        """Add what other policies make of the tokens; ``priced`` is the form of a KL in every token's reward."""
+        if objective.needs_proximal:
             batch = replace(batch, proximal_logprobs=self.policy.logprobs(batch).cpu())
-        if self._reference is not None and with_reference:
+        if self._reference is None:
+            return batch
+        if objective.needs_reference or priced not in (None, "full"):
             batch = replace(batch, reference_logprobs=self._reference.logprobs(batch))
+        if priced == "full":
+            batch = replace(batch, reference_kl=self.policy.full_kl(batch, self._reference).cpu())
         return batch
 
     def _save(self, folder: Path) -> None:

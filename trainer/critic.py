@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainer.batch import MicroBatch
 from trainer.errors import CheckpointError
+from trainer.kl import AnyKlForm
 from trainer.losses.value import value_loss
 from trainer.policy import load_language_model
 from trainer.ranks import Ranks
@@ -86,6 +87,11 @@ class Critic:
         self._regression = regression
         self._credit = credit
         self._ranks = ranks
+
+    @property
+    def kl_form(self) -> AnyKlForm:
+        """How the KL to the reference in every token's reward is measured."""
+        return self._credit.kl_form
 
     def policy_waits(self, steps_done: int) -> bool:
         """Say whether the policy stays as it is in the step after ``steps_done``."""

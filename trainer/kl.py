@@ -9,6 +9,7 @@ With x = log p - log p_ref of a sampled token (joschu.net/blog/kl-approx.html):
 | `k2`       | x^2 / 2             | right gradient                                                     |
 | `k3`       | exp(-x) - 1 + x     | positive, low variance; its gradient is that of the reverse KL     |
 | `k1+`...   | as without the plus | the gradient of `k2` (straight through)                            |
+| `full`     | sum over the vocabulary of p (log p - log p_ref) | exact at every position, no noise from the sample |
 
 verl, ROLL and others also say `kl` (k1), `mse` (k2) and `low_var_kl` (k3).
 """
@@ -20,7 +21,8 @@ from typing import Literal
 
 from torch import Tensor
 
-KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]  # estimated from the sampled token
+AnyKlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
 KL_ALIASES: dict[str, KlForm] = {
     "kl": "k1", "mse": "k2", "low_var_kl": "k3", "kl+": "k1+", "mse+": "k2+", "low_var_kl+": "k3+",
 }  # fmt: skip
@@ -57,7 +59,10 @@ def kl_penalty(current: Tensor, reference: Tensor, form: KlForm, *, ratio: Tenso
 
 
 def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """Exact KL(current || reference) of each position, [..., V] -> [...] (ROLL's `full`)."""
+    """Exact KL(current || reference) of each position, [..., V] -> [...] (ROLL's `full`).
+
+    `CompletionScorer` calls it for some positions at a time: logits of all of them never exist at once.
+    """
     mine, theirs = logits.log_softmax(-1), reference_logits.log_softmax(-1)
     return (mine.exp() * (mine - theirs)).sum(-1)
 

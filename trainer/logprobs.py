@@ -7,6 +7,8 @@ together, never exist whole, neither forward nor backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import UnsupportedModel
+from trainer.kl import kl_full
 from trainer.losses.supervised import entropy
+
+Logits = Callable[[int, int], Tensor]  # of the sampled tokens from one number to another, [n, V] float32, no gradient
 
 MAX_LOGITS = 32 * 1024 * 1024  # elements of one chunk: 128 MiB in float32
 
@@ -56,6 +61,8 @@ class CompletionScorer(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         with_entropy: bool = False,
+        kl_to: Logits | None = None,
+        hidden_only: bool = False,
     ) -> Tensor:
         """Score sampled tokens.
 
@@ -66,28 +73,57 @@ class CompletionScorer(nn.Module):
             position_ids: [R, T] int64, where completions share a prompt; None: 0, 1, 2, …
             attention_mask: [R, 1, T, T] bool, who sees whom there; None: causal.
             with_entropy: Also return the entropy of every position's distribution, in nats.
+            kl_to: Also return the exact KL of every position's distribution to the one with these logits.
+            hidden_only: Return what the output head is given and nothing else, for `logits`.
 
         Returns:
-            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2, N] with the entropies.
+            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 or 3, N] with the
+            entropies and then the KL; hidden states [N, H] alone when asked.
         """
         backbone = self.language_model.base_model
         hidden = backbone(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
         hidden = hidden.flatten(0, 1).index_select(0, predictors)
-        if len(targets) <= self._chunk_tokens:
-            return self._score(hidden, targets, with_entropy)
-        chunks = [
-            checkpoint(self._score, some_hidden, some_targets, with_entropy, use_reentrant=False)
-            for some_hidden, some_targets in zip(
-                hidden.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True
-            )
-        ]
+        if hidden_only:
+            return hidden
+        size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
+        if num_chunks == 1:
+            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, size))
+        chunks = []
+        for number in range(num_chunks):
+            start, end = (min(place * self._chunk_tokens, size) for place in (number, number + 1))
+            theirs = kl_to and partial(kl_to, start, end)
+            some = (hidden[start:end], targets[start:end])
+            chunks.append(checkpoint(self._score, *some, with_entropy, theirs, use_reentrant=False))
         return torch.cat(chunks, dim=-1)
 
-    def _score(self, hidden: Tensor, targets: Tensor, with_entropy: bool) -> Tensor:
+    def _num_chunks(self, num_tokens: int, device: torch.device) -> int:
+        """Return in how many pieces the tokens go through the output head.
+
+        A head that ZeRO-3 shards is gathered by all ranks together, once for each piece: there they agree on the
+        largest number, and a rank with fewer tokens sends empty pieces.
+        """
+        count = max(1, -(-num_tokens // self._chunk_tokens))
+        head = self.language_model.get_output_embeddings()
+        if not hasattr(head.weight, "ds_id") or not torch.distributed.is_initialized():
+            return count
+        most = torch.tensor(count, device=device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return int(most)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [n, V] float32, divided by the temperature, of hidden states [n, H]."""
         logits = self.language_model.get_output_embeddings()(hidden).float()
-        if self._temperature != 1.0:
-            logits = logits / self._temperature
-        logprobs = -F.cross_entropy(logits, targets, reduction="none")
-        return torch.stack([logprobs, entropy(logits)]) if with_entropy else logprobs
+        return logits if self._temperature == 1.0 else logits / self._temperature
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, with_entropy: bool, theirs: Callable[[], Tensor] | None
+    ) -> Tensor:
+        logits = self.logits(hidden)
+        scores = [-F.cross_entropy(logits, targets, reduction="none")]
+        if with_entropy:
+            scores.append(entropy(logits))
+        if theirs is not None:
+            scores.append(kl_full(logits, theirs()))
+        return torch.stack(scores) if len(scores) > 1 else scores[0]

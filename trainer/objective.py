@@ -25,7 +25,7 @@ from trainer.corrections import (
     opsm,
     weigh_negatives,
 )
-from trainer.kl import KlForm, kl_estimate, kl_penalty
+from trainer.kl import AnyKlForm, kl_estimate, kl_penalty
 from trainer.losses import LossTerms, PolicyLoss, Sequences, Tokens
 from trainer.losses.tokens import MAX_LOG_RATIO
 from trainer.mismatch import mismatch_maxima, mismatch_sums
@@ -51,8 +51,15 @@ class Objective(Protocol):
         """Whether entropies come with the log-probabilities."""
         ...
 
-    def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
-        """Return the loss of a micro-batch from log-probabilities (and entropies) [N] that carry a gradient."""
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the KL to the reference over the whole vocabulary comes with them."""
+        ...
+
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
+        """Return the loss of a micro-batch from log-probabilities (entropies, KL) [N] that carry a gradient."""
         ...
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
@@ -93,7 +100,7 @@ class AgeBand:
 class KlTerm:
     """A pull to the reference policy inside the loss."""
 
-    form: KlForm
+    form: AnyKlForm
     coefficient: float
     unbiased: bool = False  # weigh by the ratio, for stale samples
 
@@ -146,7 +153,12 @@ class PolicyGradient:
     @property
     def needs_reference(self) -> bool:
         """Whether micro-batches must carry the reference policy's log-probabilities."""
-        return self.kl is not None
+        return self.kl is not None and self.kl.form != "full"
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the policy must compute its KL to the reference over the whole vocabulary, with a gradient."""
+        return self.kl is not None and self.kl.form == "full"
 
     @property
     def needs_entropy(self) -> bool:
@@ -159,8 +171,10 @@ class PolicyGradient:
             return self
         return replace(self, kl=replace(self.kl, coefficient=coefficient))
 
-    def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
-        """Return the loss of a micro-batch, whose log-probabilities [N] (and entropies) carry the gradient."""
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
+        """Return the loss of a micro-batch, whose log-probabilities [N] (entropies, KL) carry the gradient."""
         sequences = batch.sequences
         anchor = batch.behaviour_logprobs if self.anchor == "behaviour" else _given(batch.proximal_logprobs, "proximal")
         advantages = weigh_negatives(
@@ -180,11 +194,9 @@ class PolicyGradient:
             **mismatch_sums(*about),
         }
         if self.kl is not None:
-            reference = _given(batch.reference_logprobs, "reference")
-            ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-            penalty = kl_penalty(logprobs, reference, self.kl.form, ratio=ratio if self.kl.unbiased else None)
+            penalty, measured = _kl_terms(self.kl, logprobs, batch, full_kl)
             losses = losses + self.kl.coefficient * penalty
-            sums["kl_reference"] = kl_estimate(held, reference, "k3").sum()
+            sums["kl_reference"] = measured.sum()
         if self.needs_entropy:
             bonus = _given(entropies, "entropy")
             losses = losses - self.entropy_coefficient * bonus
@@ -248,6 +260,17 @@ class PolicyGradient:
         return weights, keep
 
 
+def _kl_terms(term: KlTerm, logprobs: Tensor, batch: MicroBatch, full_kl: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the KL to the reference as the loss has it, [N] with gradient, and as it is reported."""
+    if term.form == "full":
+        exact = _given(full_kl, "full KL")
+        return exact, exact.detach()
+    reference = _given(batch.reference_logprobs, "reference")
+    ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    penalty = kl_penalty(logprobs, reference, term.form, ratio=ratio if term.unbiased else None)
+    return penalty, kl_estimate(logprobs.detach(), reference, "k3")
+
+
 def _given(values: Tensor | None, whose: str) -> Tensor:
     if values is None:
         raise ValueError(f"the objective needs {whose} values, and the micro-batch carries none")
@@ -283,8 +306,11 @@ class CrossEntropy:
     """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
 
     needs_entropy = False
+    needs_full_kl = False
 
-    def __call__(self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None) -> Outcome:
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
         """Return the loss of a micro-batch."""
         return Outcome(
             loss=-(logprobs * batch.weights).sum(),

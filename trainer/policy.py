@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from trainer import adapter
 from trainer.batch import MicroBatch
 from trainer.errors import CheckpointError, UnsupportedModel
-from trainer.logprobs import CompletionScorer
+from trainer.logprobs import CompletionScorer, Logits
 from trainer.objective import Objective, Outcome
 from trainer.ranks import Ranks
-from trainer.reference import Reference
+from trainer.reference import Reference, ReferencePolicy
 from trainer.trainable import Optimisation, Trainable
 
 _PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
@@ -60,17 +60,19 @@ class Policy:
         """Name of the parameters' dtype, as manifests carry it."""
         return self._trainable.dtype
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> StepFigures:
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
+    ) -> StepFigures:
         """Make one optimizer step from this rank's micro-batches (every rank has equally many).
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
         ranks and micro-batches simply add up. The objective may scale the step's learning rate by what
-        all micro-batches came to.
+        all micro-batches came to. One with a KL over the whole vocabulary needs the reference.
         """
         tally = _StepTally()
         for number, batch in enumerate(micro_batches, start=1):
             self._trainable.begin(is_last=number == len(micro_batches))
-            outcome = self._outcome(batch.to(self.device), objective)
+            outcome = self._outcome(batch.to(self.device), objective, reference)
             self._trainable.backward(outcome.loss)
             tally.add(outcome)
         loss, sums, maxima = tally.over(self._ranks)
@@ -78,12 +80,14 @@ class Policy:
         self.steps_done += 1
         return StepFigures(loss, update.grad_norm, update.lr, sums, maxima)
 
-    def hold_step(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> StepFigures:
+    def hold_step(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
+    ) -> StepFigures:
         """Let a step go by without moving: report what it would minimise. The schedule waits too."""
         tally = _StepTally()
         with torch.no_grad():
             for batch in micro_batches:
-                tally.add(self._outcome(batch.to(self.device), objective))
+                tally.add(self._outcome(batch.to(self.device), objective, reference))
         self.steps_done += 1
         loss, sums, maxima = tally.over(self._ranks)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
@@ -147,28 +151,51 @@ class Policy:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch without a gradient; [N] float32."""
         with torch.no_grad():
-            return self._score(batch.to(self.device), with_entropy=False)[0]
+            return self._read(batch.to(self.device))
+
+    def full_kl(self, batch: MicroBatch, reference: ReferencePolicy) -> Tensor:
+        """Return the exact KL to a reference where each sampled token was chosen, without a gradient; [N] float32."""
+        moved = batch.to(self.device)
+        with torch.no_grad():
+            return self._read(moved, kl_to=reference.logits(moved))[1]
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch as the model that training started from would; [N] float32."""
         with adapter.switched_off(self._scorer):
             return self.logprobs(batch)
 
-    def _outcome(self, batch: MicroBatch, objective: Objective) -> Outcome:
-        logprobs, entropies = self._score(batch, with_entropy=objective.needs_entropy)
-        return objective(logprobs, batch, entropies)
+    def logits_without_adapter(self, batch: MicroBatch) -> Logits:
+        """Read a micro-batch as the model that training started from would."""
+        with torch.no_grad(), adapter.switched_off(self._scorer):
+            hidden = self._read(batch.to(self.device), hidden_only=True)
 
-    def _score(self, batch: MicroBatch, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities [N], and entropies [N] where they are wanted."""
-        scores = self._trainable(
+        def logits(start: int, end: int) -> Tensor:
+            with torch.no_grad(), adapter.switched_off(self._scorer):
+                return self._scorer.logits(hidden[start:end])
+
+        return logits
+
+    def _outcome(self, batch: MicroBatch, objective: Objective, reference: ReferencePolicy | None) -> Outcome:
+        logits = None
+        if objective.needs_full_kl:
+            if reference is None:
+                raise ValueError("the objective holds a KL to a reference, and none was given")
+            logits = reference.logits(batch)
+        scores = iter(torch.atleast_2d(self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits)))
+        logprobs = next(scores)
+        entropies = next(scores) if objective.needs_entropy else None
+        return objective(logprobs, batch, entropies, next(scores, None))
+
+    def _read(self, batch: MicroBatch, **what: Any) -> Tensor:
+        """Return what `CompletionScorer` does; ``what`` is wanted of it."""
+        return self._trainable(
             batch.input_ids,
             batch.predictors,
             batch.targets,
             position_ids=batch.position_ids,
             attention_mask=batch.attention_mask,
-            with_entropy=with_entropy,
+            **what,
         )
-        return (scores[0], scores[1]) if with_entropy else (scores, None)
 
 
 @dataclass(slots=True)

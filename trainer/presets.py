@@ -118,7 +118,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "opo": (),
     "gpg": (),
     "remax": (),
-    "gae": (),
+    "gae": ("whiten_rewards",),
 }
 
 ALIASES: dict[str, str] = {

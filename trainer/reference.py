@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.batch import MicroBatch
-from trainer.logprobs import CompletionScorer
+from trainer.logprobs import CompletionScorer, Logits
 
 
 class ReferencePolicy(Protocol):
@@ -18,12 +18,20 @@ class ReferencePolicy(Protocol):
         """Score a micro-batch; [N] float32 on the batch's device."""
         ...
 
+    def logits(self, batch: MicroBatch) -> Logits:
+        """Read a micro-batch; returns what gives the logits of some of its tokens, on the batch's device."""
+        ...
+
 
 class Adapted(Protocol):
     """A policy whose adapters can be switched off."""
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch as the model that training started from would; [N] float32."""
+        ...
+
+    def logits_without_adapter(self, batch: MicroBatch) -> Logits:
+        """Read a micro-batch as the model that training started from would."""
         ...
 
 
@@ -38,6 +46,10 @@ class WithoutAdapter:
         """Score a micro-batch; [N] float32 on the batch's device. Collective under ZeRO-3."""
         return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
 
+    def logits(self, batch: MicroBatch) -> Logits:
+        """Read a micro-batch; collective under ZeRO-3."""
+        return self._policy.logits_without_adapter(batch)
+
 
 class Reference:
     """A copy of a model that never changes and has no optimizer; every rank holds its own."""
@@ -50,12 +62,26 @@ class Reference:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch; [N] float32 on the batch's device."""
         with torch.no_grad():
-            moved = batch.to(self._device)
-            scores = self._scorer(
-                moved.input_ids,
-                moved.predictors,
-                moved.targets,
-                position_ids=moved.position_ids,
-                attention_mask=moved.attention_mask,
-            )
-            return scores.to(batch.input_ids.device)
+            return self._read(batch).to(batch.input_ids.device)
+
+    def logits(self, batch: MicroBatch) -> Logits:
+        """Read a micro-batch; its hidden states are held, logits exist for the tokens that are asked for."""
+        with torch.no_grad():
+            hidden = self._read(batch, hidden_only=True)
+
+        def logits(start: int, end: int) -> Tensor:
+            with torch.no_grad():
+                return self._scorer.logits(hidden[start:end]).to(batch.input_ids.device)
+
+        return logits
+
+    def _read(self, batch: MicroBatch, *, hidden_only: bool = False) -> Tensor:
+        moved = batch.to(self._device)
+        return self._scorer(
+            moved.input_ids,
+            moved.predictors,
+            moved.targets,
+            position_ids=moved.position_ids,
+            attention_mask=moved.attention_mask,
+            hidden_only=hidden_only,
+        )

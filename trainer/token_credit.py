@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.advantages import gae
 from trainer.batch import MicroBatch
-from trainer.kl import KlForm, kl_estimate
+from trainer.kl import AnyKlForm, kl_estimate
 from trainer.reward_shaping import clip_symmetric, kl_in_reward
 
 AddUp = Callable[[Sequence[float]], list[float]]  # vectors of figures, over the ranks
@@ -51,7 +51,8 @@ class TokenCredit:
     lam: float = 0.95
     whiten: bool = True
     clip: float | None = None
-    kl_form: KlForm = "k1"  # of the KL to the reference in every token's reward
+    kl_form: AnyKlForm = "k1"  # of the KL to the reference in every token's reward
+    whiten_rewards: bool = False  # the rewards of all tokens of the batch, before GAE
 
     def __call__(
         self,
@@ -69,7 +70,14 @@ class TokenCredit:
             add_up: Adds vectors over the ranks; alone: leaves them.
             kl_coefficient: Of the KL from the sampler to the reference, in every token's reward; 0: none.
         """
-        found = [self._gae(batch, value, kl_coefficient) for batch, value in zip(micro_batches, values, strict=True)]
+        rewards = [self._rewards(batch, kl_coefficient) for batch in micro_batches]
+        if self.whiten_rewards:
+            _, mean, variance = moments(rewards, add_up)
+            rewards = [_whitened(some, mean, variance) for some in rewards]
+        found = [
+            gae(some, value, batch.sequences, gamma=self.gamma, lam=self.lam, whitened=False)
+            for some, value, batch in zip(rewards, values, micro_batches, strict=True)
+        ]
         count, mean, variance = moments([advantages for advantages, _ in found], add_up)
         weight = 1.0 / max(count, 1.0)
         credited = [
@@ -79,21 +87,29 @@ class TokenCredit:
         targets = [ValueTargets(value, returns, weight) for value, (_, returns) in zip(values, found, strict=True)]
         return CreditedBatch(credited, targets, value_figures(targets, add_up))
 
-    def _gae(self, batch: MicroBatch, values: Tensor, kl_coefficient: float) -> tuple[Tensor, Tensor]:
+    def _rewards(self, batch: MicroBatch, kl_coefficient: float) -> Tensor:
+        """Return every token's reward, [N]: the trajectory's at its last token, the KL off each of them."""
         scores = batch.sequences.maximum(batch.advantages)  # equal for all tokens of a trajectory
-        kl = torch.zeros_like(batch.advantages)
-        if kl_coefficient:
-            if batch.reference_logprobs is None:
-                raise ValueError("a KL in the reward needs the reference's log-probabilities, and the batch has none")
-            kl = kl_estimate(batch.behaviour_logprobs, batch.reference_logprobs.cpu(), self.kl_form)
-        rewards = kl_in_reward(scores, kl, batch.sequences, coefficient=kl_coefficient)
-        return gae(rewards, values, batch.sequences, gamma=self.gamma, lam=self.lam, whitened=False)
+        kl = self._kl(batch) if kl_coefficient else torch.zeros_like(batch.advantages)
+        return kl_in_reward(scores, kl, batch.sequences, coefficient=kl_coefficient)
+
+    def _kl(self, batch: MicroBatch) -> Tensor:
+        if self.kl_form == "full":
+            if batch.reference_kl is None:
+                raise ValueError("a full KL in the reward was asked for, and the batch carries none")
+            return batch.reference_kl
+        if batch.reference_logprobs is None:
+            raise ValueError("a KL in the reward needs the reference's log-probabilities, and the batch has none")
+        return kl_estimate(batch.behaviour_logprobs, batch.reference_logprobs.cpu(), self.kl_form)
 
     def _finished(self, advantages: Tensor, mean: float, variance: float) -> Tensor:
-        if self.whiten:
-            flat = variance <= _FLAT * mean * mean
-            advantages = torch.zeros_like(advantages) if flat else (advantages - mean) / math.sqrt(variance + _EPSILON)
-        return clip_symmetric(advantages, self.clip)
+        return clip_symmetric(_whitened(advantages, mean, variance) if self.whiten else advantages, self.clip)
+
+
+def _whitened(values: Tensor, mean: float, variance: float) -> Tensor:
+    if variance <= _FLAT * mean * mean:
+        return torch.zeros_like(values)
+    return (values - mean) / math.sqrt(variance + _EPSILON)
 
 
 def moments(parts: Sequence[Tensor], add_up: AddUp = list) -> tuple[float, float, float]:

@@ -39,6 +39,7 @@ CASES = [
 ]
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
+CHUNK_TOKENS = 7  # through the output head at once: every micro-batch takes several chunks, and not equally many
 
 
 def how(zero_stage: int, dtype: str) -> Optimisation:
@@ -76,6 +77,7 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings:
         "tokens": figures[0].sums["tokens"],
         "clipped": figures[-1].sums["clipped"],
         "gaps": crew.reference_gaps(all_rows(ready, budget_tokens=160, num_ranks=crew.num_ranks), ready, "k2"),
+        "full_gaps": crew.reference_gaps(all_rows(ready, budget_tokens=160, num_ranks=crew.num_ranks), ready, "full"),
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
         "adapters": {name: list(tensor.shape) for name, tensor in crew.policy.adapter_tensors().items()}
@@ -94,7 +96,8 @@ def main() -> None:
     blobs = Blobs(S3Settings.model_validate_json(s3))
     results = {}
     for name, stage, dtype, algorithm in CASES:
-        settings = AlgorithmSettings(name=algorithm)
+        full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
+        settings = AlgorithmSettings(name=algorithm, **full_kl)  # type: ignore[arg-type]
         lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
         policy = load_policy(Path(model), replace(how(stage, dtype), lora=lora), ranks, temperature=1.0)
         reference = (
@@ -104,7 +107,9 @@ def main() -> None:
         )
         critic = None
         if settings.has_critic:
-            critic = load_critic(Path(model), how(stage, dtype), CRITIC, TokenCredit(gamma=0.99, lam=0.9), ranks)
+            credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
+            critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, ranks)
+        policy._scorer._chunk_tokens = CHUNK_TOKENS
         crew = Crew(policy, ranks, blobs, objective(settings), reference, critic)
         if ranks.is_leader:
             message = decode((Path(model).parent / f"{run_id}.scored").read_bytes(), GroupScored)

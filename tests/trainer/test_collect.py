@@ -201,6 +201,28 @@ def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(
         assert resumed.issuer.take_state().entries.account.totals["train"].used == 4
 
 
+def test_at_the_end_nothing_waits_for_another_use(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """Kept groups are settled without one more use; what a later life gets of them again is a duplicate, settled at once."""
+    spec = streams.scored_consumer(doors.run_id, "train")
+    with Intake(doors, prompts, uses=3) as intake:
+        intake.issuer.advance(V0, 4)
+        for message in hand.tasks(2):
+            hand.answer(message)
+        intake.train(V0)
+        assert intake.collector.settled() == []
+        intake.collector.close()
+        assert len(intake.collector.settled()) == 2
+        rows, saved = (
+            intake.ledger.rows(),
+            intake.issuer.take_state(),
+        )  # the checkpoint; the crash before it acknowledges
+    with Intake(doors, prompts, Ledger(rows), saved, uses=3) as resumed:
+        resumed.collector.close()
+        wait_for(lambda: len(resumed.collector.settled()) == 2, "the messages to come again")
+        resumed.collector.acknowledge(resumed.collector.settled())
+        assert doors.bus.stream_state(spec.stream).wait().num_messages == 0
+
+
 def test_a_group_that_comes_twice_is_trained_once(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
     """A second message about a waiting group is counted as a duplicate, and does not end the first one's hold."""
     with Intake(doors, prompts) as intake:

@@ -115,10 +115,16 @@ def test_any_batch_of_any_preset_is_credited_finitely_and_whatever_its_order(
     name: str, batch: list[list[tuple[float, int, bool]]], options: dict[str, object], order: object
 ) -> None:
     """Groups of one, equal rewards, empty answers, absurd rewards: finite; permuting groups permutes the credit."""
+    if PRESETS[name]["advantage"] == "gae":  # every token has its own advantage, filters by one are refused
+        options = {key: value for key, value in options.items() if "advantage" not in key or "whiten" in key}
     section = AlgorithmSettings(name=name, **options)  # type: ignore[arg-type]
     held = [
-        Scored(*map(list, zip(*g, strict=True)), source="ab"[len(g) % 2], kl=[r % 1.0 for r, _, _ in g]) for g in batch
-    ]  # type: ignore[arg-type]
+        Scored(
+            *map(list, zip(*g, strict=True)), source="ab"[len(g) % 2], kl=[r % 1.0 for r, _, _ in g],  # type: ignore[arg-type]
+            baseline=(0.5, 4) if section.needs_baseline else None,
+        )
+        for g in batch
+    ]  # fmt: skip
     found = credit_rule(section, longest=8)(held)
     assert all(map(math.isfinite, [*found.advantages, *found.weights]))
     assert sum(w > 0 for w in found.weights) + found.skipped.total() == sum(map(len, batch))

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deploy.bootstrap import bootstrap, delete_run
 from deploy.quickstart_task import write_data, write_model
+from protocol import streams
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import Task
 from protocol.transport.blobs import Blobs
@@ -277,28 +278,36 @@ def test_remax_learns_from_a_greedy_baseline(
     assert summary["groups"]["dropped"] == {}
 
 
-def test_two_ranks_run_and_resume(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
-) -> None:
-    """Under torchrun, rank 0 leads and the other follows: steps, checkpoint, export; and both go on from there.
+def test_two_ranks_run_reuse_and_resume(
+    run_folder: Path, ring_streams: str, bus: Bus, nats_settings: NatsSettings, s3_settings: S3Settings,
+    trainers: list[Trainer],
+) -> None:  # fmt: skip
+    """Under torchrun, rank 0 leads and the other follows: steps, groups used again, checkpoint, export; and both go on.
 
-    They train adapters, with a KL to the model without them; what is exported is a whole model all the same.
+    They train adapters, with a KL to the model without them; what is exported is a whole model all the same. At each
+    end nothing waits for another use any more, and every message is acknowledged.
     """
+    scored = streams.scored_consumer(ring_streams, "train").stream
     for steps in (2, 3):
         run_file = write_run_file(
             run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
             sections=sections(
                 run_folder, ring_streams, steps=steps,
                 model={"lora.rank": 4, "lora.alpha": 8.0},
-                algorithm={"kl_coefficient": 0.01},
+                rollout={"groups_per_message": 2},
+                algorithm={"kl_coefficient": 0.01, "max_trained_count": 3},
                 trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
             ),
         )  # fmt: skip
-        with ScriptedProducer(nats_settings, s3_settings, ring_streams):
+        producer = ScriptedProducer(nats_settings, s3_settings, ring_streams)
+        producer.limit = 4  # the second step has no new group to train on
+        with producer:
             trainers.append(Trainer(run_file, num_ranks=2))
             trainers[-1].wait()
-    assert [row["step"] for row in metrics(run_folder, ring_streams)] == [1, 2, 3]
-    assert all(row["kl_reference"] >= 0.0 for row in metrics(run_folder, ring_streams))
+        assert bus.stream_state(scored).wait().num_messages == 0
+    rows = metrics(run_folder, ring_streams)
+    assert [(row["step"], row["reused_groups"]) for row in rows] == [(1, 0), (2, 4), (3, 0)]
+    assert all(row["kl_reference"] >= 0.0 and row["grad_norm"] > 0 for row in rows)
     start = load_file(run_folder / "model" / "model.safetensors")
     end = load_file(run_folder / "runs" / ring_streams / "model" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in end.items()} == {
