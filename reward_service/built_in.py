@@ -12,7 +12,16 @@ import structlog
 from protocol.group_pack import GroupTexts
 from reward_service.errors import RewardCrashed, RewardError
 from reward_service.grader_pool import GraderPool
-from reward_service.rewards import code, exact_match, format, gsm8k, math_answer, question_answer
+from reward_service.rewards import (
+    answer_line,
+    code,
+    exact_match,
+    format,
+    gsm8k,
+    latex,
+    math_answer,
+    question_answer,
+)
 from reward_service.rewards.verdict import Verdict
 from reward_service.sandbox.pool import SandboxPool
 from reward_service.scores import GroupScores, Outcome, Scorer, extra_info, ground_truth
@@ -31,6 +40,7 @@ DESCRIPTIONS: dict[str, str] = {
     question_answer.EXACT: "1 when the answer in the last <answer> tags is an accepted one, word for word",
     question_answer.INSIDE: "1 when an accepted answer is inside the last <answer> tags",
     math_answer.NAME: "1 when the last \\boxed{} equals the ground truth, by value (math-verify in processes of its own)",
+    answer_line.NAME: "the same of the last 'Answer: ...' line; without one, of the last \\boxed{}",
 }
 
 
@@ -46,7 +56,8 @@ def scorers(grader: GraderPool, programs: CodeReward | None) -> dict[str, Scorer
         question_answer.INSIDE: question_answer.judge_inside,
     }
     found: dict[str, Scorer] = {name: PureReward(name, judge) for name, judge in pure.items()}
-    found[math_answer.NAME] = MathReward(grader)
+    found[math_answer.NAME] = MathReward(math_answer.NAME, grader, latex.last_boxed, "boxed")
+    found[answer_line.NAME] = MathReward(answer_line.NAME, grader, answer_line.last_answer, "has_answer")
     return found if programs is None else {**found, code.NAME: programs}
 
 
@@ -73,9 +84,12 @@ class PureReward:
 
 @dataclass(frozen=True, slots=True)
 class MathReward:
-    """The reward whose hard cases go to grader processes."""
+    """A reward whose hard cases go to grader processes."""
 
+    name: str
     grader: GraderPool
+    find: math_answer.Find
+    part: str
     slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
@@ -85,12 +99,14 @@ class MathReward:
     async def _one(self, group: GroupTexts) -> Outcome:
         try:
             truth = ground_truth(group.reward)
-            verdicts = await math_answer.judge(group.completions, truth, self.grader.equal)
-            return GroupScores.of(verdicts, math_answer.NAME)
+            verdicts = await math_answer.judge(
+                group.completions, truth, self.grader.equal, find=self.find, part=self.part
+            )
+            return GroupScores.of(verdicts, self.name)
         except RewardError as err:
             return err
         except Exception as err:  # noqa: BLE001 a bug in one reward must not take the other groups with it
-            return _crashed(math_answer.NAME, group.group_id, err)
+            return _crashed(self.name, group.group_id, err)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,15 +34,18 @@ class Graded(enum.Enum):
 
 
 Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
+Find = Callable[[str], str | None]  # a completion's answer, None where it has none
 
 
-async def judge(completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
+async def judge(
+    completions: tuple[str, ...], truth: Any, grade: Grade, *, find: Find = latex.last_boxed, part: str = "boxed"
+) -> list[Verdict]:
     """Compare every completion's answer with the truth: an answer, or a solution with a ``\\boxed{}``.
 
-    Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
+    ``find`` reads the answer; the part named ``part`` says whether there was one. Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
     """
     gold = _gold(truth)
-    return [await _verdict(completion, gold, grade) for completion in completions]
+    return [await _verdict(find(completion), gold, grade, part) for completion in completions]
 
 
 def _gold(truth: Any) -> str:
@@ -53,18 +56,17 @@ def _gold(truth: Any) -> str:
     return gold
 
 
-async def _verdict(completion: str, gold: str, grade: Grade) -> Verdict:
-    answer = latex.last_boxed(completion)
+async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Verdict:
     if answer is None:
-        return Verdict(0.0, {"boxed": 0.0, "timeout": 0.0})
+        return Verdict(0.0, {part: 0.0, "timeout": 0.0})
     if len(answer) > MAX_ANSWER_CHARS:
-        return Verdict(0.0, {"boxed": 1.0, "timeout": 0.0})
+        return Verdict(0.0, {part: 1.0, "timeout": 0.0})
     same = latex.plainly_equal(gold, answer)
     if same is None:
         graded = await grade(gold, answer)
         if graded is Graded.GOLD_UNREADABLE:
             raise BadGroundTruth(f"math-verify cannot read the row's ground_truth {gold[:80]!r}")
         if graded is Graded.EXHAUSTED:
-            return Verdict(0.0, {"boxed": 1.0, "timeout": 1.0})
+            return Verdict(0.0, {part: 1.0, "timeout": 1.0})
         same = graded is Graded.RIGHT
-    return Verdict(float(same), {"boxed": 1.0, "timeout": 0.0})
+    return Verdict(float(same), {part: 1.0, "timeout": 0.0})

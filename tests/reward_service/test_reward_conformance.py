@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reward_service.grader_pool import GraderPool
-from reward_service.rewards import format, gsm8k, math_answer, question_answer
+from reward_service.rewards import answer_line, format, gsm8k, math_answer, question_answer
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parent.parent / "data" / "conformance.json.gz").read_bytes()))
 CASE = next(case for case in VECTORS["cases"] if case["id"] == "verl/reward/gsm8k-strict")
@@ -103,3 +103,35 @@ async def test_math_equals_the_others_but_where_it_takes_a_side(case_id: str) ->
                 assert (expected, ours) == (None, 0.0)
             else:
                 assert ours == float(bool(expected) != (text in OTHER_SIDE[case_id])), text
+
+
+async def test_the_answer_line_equals_verls() -> None:
+    """The same verdict on every recorded line: units, an assignment, thousands; no line and no box is wrong."""
+    case = recorded("verl/reward/math_dapo-answer")
+    pool = GraderPool(1, cpu_s=20.0)
+    async with contextlib.AsyncExitStack() as ending:
+        ending.push_async_callback(pool.close)
+        for (text, truth), theirs in zip(case["inputs"]["pairs"], case["outputs"]["results"], strict=True):
+            [ours] = await math_answer.judge(
+                (text,), truth, pool.equal, find=answer_line.last_answer, part="has_answer"
+            )  # fmt: skip
+            assert ours.reward == float(theirs["acc"]), text
+            assert ours.parts["has_answer"] == float(theirs["pred"] != "[INVALID]"), text
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Answer: 1\nI was wrong.\n**Answer:** 2", "2"),
+        ("Answer:\n42", "42"),
+        ("The answer: \\boxed{7} of course", "7"),
+        ("Answer: 12 square feet", "12"),
+        ("Answer: north pole", "north pole"),
+        ("so it is \\boxed{3}", "3"),
+        ("Answer: ", None),
+        ("my answers are 3", None),
+    ],
+)
+def test_which_answer_a_line_gives(text: str, answer: str | None) -> None:
+    """The last line counts, emphasis and a unit aside; a box on it, or without a line the last box."""
+    assert answer_line.last_answer(text) == answer

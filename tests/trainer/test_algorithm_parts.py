@@ -37,6 +37,11 @@ CASES = {
         "algorithm.reward_kl_coefficient=0.1", "algorithm.reward_kl_form=k2", "algorithm.normalise_by_std=false",
     ],
     "steered": ["algorithm.kl_coefficient=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=100"],
+    "full kl": [
+        "algorithm.kl_coefficient=0.1", "algorithm.kl_form=full", "algorithm.entropy_coefficient=0.01",
+        "algorithm.reference_device=cpu",
+    ],
+    "full reward kl": ["algorithm.reward_kl_coefficient=100.0", "algorithm.reward_kl_form=full"],
     "m2po clip": ["algorithm.name=m2po_released", "algorithm.m2po_budget=0.001"],
     "m2po free": ["algorithm.name=m2po_released", "algorithm.m2po_budget=50.0"],
     "everything": [
@@ -113,6 +118,20 @@ def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, li
     for first in range(0, 12, 4):
         assert sum(priced[first : first + 4]) == pytest.approx(0.0, abs=1e-9)
     assert all(step["reward_kl"] > 0 for step in trained["reward kl"])
+
+
+def test_the_kl_over_the_vocabulary_starts_at_nothing_and_needs_no_sample(trained: dict[str, list[dict]]) -> None:
+    """Policy and reference the same: 0 in loss and reward, where an estimate on the sampler's tokens is not; then it grows."""
+    kl = [step["sums"]["kl_reference"] / step["sums"]["tokens"] for step in trained["full kl"]]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[2] > 1e-6
+    assert 0 < trained["full kl"][0]["sums"]["entropy"] / trained["full kl"][0]["sums"]["tokens"] < 4.1
+    rewards = [step["reward_kl"] for step in trained["full reward kl"]]
+    assert rewards[0] == pytest.approx(0.0, abs=1e-6)
+    assert rewards[2] > 1e-6
+    advantages = [step["advantages"] for step in trained["full reward kl"]]
+    assert sorted({round(a, 3) for a in advantages[0]}) == [-0.866, 0.866]
+    assert len({round(a, 6) for a in advantages[2]}) > 2  # each answer pays for its own KL
 
 
 def test_the_kl_coefficient_is_steered_to_its_target(trained: dict[str, list[dict]]) -> None:

@@ -50,16 +50,27 @@ rules = st.builds(
     gamma=st.sampled_from([1.0, 0.9, 0.0]),
     lam=st.sampled_from([1.0, 0.95, 0.0]),
     whiten=st.booleans(),
+    whiten_rewards=st.booleans(),
     clip=st.sampled_from([None, 0.5]),
 )
 
 
-def _by_hand(row: Row, values: list[float], rule: TokenCredit) -> tuple[list[float], list[float]]:
+def _rewards_by_hand(some: list[Row], *, whiten: bool) -> list[list[float]]:
+    """Every sampled token's reward: nothing but at the end, or that whitened over all tokens of the batch."""
+    plain = [[0.0] * (int(row.loss_mask.sum()) - 1) + [row.advantage] for row in some]
+    every = torch.tensor([reward for one in plain for reward in one], dtype=torch.float64)
+    if not whiten:
+        return plain
+    spread = float(every.var()) if len(every) > 1 else 0.0
+    mean = float(every.mean())
+    return [[(r - mean) / (spread + 1e-8) ** 0.5 if spread > 1e-12 else 0.0 for r in one] for one in plain]
+
+
+def _by_hand(rewards: list[float], values: list[float], rule: TokenCredit) -> tuple[list[float], list[float]]:
     """GAE in plain Python, over the sampled tokens of one row."""
     advantages, following, running = [0.0] * len(values), 0.0, 0.0
     for place in reversed(range(len(values))):
-        reward = row.advantage if place == len(values) - 1 else 0.0
-        running = reward + rule.gamma * following - values[place] + rule.gamma * rule.lam * running
+        running = rewards[place] + rule.gamma * following - values[place] + rule.gamma * rule.lam * running
         advantages[place], following = running, values[place]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
@@ -72,9 +83,9 @@ def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: Token
     values = _values(whole)
     found = rule([whole], [values])
     expected, returns = [], []
-    for number, row in enumerate(some):
+    for number, rewards in enumerate(_rewards_by_hand(some, whiten=rule.whiten_rewards)):
         mine = values[whole.sequence == number].tolist()
-        advantages, targets = _by_hand(row, mine, rule)
+        advantages, targets = _by_hand(rewards, mine, rule)
         expected += advantages
         returns += targets
     wanted = torch.tensor(expected, dtype=torch.float64)
@@ -84,7 +95,7 @@ def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: Token
     if rule.clip is not None:
         wanted = wanted.clamp(-rule.clip, rule.clip)
     torch.testing.assert_close(found.micro_batches[0].advantages.double(), wanted, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found.targets[0].returns, torch.tensor(returns), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.targets[0].returns, torch.tensor(returns), rtol=1e-3, atol=1e-3)
     assert found.targets[0].weight == pytest.approx(1 / len(wanted))
     assert torch.isfinite(found.micro_batches[0].advantages).all()
 
@@ -105,7 +116,7 @@ def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: i
 def test_ranks_change_nothing() -> None:
     """Two ranks that add up their figures whiten as one process that has all rows."""
     some = [_row(2, 1 + n % 4, float(n % 3)) for n in range(6)]
-    rule, meeting = TokenCredit(), threading.Barrier(2)
+    rule, meeting = TokenCredit(whiten_rewards=True), threading.Barrier(2)
     alone = rule([build(some)], [_values(build(some))])
     left: list[list[float]] = [[], []]
     found: list[torch.Tensor] = [torch.empty(0)] * 2
@@ -144,6 +155,9 @@ def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
     assert found.micro_batches[0].advantages.tolist() == pytest.approx([1.0 - 0.25, 1.0 - 0.2, 1.0 - 0.2])
     with pytest.raises(ValueError, match="the batch has none"):
         TokenCredit()([build([_row(3, 3, 1.0)])], [torch.zeros(3)], kl_coefficient=0.1)
+    exact = replace(some, reference_logprobs=None, reference_kl=torch.tensor([0.5, 0.0, 1.0]))
+    found = TokenCredit(gamma=1.0, lam=1.0, whiten=False, kl_form="full")([exact], [torch.zeros(3)], kl_coefficient=0.1)
+    assert found.micro_batches[0].advantages.tolist() == pytest.approx([1.0 - 0.15, 1.0 - 0.1, 1.0 - 0.1])
 
 
 def test_a_batch_without_differences_or_tokens_is_finite() -> None:

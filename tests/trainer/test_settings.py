@@ -94,6 +94,11 @@ def test_foreign_names_lead_to_settings_that_exist():
             ["algorithm.name=gspo", "algorithm.m2po_budget=0.04", "algorithm.m2po_form=clip"],
             "sets the clip of ppo_clip",
         ),
+        (["algorithm.whiten_rewards=true"], "whiten_rewards does nothing with algorithm.advantage = grpo"),
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_form=full", "algorithm.kl_unbiased=true"],
+            "weighs an estimate by its token's ratio",
+        ),
         (["algorithm.m2po_form=clip"], "does nothing while algorithm.m2po_budget is off"),
         (["algorithm.importance=token"], "would weigh the ratio of ppo_clip twice"),
     ],
