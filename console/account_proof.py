@@ -36,6 +36,7 @@ class Evidence:
     dead: Mapping[str, str] = field(default_factory=dict)  # group id -> reason
     all_letters: bool = True  # whether no letter was discarded, and none was too long to name all its groups
     pack_faults: Mapping[str, str] = field(default_factory=dict)  # key -> what is wrong with the object
+    max_uses: int | None = None  # largest max_trained_count of the run's lives; None: not known
     window: int | None = None  # smallest max_staleness of the run's lives; None: not known
     faults: Sequence[Breach] = ()  # found while reading
 
@@ -94,6 +95,7 @@ def prove(evidence: Evidence) -> Proof:
             for group_id, place in found.items()
             if place == "nowhere"
         ]
+    breaches += _too_many_uses(fold, evidence.max_uses)
     breaches += _checkpoint_faults(fold, evidence)
     breaches += _dead_faults(fold, evidence)
     for key, fault in evidence.pack_faults.items():
@@ -144,6 +146,17 @@ def _line(split: Split, fold: RecordFold, places: Mapping[str, str], tokens: Map
         in_flight=dict(Counter(places.values())),
         in_flight_tokens=sum(tokens.get(group_id, 0) for group_id in places),
     )
+
+
+def _too_many_uses(fold: RecordFold, allowed: int | None) -> list[Breach]:
+    """A group may be trained on again by design: as often as the run's settings said, and no more."""
+    if allowed is None:
+        return []
+    return [
+        Breach("trained more often than planned", group_id, f"{count} times, algorithm.max_trained_count = {allowed}")
+        for group_id, count in sorted(fold.uses.items())
+        if count > allowed
+    ]
 
 
 def _checkpoint_faults(fold: RecordFold, evidence: Evidence) -> list[Breach]:

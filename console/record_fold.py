@@ -64,7 +64,7 @@ class RecordFold:
         self.steps: list[RecordedStep] = []
         self.last: LineageChapter | None = None
         self._version: int | None = None
-        self._uses: Counter[str] = Counter()  # of trained groups; above 1 only by design, and told as such
+        self.uses: Counter[str] = Counter()  # of trained groups; above 1 only by design, and told as such
         for chapter in chapters:
             self._fold(chapter)
             self.last = chapter
@@ -113,9 +113,9 @@ class RecordFold:
                 self._breach("pack unclear", group.group_id, f"step {step.step} names it in two ways, or not at all")
             else:
                 self.groups_of_pack.setdefault(pack.key, []).append(group.group_id)
-            self._uses[group.group_id] += 1
+            self.uses[group.group_id] += 1
             if group.use > 1:
-                if group.use != self._uses[group.group_id]:
+                if group.use != self.uses[group.group_id]:
                     self._breach("reuse unclear", group.group_id, f"step {step.step} calls it use {group.use}")
                 continue
             self._close("train", group.group_id, f"step {step.step}")

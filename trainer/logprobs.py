@@ -90,12 +90,14 @@ class CompletionScorer(nn.Module):
         size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
         if num_chunks == 1:
             return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, size))
-        chunks = []
-        for number in range(num_chunks):
-            start, end = (min(place * self._chunk_tokens, size) for place in (number, number + 1))
-            theirs = kl_to and partial(kl_to, start, end)
-            some = (hidden[start:end], targets[start:end])
-            chunks.append(checkpoint(self._score, *some, with_entropy, theirs, use_reentrant=False))
+        hiddens, some_targets = list(hidden.split(self._chunk_tokens)), list(targets.split(self._chunk_tokens))
+        missing = num_chunks - len(hiddens)
+        hiddens, some_targets = hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing
+        chunks, start = [], 0
+        for pair in zip(hiddens, some_targets, strict=True):
+            theirs = kl_to and partial(kl_to, start, start + len(pair[1]))
+            chunks.append(checkpoint(self._score, *pair, with_entropy, theirs, use_reentrant=False))
+            start += len(pair[1])
         return torch.cat(chunks, dim=-1)
 
     def _num_chunks(self, num_tokens: int, device: torch.device) -> int:

@@ -25,12 +25,12 @@ A, B, C, D, E = (f"e0.p{i}.a0" for i in range(5))
 HELD_OUT = "eval.v1.p0"
 
 
-def recorded(group_id: str) -> RecordedGroup:
+def recorded(group_id: str, use: int = 1) -> RecordedGroup:
     group = make_group(group_id, size=2)
-    return RecordedGroup(prompt=0, pack=0, scored=make_scored(make_generated("r", [group])).groups[0])
+    return RecordedGroup(prompt=0, pack=0, use=use, scored=make_scored(make_generated("r", [group])).groups[0])
 
 
-def step(number: int, *group_ids: str) -> RecordedStep:
+def step(number: int, *group_ids: str, again: dict[str, int] | None = None) -> RecordedStep:
     return RecordedStep(
         epoch=1,
         step=number,
@@ -38,7 +38,10 @@ def step(number: int, *group_ids: str) -> RecordedStep:
         made_version=number,
         weights_digest="a" * 64,
         packs=(PACK,),
-        groups=tuple(recorded(group_id) for group_id in group_ids),
+        groups=(
+            *(recorded(group_id) for group_id in group_ids),
+            *(recorded(group_id, use) for group_id, use in (again or {}).items()),
+        ),
     )
 
 
@@ -143,6 +146,30 @@ def changed(**second: object) -> Evidence:
 def test_every_breach_is_named(broken: Evidence, expected: tuple[str, str]):
     """The audit fails and names the group."""
     assert expected in breaches(prove(broken))
+
+
+def test_a_second_use_by_design_closes():
+    """A group that a later step uses again, and says so, counts once in the account, however many uses were planned."""
+    again = changed(steps=(step(2, B, again={A: 2}),))
+    for planned in (2, 3, None):
+        proof = prove(replace(again, max_uses=planned))
+        assert proof.closes, proof.breaches
+        assert proof.splits[0].used == 2
+
+
+@pytest.mark.parametrize(
+    ("again", "planned", "expected"),
+    [
+        ({A: 2}, 1, ("trained more often than planned", A)),
+        ({A: 3}, 3, ("reuse unclear", A)),
+        ({A: 1}, 3, ("trained twice", A)),
+        ({D: 2}, 3, ("reuse unclear", D)),
+        ({E: 1}, 3, ("trained but never issued", E)),
+    ],
+)
+def test_a_second_use_that_was_not_planned_is_named(again: dict[str, int], planned: int, expected: tuple[str, str]):
+    """More uses than the settings allow, a use that is missing, a first use that is a second, a use of nothing trained."""
+    assert expected in breaches(prove(replace(changed(steps=(step(2, B, again=again),)), max_uses=planned)))
 
 
 def test_a_repetition_that_died_is_a_note():
