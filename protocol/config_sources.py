@@ -32,7 +32,12 @@ class Given(NamedTuple):
     @property
     def source(self) -> str:
         """The origin without its line."""
-        return re.sub(r":\d+$", "", self.origin)
+        return re.sub(r"(:\d+)?( as [a-z0-9_.]+)?$", "", self.origin)
+
+    @property
+    def spelling(self) -> str:
+        """Another project's key that gave the value; empty: our own."""
+        return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
 
 
 def from_files(files: Sequence[Path], mistakes: list[str]) -> Iterator[Given]:

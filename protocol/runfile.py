@@ -33,6 +33,7 @@ from protocol.config_sources import (
 )
 from protocol.errors import ConfigError
 from protocol.foreign_keys import REFUSED, advice
+from protocol.same_keys import SAME
 
 __all__ = [
     "SECTIONS",
@@ -99,6 +100,7 @@ def load(
     """
     mistakes: list[str] = []
     given = [*from_files(files, mistakes), *from_environment(environ or {}), *from_overrides(overrides, mistakes)]
+    given = [ours for one in given for ours in _in_our_words(one)]
     unreadable = bool(mistakes)
     chosen: dict[KeyPath, Given] = {}
     reported: set[tuple[KeyPath, str]] = set()
@@ -190,6 +192,17 @@ def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
     return False
 
 
+def _in_our_words(one: Given) -> Iterator[Given]:
+    """Yield what a value sets: another project's key that means the same sets ours, and says so in its origin."""
+    dotted = ".".join(part.replace("-", "_") for part in one.path)
+    same = SAME.get(dotted)
+    if same is None:
+        yield one
+        return
+    for ours in same.ours:
+        yield one._replace(path=tuple(ours.split(".")), value=same.value(one.value), origin=f"{one.origin} as {dotted}")
+
+
 def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, Given]) -> None:
     section = one.path[0].replace("-", "_")
     if section in SECTIONS and section not in settings_class.model_fields and (len(one.path) > 1 or one.value == {}):
@@ -211,6 +224,13 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
         raise _UnknownKeyError(path, f"{dotted} is a section and takes no value of its own; {hint}")
     else:
+        earlier = chosen.get(path)
+        if earlier is not None and earlier.source == one.source and earlier.spelling != one.spelling:
+            dotted = ".".join(path)
+            raise _UnknownKeyError(
+                path,
+                f"{dotted} is said twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
+            )
         chosen[path] = Given(path, value, one.origin)
 
 

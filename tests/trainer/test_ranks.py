@@ -71,7 +71,7 @@ def test_ranks_together_measure_the_kl_of_every_trajectory(results: dict[int, di
     for case in ("lora-1", "lora-3"):  # the policy left its reference, and each row says how far
         exact, shared = results[1][case]["full_gaps"], results[2][case]["full_gaps"]
         assert min(exact) > 0.0
-        assert shared == pytest.approx(exact, rel=1e-3, abs=1e-7)
+        assert shared == pytest.approx(exact, rel=1e-3, abs=2e-6)
 
 
 def test_stages_agree(results: dict[int, dict]) -> None:
