@@ -128,7 +128,7 @@ def service(*arguments: Raw) -> None:
 
 @reward.command
 def serve(*arguments: Raw) -> None:
-    """Turn a Python file with compute_score(...) into a registered reward endpoint.
+    """Turn a Python file with a reward function (verl's, TRL's, OpenRLHF's, a class) into a registered endpoint.
 
     Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
     Then:     penstock reward test my_reward

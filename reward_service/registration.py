@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -33,16 +34,22 @@ class ServiceAddress:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an endpoint says of itself; ``lease_s`` is how long it counts as alive without a word from it."""
+    """What an endpoint says of itself; ``lease_s`` is how long it counts as alive without a word from it.
+
+    ``more`` holds further fields of the registration (`reward_service/endpoint.py`), such as ``timeout_s``.
+    """
 
     name: str
     url: str
     version: str
     lease_s: float | None = None
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the registration, which takes the name over from an earlier life."""
-        return {**asdict(self), "replace": True}
+        own = {"name": self.name, "url": self.url, "version": self.version, "lease_s": self.lease_s, "replace": True}
+        return {**self.more, **own, "secrets": list(self.secrets)}
 
 
 async def register(service: ServiceAddress, offer: Offer) -> None:

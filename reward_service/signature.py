@@ -11,10 +11,15 @@ import base64
 import binascii
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PREFIX = "whsec_"
+TOLERANCE_S = 300  # as the specification's own libraries have it
 _MIN_BYTES, _MAX_BYTES = 24, 64  # as the specification has it
+
+
+class BadSignature(ValueError):
+    """A request that nobody with one of our keys signed, or signed just now; the text never shows a key."""
 
 
 def key_bytes(secret: str) -> bytes:
@@ -39,6 +44,28 @@ def headers(secrets: Sequence[str], *, message_id: str, timestamp: int, body: by
         "webhook-timestamp": str(timestamp),
         "webhook-signature": " ".join(f"v1,{_sign(key_bytes(secret), signed)}" for secret in secrets),
     }
+
+
+def verify(secrets: Sequence[str], given: Mapping[str, str], body: bytes, *, now_s: float) -> str:
+    """Return the id of a request that was signed with one of the secrets; raises BadSignature.
+
+    ``given`` are the request's headers with names in lower case, ``body`` the very bytes that came, and ``now_s``
+    seconds since the epoch. The id is the same for all tries of a call.
+    """
+    message_id, timestamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
+    signatures = given.get("webhook-signature", "")
+    if not (message_id and timestamp and signatures):
+        raise BadSignature("the request is not signed: webhook-id, webhook-timestamp and webhook-signature are needed")
+    if not timestamp.isascii() or not timestamp.isdigit() or abs(now_s - int(timestamp)) > TOLERANCE_S:
+        raise BadSignature(
+            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; is a clock wrong?"
+        )
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    right = [f"v1,{_sign(key_bytes(secret), signed)}".encode() for secret in secrets]
+    for signature in signatures.split(" "):
+        if any(hmac.compare_digest(signature.encode(), one) for one in right):
+            return message_id
+    raise BadSignature("the request was signed with another secret, or changed on its way")
 
 
 def _sign(key: bytes, signed: bytes) -> str:

@@ -1,10 +1,12 @@
-"""A user's own reward file: found, loaded, and called in the way it was written for.
+"""A user's own reward function, called in the way it was written for.
 
-| style            | told by the parameter | called                                                        |
-|------------------|-----------------------|---------------------------------------------------------------|
-| verl, ROLL       | ``solution_str``      | once a completion: ``compute_score(data_source, solution_str, ground_truth, extra_info)`` |
-| TRL              | ``completions``       | once a group: lists of the same length, one for every column of the row |
-| callable class   | either, of ``__call__`` | as above; a class is built once, without arguments           |
+| style          | told by the parameter   | called                                                        |
+|----------------|-------------------------|---------------------------------------------------------------|
+| verl, ROLL     | ``solution_str``        | once a completion: ``compute_score(data_source, solution_str, ground_truth, extra_info)`` |
+| verl, batch    | ``solution_strs``       | once a request: ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)`` |
+| TRL            | ``completions``         | once a group: lists of the same length, one for every column of the row |
+| OpenRLHF       | ``queries``             | once a request: ``reward_func(queries, prompts, labels)``, a list or ``{"rewards", "scores", "extra_logs"}`` |
+| callable class | either, of ``__call__`` | as above; built once, without arguments, its ``setup()`` called before and its ``close()`` after |
 
 Any of them may be ``async``. What a call raises, and anything it returns that is not a finite number,
 becomes the error of its score, with the file and line: never a 0.
@@ -12,22 +14,30 @@ becomes the error of its score, with the file and line: never a 0.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from reward_service.dialects.trl import columns_of
 from reward_service.errors import UserFileError
 from reward_service.wire import MAX_PARTS, GroupToScore, Score
 
-_PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
-_PER_COMPLETION = ("data_source", "solution_str", "ground_truth", "extra_info")
+_MAX_TOLD = 20  # places in the file whose exceptions are shown in full
+
+
+class Style(StrEnum):
+    """How a function wants to be called; the value is the parameter that tells it."""
+
+    COMPLETION = "solution_str"
+    BATCH = "solution_strs"
+    GROUP = "completions"
+    QUERIES = "queries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +48,53 @@ class UserReward:
     function: Callable[..., Any]
     parameters: tuple[str, ...]  # by name; all of them when takes_any
     takes_any: bool  # has **kwargs
-    per_group: bool
+    style: Style
     file: Path
+    conversational: bool = False  # TRL: texts as lists of messages
+    told: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
+
+    @property
+    def batched(self) -> bool:
+        """Whether it is called once for many groups."""
+        return self.style in {Style.BATCH, Style.QUERIES}
+
+    async def open(self) -> None:
+        """Call its ``setup()``, if it is an object that has one; raises UserFileError when that raises."""
+        try:
+            await self._hook("setup")
+        except (Exception, SystemExit) as err:
+            raise UserFileError(f"{self.file}: setup() of {self.name} failed: {self._explain(err)}") from err
+
+    async def close(self) -> None:
+        """Call its ``close()``, if it is an object that has one; what it raises is only shown."""
+        try:
+            await self._hook("close")
+        except (Exception, SystemExit) as err:  # noqa: BLE001 the endpoint ends anyway
+            sys.stderr.write(f"close() of {self.name}: {self._explain(err)}\n")
+
+    async def _hook(self, name: str) -> None:
+        hook = None if inspect.isroutine(self.function) else getattr(self.function, name, None)
+        result = hook() if callable(hook) else None
+        if inspect.isawaitable(result):
+            await result
+
+    async def score_all(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Return the scores of every group; what goes wrong is in the scores."""
+        if not self.batched:
+            return [await self.score(group) for group in groups]
+        rows = [(group, text) for group in groups for text in group.completions]
+        given = _queries(rows) if self.style is Style.QUERIES else _batch(rows)
+        scores = iter(await self._list_of_scores(given, len(rows)))
+        return [[next(scores) for _ in group.completions] for group in groups]
 
     async def score(self, group: GroupToScore) -> list[Score]:
         """Return one score for every completion; what goes wrong is in the scores."""
-        if self.per_group:
-            return await self._whole_group(group)
-        return [await self._one(group, completion) for completion in group.completions]
+        if self.batched:
+            return (await self.score_all([group]))[0]
+        if self.style is Style.COMPLETION:
+            return [await self._one(group, completion) for completion in group.completions]
+        given = columns_of(group, conversational=self.conversational)
+        return await self._list_of_scores(given, len(group.completions))
 
     async def _one(self, group: GroupToScore, completion: str) -> Score:
         given = {
@@ -60,24 +109,22 @@ class UserReward:
         except (Exception, SystemExit) as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error
             return Score(error=self._explain(err))
 
-    async def _whole_group(self, group: GroupToScore) -> list[Score]:
-        size = len(group.completions)
-        row = {"data_source": group.data_source, "ground_truth": group.ground_truth}
-        row |= group.extra_info if isinstance(group.extra_info, dict) else {"extra_info": group.extra_info}
-        given: dict[str, Any] = {column: [value] * size for column, value in row.items()}
-        given |= {"prompts": [group.prompt] * size, "completions": list(group.completions)}
-        given.setdefault("extra_info", [group.extra_info] * size)
+    async def _list_of_scores(self, given: dict[str, Any], size: int) -> list[Score]:
         try:
-            values = await self._call(given)
+            values, parts = _listed(await self._call(given), openrlhf=self.style is Style.QUERIES)
             if isinstance(values, str | dict) or len(values) != size:
                 raise ValueError(f"{self.name} must return a list of {size} scores, it returned {str(values)[:100]!r}")
-            return [self._checked(value) for value in values]
+            for part, column in parts.items():
+                if len(column) != size:
+                    raise ValueError(f"{self.name} returned {len(column)} values of {part} for {size} completions")
+            named = [{part: column[place] for part, column in parts.items()} for place in range(size)]
+            return [self._checked(value, more) for value, more in zip(values, named, strict=True)]
         except (Exception, SystemExit) as err:  # noqa: BLE001 as above
             return [Score(error=self._explain(err))] * size
 
-    def _checked(self, value: Any) -> Score:
+    def _checked(self, value: Any, parts: dict[str, Any]) -> Score:
         try:
-            return _score_of(value)
+            return _score_of({**parts, "score": value} if parts else value)
         except (TypeError, ValueError) as err:
             return Score(error=self._explain(err))
 
@@ -87,121 +134,52 @@ class UserReward:
         return await result if inspect.isawaitable(result) else result
 
     def _explain(self, err: BaseException) -> str:
-        """Say what was raised and where in the user's file."""
+        """Say what was raised and where in the user's file; the whole traceback goes to stderr, once for each place."""
         frames = [frame for frame in traceback.extract_tb(err.__traceback__) if Path(frame.filename) == self.file]
-        where = f" ({self.file.name}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-        return f"{type(err).__name__}: {err}{where}"[:1000]
+        if not frames:
+            return f"{type(err).__name__}: {err}"[:1000]
+        where = f"{self.file.name}, line {frames[-1].lineno}, in {frames[-1].name}"
+        if len(self.told) < _MAX_TOLD and where not in self.told:
+            self.told.add(where)
+            sys.stderr.write(f"{self.name} could not score ({where}); the group waits and comes again:\n")
+            sys.stderr.write("".join(traceback.format_exception(err)))
+            sys.stderr.flush()
+        code = f": {frames[-1].line}" if frames[-1].line else ""
+        return f"{str(f'{type(err).__name__}: {err}')[:800]} ({where}{code[:120]})"
 
 
-def load(file: Path, function: str | None = None) -> UserReward:
-    """Load a file and find its reward function (``function``, when it has several).
-
-    Raises UserFileError saying what is wrong with the file, and where.
-    """
-    module = _import(file.resolve())
-    name, found = _choose(module, file, function)
-    called = _built(found, file, name)
-    parameters = inspect.signature(called).parameters
-    per_group = "completions" in parameters
-    if not per_group and "solution_str" not in parameters:
-        raise UserFileError(
-            f"{file}: {name}({', '.join(parameters)}) is not a reward function; it needs a parameter 'solution_str' "
-            "(compute_score(data_source, solution_str, ground_truth, extra_info=None)) "
-            "or 'completions' (f(prompts, completions, **columns))"
-        )
-    _refuse_unfillable(file, name, parameters, per_group=per_group)
-    return UserReward(
-        name=name,
-        function=called,
-        parameters=tuple(parameters),
-        takes_any=per_group and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
-        per_group=per_group,
-        file=file.resolve(),
-    )
+def _batch(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:
+    return {
+        "data_sources": [group.data_source for group, _ in rows],
+        "solution_strs": [text for _, text in rows],
+        "ground_truths": [group.ground_truth for group, _ in rows],
+        "extra_infos": [group.extra_info for group, _ in rows],
+        "prompts": [group.prompt for group, _ in rows],
+    }
 
 
-def _import(file: Path) -> ModuleType:
-    if not file.is_file():
-        raise UserFileError(f"{file}: no such file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise UserFileError(f"{file}: not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses and pickling libraries look a class's module up there
-    sys.path.insert(0, str(file.parent))  # it may import its neighbours, as when run by hand
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as err:
-        frames = [frame for frame in traceback.extract_tb(err.__traceback__) if Path(frame.filename) == file]
-        line = f", line {frames[-1].lineno}" if frames else ""
-        raise UserFileError(f"{file}{line}: cannot be loaded: {type(err).__name__}: {err}") from err
-    return module
+def _queries(rows: Sequence[tuple[GroupToScore, str]]) -> dict[str, Any]:
+    return {
+        "queries": [group.prompt + text for group, text in rows],
+        "prompts": [group.prompt for group, _ in rows],
+        "labels": ["" if group.ground_truth is None else group.ground_truth for group, _ in rows],
+    }
 
 
-def _choose(module: ModuleType, file: Path, wanted: str | None) -> tuple[str, Any]:
-    if wanted is not None:
-        found = getattr(module, wanted, None)
-        if not callable(found):
-            raise UserFileError(f"{file}: no callable {wanted!r} in it")
-        return wanted, found
-    own = {name: value for name, value in vars(module).items() if _is_own(name, value, module)}
-    for name in _PREFERRED:
-        if name in own:
-            return name, own[name]
-    fitting = {name: value for name, value in own.items() if _fits(value)}
-    built = {type(value) for value in fitting.values()}
-    fitting = {name: value for name, value in fitting.items() if value not in built}  # the object, not its class
-    if len(fitting) == 1:
-        return next(iter(fitting.items()))
-    if not fitting:
-        raise UserFileError(f"{file}: no reward function in it; define compute_score(data_source, solution_str, ...)")
-    raise UserFileError(f"{file}: several reward functions ({', '.join(fitting)}); choose one with --function")
+def _listed(value: Any, *, openrlhf: bool) -> tuple[Any, dict[str, Any]]:
+    """Return a list of scores and columns of parts; tensors and arrays become lists."""
+    if not openrlhf or not isinstance(value, dict):
+        return _plain(value), {}
+    if "rewards" not in value:
+        raise ValueError(f"a dict without 'rewards' was returned: keys {', '.join(map(str, value))[:200]}")
+    logs = value.get("extra_logs")
+    columns = {**(logs if isinstance(logs, dict) else {}), "scores": value.get("scores")}
+    plain = {str(name): _plain(column) for name, column in columns.items()}
+    return _plain(value["rewards"]), {name: column for name, column in plain.items() if isinstance(column, list)}
 
 
-def _built(found: Any, file: Path, name: str) -> Any:
-    if not inspect.isclass(found):
-        return found
-    try:
-        return found()
-    except TypeError as err:
-        raise UserFileError(f"{file}: class {name} must be built without arguments ({err})") from None
-
-
-def _is_own(name: str, value: Any, module: ModuleType) -> bool:
-    """Say whether a name is a callable of this file: defined in it, or an object of a class defined in it."""
-    home = (
-        getattr(value, "__module__", None)
-        if inspect.isroutine(value) or inspect.isclass(value)
-        else type(value).__module__
-    )
-    return not name.startswith("_") and callable(value) and home == module.__name__
-
-
-def _fits(value: Any) -> bool:
-    target = value.__call__ if inspect.isclass(value) else value
-    try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return False
-    return "completions" in parameters or "solution_str" in parameters
-
-
-def _refuse_unfillable(file: Path, name: str, parameters: Any, *, per_group: bool) -> None:
-    """Refuse at the start what could never be called; a TRL function's columns are known only row by row."""
-    empty = inspect.Parameter.empty
-    needed = [
-        p.name
-        for p in parameters.values()
-        if p.default is empty and p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}
-    ]
-    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
-    unknown = [n for n in needed if n not in {*_PER_COMPLETION, "prompt"}] if not per_group else []
-    unknown += [n for n in needed if n in {"completion_ids", "prompt_ids"}] if per_group else []
-    if unknown or positional:
-        raise UserFileError(
-            f"{file}: {name} needs {', '.join(unknown + positional)}, which a reward service cannot give; "
-            f"it has {', '.join(_PER_COMPLETION)} and prompt, or whole groups as prompts, completions and the row's columns"
-        )
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
 
 
 def _score_of(value: Any) -> Score:

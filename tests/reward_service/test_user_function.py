@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reward_service import user_function
+from reward_service import user_file
 from reward_service.errors import UserFileError
 from reward_service.wire import GroupToScore, Score
 
@@ -65,6 +65,25 @@ GOOD = {
         "        return float(solution_str == self.wanted)\njudge = Judge('4')",
         RIGHT_WRONG,
     ),
+    "verl-batch": (
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    assert extra_infos == [{'level': 3}] * 2\n"
+        "    return [float(s == t) for s, t in zip(solution_strs, ground_truths)]",
+        RIGHT_WRONG,
+    ),
+    "openrlhf": (
+        "import numpy\ndef reward_func(queries, prompts, labels):\n"
+        "    right = numpy.array([float(q == p + l) for q, p, l in zip(queries, prompts, labels)])\n"
+        "    return {'rewards': right, 'scores': right, 'extra_logs': {'long': [len(q) for q in queries]}}",
+        [
+            Score(score=1.0, parts={"long": 6.0, "scores": 1.0}),
+            Score(score=0.0, parts={"long": 9.0, "scores": 0.0}),
+        ],
+    ),
+    "openrlhf-list": (
+        "def reward_func(queries, prompts, labels):\n    return [float(q.endswith('+ 24')) for q in queries]",
+        RIGHT_WRONG,
+    ),
     "helpers-beside-it": (
         "def _tidy(s): return s\ndef other(x): return x\n" + VERL + "return float(_tidy(solution_str) == '4')",
         RIGHT_WRONG,
@@ -83,13 +102,16 @@ def write(folder: Path, source: str) -> Path:
 async def test_every_style_is_called_as_it_was_written(style: str, tmp_path: Path) -> None:
     """Verl functions, TRL functions and callable classes, sync or async, give one score for each completion."""
     source, expected = GOOD[style]
-    assert await user_function.load(write(tmp_path, source)).score(GROUP) == expected
+    assert await user_file.load(write(tmp_path, source)).score(GROUP) == expected
 
 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (VERL + "raise KeyError('nope')", "KeyError: 'nope' (my_file.py, line 2, in compute_score)"),
+        (
+            VERL + "raise KeyError('nope')",
+            "KeyError: 'nope' (my_file.py, line 2, in compute_score: raise KeyError('nope'))",
+        ),
         (VERL + "return None", "a score must be a number, NoneType"),
         (VERL + "return '1.0'", "a score must be a number, str"),
         (VERL + "return float('nan')", "a score must be finite"),
@@ -99,12 +121,18 @@ async def test_every_style_is_called_as_it_was_written(style: str, tmp_path: Pat
         (TRL + "return 1.0", "TypeError"),
         (TRL + "return {'score': 1}", "must return a list of 2 scores"),
         (TRL + "return [None, 1.0]", "a score must be a number, NoneType"),
+        ("def f(solution_strs):\n    return [1.0]", "must return a list of 2 scores"),
+        ("def f(queries, prompts, labels):\n    return {'scores': [1, 1]}", "without 'rewards'"),
+        (
+            "def f(queries, prompts, labels):\n    return {'rewards': [1, 1], 'extra_logs': {'n': [1]}}",
+            "1 values of n for 2 completions",
+        ),
         ("def f(completions, colour):\n    return [1, 1]", "colour"),
     ],
 )
 async def test_whatever_goes_wrong_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
     """An exception, None, NaN or a wrong count is an error that says where; it is never a 0."""
-    scores = await user_function.load(write(tmp_path, source)).score(GROUP)
+    scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert len(scores) == 2
     assert scores[0].score is None
     assert text in (scores[0].error or "")
@@ -112,7 +140,7 @@ async def test_whatever_goes_wrong_is_an_error_of_the_score(source: str, text: s
 
 async def test_one_refused_completion_leaves_the_other_scores_standing(tmp_path: Path) -> None:
     """In a TRL list only the entry that is no number is an error."""
-    scores = await user_function.load(write(tmp_path, TRL + "return [None, 0.5]")).score(GROUP)
+    scores = await user_file.load(write(tmp_path, TRL + "return [None, 0.5]")).score(GROUP)
     assert scores[0].error
     assert scores[1] == Score(score=0.5)
 
@@ -135,7 +163,7 @@ async def test_one_refused_completion_leaves_the_other_scores_standing(tmp_path:
 def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: str, tmp_path: Path) -> None:
     """What can be known at the start is said at the start."""
     with pytest.raises(UserFileError) as refused:
-        user_function.load(write(tmp_path, source))
+        user_file.load(write(tmp_path, source))
     assert text in str(refused.value)
     assert "my_file.py" in str(refused.value)
 
@@ -143,7 +171,40 @@ def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: s
 def test_a_missing_file_or_function_is_named(tmp_path: Path) -> None:
     """A wrong path and a wrong --function say so."""
     with pytest.raises(UserFileError, match="no such file"):
-        user_function.load(tmp_path / "absent.py")
+        user_file.load(tmp_path / "absent.py")
     with pytest.raises(UserFileError, match="no callable 'g'"):
-        user_function.load(write(tmp_path, "def f(completions): pass"), "g")
-    assert user_function.load(write(tmp_path, "def f(completions): pass\ndef g(completions): pass"), "g").name == "g"
+        user_file.load(write(tmp_path, "def f(completions): pass"), "g")
+    assert user_file.load(write(tmp_path, "def f(completions): pass\ndef g(completions): pass"), "g").name == "g"
+
+
+async def test_an_object_is_set_up_once_and_closed(tmp_path: Path) -> None:
+    """``setup`` runs before the first call and ``close`` at the end, async or not; a setup that raises is refused."""
+    source = (
+        "class Judge:\n    def setup(self):\n        self.seen = ['setup']\n"
+        "    async def close(self):\n        self.seen.append('close')\n"
+        "    def __call__(self, completions):\n        self.seen.append('call')\n        return [1.0] * len(completions)\n"
+    )
+    reward = user_file.load(write(tmp_path, source))
+    await reward.open()
+    assert await reward.score(GROUP) == [Score(score=1.0)] * 2
+    await reward.close()
+    assert reward.function.seen == ["setup", "call", "close"]  # type: ignore[attr-defined]
+    broken = user_file.load(write(tmp_path, source.replace("self.seen = ['setup']", "raise OSError('no model')")))
+    with pytest.raises(UserFileError, match=r"setup\(\) of Judge failed: OSError: no model"):
+        await broken.open()
+
+
+async def test_messages_are_given_to_functions_that_want_conversations(tmp_path: Path) -> None:
+    """With --conversational a TRL function sees messages, as its trainer gives for chat data."""
+    source = (
+        TRL + "assert prompts[0][0]['role'] == 'user'\n    return [float(c[0]['content'] == '4') for c in completions]"
+    )
+    assert await user_file.load(write(tmp_path, source), conversational=True).score(GROUP) == RIGHT_WRONG
+    with pytest.raises(UserFileError, match="TRL-style"):
+        user_file.load(write(tmp_path, VERL + "return 1"), conversational=True)
+
+
+async def test_the_first_traceback_of_a_place_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever serves the file sees the whole traceback, once however many completions it hits."""
+    await user_file.load(write(tmp_path, VERL + "return 1 / 0")).score(GROUP)
+    assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 1
