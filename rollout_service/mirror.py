@@ -97,7 +97,8 @@ class Mirror:
 
         ``newest`` says that it is to be served on, not looked back at: a version that was published under an
         older lease than one seen before is refused then. Raises WeightsUnusable when an object is gone,
-        corrupt, or not what the announcement said; BlobStoreUnreachable when the store is away.
+        corrupt, or not what the announcement said; BlobStoreUnreachable when the store is away; ConfigError when
+        the disk is full.
         """
         started, bytes_before = time.monotonic(), self._reader.num_bytes + self._num_small_bytes
         try:
@@ -108,6 +109,10 @@ class Mirror:
             slot = self._make(target, manifest_ref, keep)
         except UNUSABLE as err:
             raise WeightsUnusable(f"version {version}: {err}") from None
+        except OSError as err:
+            raise ConfigError(
+                f"worker.cache_dir: {self._folder} cannot hold version {version} ({err.strerror})"
+            ) from err
         finally:
             self._fetching = None
         return MirroredVersion(

@@ -189,4 +189,6 @@ def _make_shard(path: Path, bucket: Bucket) -> None:
         return
     with path.open("wb") as file:
         file.write(header)
-        file.truncate(size)
+        file.flush()
+        if bucket.num_bytes:  # a full disk is an error here, not a fatal signal when the mapped file is written to
+            os.posix_fallocate(file.fileno(), len(header), bucket.num_bytes)

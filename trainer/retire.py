@@ -85,8 +85,10 @@ class Retirement:
         stored = list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id)))
         self._read_manifests(stored)
         chain = self._chain(head.manifest.key)
-        versions = [PolicyVersion(m.version) for m in chain]
-        needed = [*self._needed_by_workers(), *self._pinned(), *sorted(versions)[-self._retention.keep_versions :]]
+        starts = {m.version: m.version if m.anchor is None else m.anchor.version for m in chain}
+        newest = [PolicyVersion(version) for version in sorted(starts)][-self._retention.keep_versions :]
+        wanted = [*self._needed_by_workers(), *self._pinned(), *newest]
+        needed = [PolicyVersion(starts.get(version, version)) for version in wanted]  # a patch is read from its anchor
         floor = retirement_floor(_anchors(chain), head=PolicyVersion(head.version), needed=needed)
         if floor is not None:
             floor = self._raise_floor(floor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from deploy.quickstart_task import write_model
 from protocol import blob_keys, streams
@@ -12,10 +13,12 @@ from protocol.facts import Heartbeat, RetirementFloor, decode, encode
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
+from protocol.weight_reader import WeightReader
 from protocol.weight_retention import AnchorPolicy
 from tests.trainer.test_publish import assert_head_is, tensors
-from tests.weights_source import WeightsSource
+from tests.weights_source import WeightsSource, read_version
 from trainer.doors import Doors
+from trainer.head import read_head
 from trainer.retire import Retention, Retirement
 
 GRACE_S = 100.0
@@ -80,9 +83,21 @@ def test_what_a_worker_or_an_evaluation_needs_stays(doors: Doors) -> None:
 
 
 def test_a_pinned_version_stays(doors: Doors) -> None:
-    """An evaluation's version can be put together as long as it is pinned."""
-    assert retirement(doors, pinned=(4,)).sweep(0.0) == 3
-    assert versions(doors, "manifest.json") == set(range(3, 14))
+    """An evaluation's version can be put together as long as it is pinned, from the anchor that it names."""
+    head = read_head(doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait())
+    assert head is not None
+    plan_to = WeightReader(doors.blobs, doors.run_id)
+    manifest = plan_to.manifest(head.manifest, PolicyVersion(13))
+    while manifest.version > 6:
+        assert manifest.parent is not None
+        reference = manifest.parent.manifest
+        manifest = plan_to.manifest(reference, PolicyVersion(manifest.parent.version))
+    collector = retirement(doors, pinned=(6,))
+    assert collector.sweep(0.0) == 3  # version 6 is a patch from anchor 3, and has an anchor beside it
+    collector.sweep(GRACE_S)
+    assert versions(doors) == set(range(3, 14))
+    found = read_version(doors.blobs, doors.run_id, 6, reference)
+    assert torch.equal(found["a"], tensors(6)["a"])
 
 
 def test_orphans_go_when_they_are_old(doors: Doors) -> None:
