@@ -7,13 +7,16 @@ SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: quickstart test test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-patches fuzz-patches bench-sandbox bench-reward
+.PHONY: bench-patches fuzz-patches bench-sandbox bench-reward test-faults
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
 
 test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 	$(BIN)/python -m pytest
+
+test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes (minutes)
+	PENSTOCK_TEST_RING_EXAMPLES=5000 $(BIN)/python -m pytest --timeout 3600 tests/trainer/test_exactly_once.py
 
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## the engine contract against a real SGLang server, on the CPU
 	PENSTOCK_TEST_SGLANG=1 PENSTOCK_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \

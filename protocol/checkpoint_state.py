@@ -33,6 +33,7 @@ class CheckpointState(Wire):
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
     dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/dispatch.py` writes it
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
+    letters_read: Count = 0  # sequence number of the last dead letter that this state knows
     totals: dict[str, Any]  # counters of the whole run, as `trainer/tally.py` writes them
     algorithm: dict[str, Any] = Field(default={})  # what it remembers, as `trainer/algorithm_state.py` writes it
     account: AccountState

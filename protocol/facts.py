@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
 
 MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers
+MAX_LETTER_BYTES = 192 * 1024  # the stream of dead letters takes 256 KiB: a letter holds a whole message
 MAX_NESTING = 32  # hostile nesting is refused before pydantic sees it
 
 Split = Literal["train", "eval"]
@@ -170,6 +171,7 @@ class Fact(Wire):
     """A message with a schema tag; subclasses register themselves by their ``schema_tag``."""
 
     schema_tag: ClassVar[str]
+    max_bytes: ClassVar[int] = MAX_FACT_BYTES
     registry: ClassVar[dict[str, type[Fact]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -332,9 +334,10 @@ class RunEvent(Fact):
 
 
 class DeadLetter(Fact):
-    """A message that nobody could process, with the reason and, if it was readable, its bytes."""
+    """A message that nobody could process, with the reason and its bytes, so that it can be sent again."""
 
     schema_tag = "dead_letter.v1"
+    max_bytes = MAX_LETTER_BYTES
     run_id: Identifier
     stage: Identifier
     subject: str
@@ -351,12 +354,12 @@ F = TypeVar("F", bound=Fact)
 def encode(fact: Fact) -> bytes:
     """Encode a fact as MessagePack ``[schema_tag, fields]``.
 
-    Raises MessageTooLarge above 63 KiB: payload belongs into the object store.
+    Raises MessageTooLarge above 63 KiB (192 for a dead letter): payload belongs into the object store.
     """
     data = encode_unbounded(fact)
-    if len(data) > MAX_FACT_BYTES:
+    if len(data) > fact.max_bytes:
         raise MessageTooLarge(
-            f"{fact.schema_tag} is {len(data)} bytes, the limit is {MAX_FACT_BYTES}; "
+            f"{fact.schema_tag} is {len(data)} bytes, the limit is {fact.max_bytes}; "
             "put fewer groups into a message (rollout.groups_per_message) or the payload into S3"
         )
     return data

@@ -12,7 +12,8 @@ state.json ──record──▶ chapter 3 ──parent──▶ chapter 2 ─�
 ```
 
 Ids: a training group is ``e<epoch>.p<prompt>.a<attempt>``, an evaluated one ``eval.v<version>.p<prompt>``.
-In every split and at every chapter: issued = used + dropped (by reason) + in flight, by id and in number.
+In every split and at every chapter: issued = used + dropped (by reason) + in flight, by id and in number. A group
+whose dead letter was sent again is ``revived``: dropped no longer, and to be closed once more.
 
 To train a recorded step again (replay): fetch ``packs``, read each group's ``scored.generated.row_group``
 from its pack, keep the order of ``groups``, train at ``trained_version`` with the settings of the life that
@@ -133,6 +134,7 @@ class LineageChapter(Fact):
     lives: tuple[RecordedLife, ...] = ()
     steps: tuple[RecordedStep, ...] = ()
     issued: dict[Split, tuple[Identifier, ...]] = Field(default={})
+    revived: tuple[Identifier, ...] = ()  # training groups that an earlier chapter dropped as dead: open again
     dropped: tuple[DroppedGroup, ...] = ()
     evaluated: tuple[EvaluatedGroup, ...] = ()
     account: AccountState

@@ -14,7 +14,6 @@ from protocol.transport.bus import Bus
 from protocol.transport.delivery import Delivery
 
 STAGE = "generated"
-_MAX_PAYLOAD_BYTES = 48 * 1024  # a letter that cannot hold its message says so by an empty payload
 _MAX_DETAIL_CHARS = 2000
 
 
@@ -79,7 +78,7 @@ class Announcer:
             detail=detail[:_MAX_DETAIL_CHARS],
             group_ids=tuple(ids),
             num_delivered=delivery.num_delivered,
-            payload=payload if len(payload) < _MAX_PAYLOAD_BYTES else b"",
+            payload=payload,
         )
         await self._bus.publish(
             subjects.dead(self._run_id, STAGE),

@@ -22,14 +22,15 @@ class Entries:
     """What happened since the entries before, and where everything stands after it."""
 
     issued: dict[Split, tuple[str, ...]]
+    revived: tuple[str, ...]
     dropped: tuple[DroppedGroup, ...]
     evaluated: tuple[EvaluatedGroup, ...]
     account: AccountState
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was issued, dropped or evaluated."""
-        return not (any(self.issued.values()) or self.dropped or self.evaluated)
+        """Whether nothing was issued, dropped, revived or evaluated."""
+        return not (any(self.issued.values()) or self.revived or self.dropped or self.evaluated)
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class _Book:
     totals: SplitTotals
     in_flight: set[str]
     issued: list[str] = field(default_factory=list)
+    revived: list[str] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
     evaluated: list[EvaluatedGroup] = field(default_factory=list)
 
@@ -99,6 +101,21 @@ class Account:
                 }
             )
 
+    def revive(self, group_id: str) -> None:
+        """Open a training group again that was dropped as dead, without tokens: its dead letter was sent again."""
+        with self._lock:
+            book = self._books["train"]
+            if group_id in book.in_flight:
+                raise ValueError(f"group {group_id} is in flight; it cannot come back from the dead letters")
+            told = [drop for drop in book.dropped if drop.group_id == group_id]
+            if told:
+                book.dropped.remove(told[-1])
+            else:
+                book.revived.append(group_id)
+            book.in_flight.add(group_id)
+            dead = str(DropReason.DEAD)
+            book.totals = book.totals.model_copy(update={"dropped": _plus(book.totals.dropped, dead, -1)})
+
     def refuse(self, split: Split, drop: Drop) -> None:
         """Count a delivery of a group that is closed already, or was never issued: it changes no group."""
         with self._lock:
@@ -122,12 +139,13 @@ class Account:
             }
             entries = Entries(
                 issued=issued,
+                revived=tuple(books["train"].revived),
                 dropped=tuple(drop for book in books.values() for drop in book.dropped),
                 evaluated=tuple(books["eval"].evaluated),
                 account=AccountState(totals=totals, in_flight=in_flight),
             )
             for book in self._books.values():
-                book.issued, book.dropped, book.evaluated = [], [], []
+                book.issued, book.revived, book.dropped, book.evaluated = [], [], [], []
             return entries
 
     @staticmethod

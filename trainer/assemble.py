@@ -239,7 +239,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
         dispatch.resume(resumed.dispatch)
     recorder.rewind(resumed.metrics_bytes if resumed else 0)
     activity = Activity()
-    issuer = Issuer(doors, dispatch, tally, account, resumed.unsent if resumed else ())
+    issuer = Issuer(doors, dispatch, tally, account, *((resumed.unsent, resumed.letters_read) if resumed else ()))
     batcher = Batcher(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
@@ -258,6 +258,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
             issued=issuer,
             deadline_s=settings.trainer.collect_deadline_s,
             max_dead=rollout.max_outstanding,
+            letters_read=resumed.letters_read if resumed else 0,
         ),
         publisher=Publisher(
             doors,

@@ -137,6 +137,7 @@ class Chronicle:
             lives=tuple(self._lives),
             steps=tuple(self._steps),
             issued=entries.issued,
+            revived=entries.revived,
             dropped=entries.dropped,
             evaluated=entries.evaluated,
             account=entries.account,

@@ -1,7 +1,7 @@
 """Collects scored groups: fetches, verifies and decodes them while the step runs, and acknowledges them late.
 
-A thread of its own pulls `GroupScored`, asks the batcher whether a group is wanted, and reads its pack;
-the training thread takes whole batches. A message is acknowledged only after a checkpoint that holds
+A thread of its own pulls `GroupScored`, asks the intake (`trainer/intake.py`) whether a group is wanted, and reads
+its pack; the training thread takes whole batches. A message is acknowledged only after a checkpoint that holds
 the effect of all its groups: until then the broker would deliver it again.
 
 | waits for              | until                     | then                                              |
@@ -15,23 +15,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from protocol import streams, subjects
 from protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError
-from protocol.facts import DeadLetter, GroupScored, ScoredGroup
+from protocol.facts import DeadLetter, GroupScored
 from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
 from protocol.versions import PolicyVersion
 from trainer import waiting
-from trainer.batcher import Batcher, Drop
+from trainer.batcher import Batcher
 from trainer.doors import Doors
-from trainer.drops import DropReason
 from trainer.errors import CollectTimeout, TooManyDead
+from trainer.intake import Intake, Issued
 from trainer.step_plan import ReadyGroup
 from trainer.stored_groups import read_groups
 
@@ -40,32 +38,6 @@ log = structlog.get_logger("trainer.collect")
 _FETCH_MESSAGES = 16
 _FETCH_WAIT_S = 0.5
 _SILENT_S = 5.0  # all queues empty for so long: what is still outstanding is lost
-
-
-class Issued(Protocol):
-    """Whoever issued the groups: knows which are outstanding and issues dropped ones again."""
-
-    def outstanding(self) -> Collection[str]:
-        """Ids issued and neither trained nor dropped."""
-        ...
-
-    def expects(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id."""
-        ...
-
-    def dropped(self, drop: Drop) -> None:
-        """Take a group out of what is outstanding; whether its prompt comes again is decided there."""
-        ...
-
-    def refused(self, drop: Drop) -> None:
-        """Count a group that came although nobody waits for it: twice, or from an earlier life."""
-        ...
-
-
-@dataclass(slots=True)
-class _Held:
-    delivery: Delivery[GroupScored]
-    unsettled: set[str] = field(default_factory=set)  # groups neither trained nor dropped
 
 
 class Collector:
@@ -79,6 +51,7 @@ class Collector:
         issued: Issued,
         deadline_s: float,
         max_dead: int,
+        letters_read: int = 0,
         silent_s: float = _SILENT_S,
     ) -> None:
         """Bind to the trainer's consumer and have everything unacknowledged delivered again.
@@ -89,18 +62,20 @@ class Collector:
             issued: Knows what is outstanding.
             deadline_s: Longest wait for a batch.
             max_dead: So many dead groups in a row, without one that arrives, end the run.
+            letters_read: Sequence number of the last dead letter that the checkpoint knows.
             silent_s: So long must all queues be empty before outstanding groups count as lost.
 
         Raises:
             MissingStream: The run was not bootstrapped.
         """
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
-        self._batcher = batcher
+        self._intake = Intake(batcher, issued)
         self._issued = issued
+        self._letters_read = letters_read
         self._deadline_s = deadline_s
         self._max_dead = max_dead
         self._silent_s = silent_s
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._closing = False
@@ -115,8 +90,12 @@ class Collector:
 
     def __enter__(self) -> Collector:
         """Start reading."""
-        self._bus.tail(
-            f"{self._run_id}-dead", subjects.dead(self._run_id), DeadLetter, self._on_dead_letter, from_start=True
+        self._bus.follow(
+            f"{self._run_id}-dead",
+            subjects.dead(self._run_id),
+            DeadLetter,
+            self._on_dead_letter,
+            after=self._letters_read,
         ).wait()
         self._thread.start()
         return self
@@ -136,12 +115,10 @@ class Collector:
         while not should_stop():
             with self._changed:
                 self._raise_failure()
-                batch, drops = self._batcher.take(version)
-                self._drop(drops)
-                self._settle(self._batcher.retired())
+                batch = self._intake.take(version)
                 if batch:
                     return batch
-                num_ready = self._batcher.num_ready
+                num_ready = self._intake.num_ready
                 self._changed.wait(_FETCH_WAIT_S)
             if self._dead_in_a_row >= self._max_dead:
                 raise TooManyDead(
@@ -162,8 +139,7 @@ class Collector:
         retired: a trainer that resumes gets it once more.
         """
         with self._changed:
-            self._batcher.settle()
-            self._settle([group_id for group_id in group_ids if not self._batcher.holds(group_id)])
+            self._intake.trained(group_ids)
 
     def close(self) -> None:
         """Say that the last batch was trained: groups that are kept, to be used again, wait for the checkpoint alone."""
@@ -174,13 +150,14 @@ class Collector:
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""
         with self._changed:
-            return [held.delivery for held in self._held.values() if not held.unsettled]
+            return [self._held[sequence] for sequence in self._intake.settled()]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
         """Acknowledge what a committed checkpoint covers."""
         for pending in [delivery.ack() for delivery in deliveries]:
             pending.wait()
         with self._changed:
+            self._intake.acknowledged(delivery.sequence for delivery in deliveries)
             for delivery in deliveries:
                 self._held.pop(delivery.sequence, None)
 
@@ -210,18 +187,10 @@ class Collector:
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
         message = delivery.fact
-        held = _Held(delivery)
-        wanted: list[ScoredGroup] = []
         with self._changed:
-            self._held[delivery.sequence] = held
+            self._held[delivery.sequence] = delivery
             self._last_arrival = time.monotonic()
-            for scored in message.groups:
-                reason = self._refusal(scored.generated.group_id)
-                if reason is None:
-                    wanted.append(scored)
-                    held.unsettled.add(scored.generated.group_id)
-                else:
-                    self._issued.refused(_drop(scored, reason))
+            wanted = self._intake.receive(delivery.sequence, message.groups)
         if not wanted:
             return
         try:
@@ -230,12 +199,11 @@ class Collector:
             log.warning("unreadable pack", pack_id=message.pack_id, error=str(err))
             with self._changed:
                 del self._held[delivery.sequence]
-                self._drop([_drop(scored, DropReason.UNREADABLE) for scored in wanted])
+                self._intake.unreadable(delivery.sequence, wanted)
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
         with self._changed:
-            offered = [ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True)]
-            self._drop([drop for group in offered if (drop := self._batcher.offer(group)) is not None])
+            self._intake.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
             self.num_scored += len(wanted)
             self._dead_in_a_row = 0
             self._changed.notify_all()
@@ -249,27 +217,21 @@ class Collector:
             return False
 
     def _missing(self) -> list[str]:
-        """Return what is outstanding and neither here nor in use."""
         with self._changed:
-            return [group_id for group_id in self._issued.outstanding() if not self._batcher.holds(group_id)]
+            return self._intake.missing()
 
     def _give_up_lost(self) -> None:
-        missing = self._missing()
-        log.warning("every queue is empty: issuing again", num_groups=len(missing), first=missing[:3])
         with self._changed:
-            self._drop([Drop(group_id, DropReason.LOST, 0) for group_id in missing])
+            missing = self._intake.give_up_missing()
+        log.warning("every queue is empty: issued again", num_groups=len(missing), first=missing[:3])
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 
-    def _on_dead_letter(self, letter: DeadLetter) -> None:
+    def _on_dead_letter(self, letter: DeadLetter, sequence: int) -> None:
         with self._changed:
-            dead = set(self._issued.outstanding()) & set(letter.group_ids)
-            dead = {group_id for group_id in dead if not self._batcher.holds(group_id)}
-            # our own letter, read again after a crash: the object may be readable for the next attempt
-            reason = DropReason.UNREADABLE if letter.stage == self._spec.stage else DropReason.DEAD
-            self._drop([Drop(group_id, reason, 0) for group_id in sorted(dead)])
-            if dead:
-                self._dead_in_a_row += len(dead)
+            num_dead = self._intake.bury(letter, sequence)
+            if num_dead:
+                self._dead_in_a_row += num_dead
                 self._last_dead = f"{letter.stage}: {letter.reason}: {letter.detail}"
                 self._changed.notify_all()
 
@@ -280,25 +242,3 @@ class Collector:
             raise self._failure
         if self._failure is not None:
             raise RuntimeError("the collecting thread ended") from self._failure
-
-    def _refusal(self, group_id: str) -> DropReason | None:
-        if self._batcher.returns(group_id):
-            return None
-        try:
-            wanted = not self._batcher.is_spent(group_id) and self._issued.expects(group_id, self._batcher.holds)
-        except ValueError:
-            return DropReason.FOREIGN
-        return None if wanted else DropReason.DUPLICATE
-
-    def _drop(self, drops: Sequence[Drop]) -> None:
-        for drop in drops:
-            self._issued.dropped(drop)
-        self._settle([drop.group_id for drop in drops])
-
-    def _settle(self, group_ids: Sequence[str]) -> None:
-        for held in self._held.values():
-            held.unsettled.difference_update(group_ids)
-
-
-def _drop(scored: ScoredGroup, reason: DropReason) -> Drop:
-    return Drop(scored.generated.group_id, reason, sum(scored.generated.completion_tokens))

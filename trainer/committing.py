@@ -50,6 +50,7 @@ def commit_everything(training: Training) -> None:
         ledger=training.ledger.rows(),
         dispatch=issued.dispatch,
         unsent=issued.unsent,
+        letters_read=issued.letters_read,
         totals=issued.totals,
         account=issued.entries.account,
         algorithm=training.planner.document(),

@@ -1,8 +1,9 @@
 """Which groups are issued next, and what becomes of every issued group: decisions on values, no I/O.
 
     position ──plan──▶ outstanding ──settle──▶ trained or dropped for good
-                 ▲          │
-                 └─ again ◀─┴─ send_back (too stale, attempts left)
+                 ▲          │  ▲
+                 └─ again ◀─┤  └── expect (its dead letter was sent again)
+          send_back (stale) └─bury─▶ dead
 
 Group ids are ``e<epoch>.p<prompt>.a<attempt>`` and follow from the data order alone; a pack's id
 follows from its groups. So a trainer that restarts from a checkpoint issues the same ids again, and
@@ -29,6 +30,7 @@ from trainer.task_packs import TaskPack, choose_groups_per_message, make_task, p
 _GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
 _STATE_TAG = "dispatch_state.v1"
 
+MAX_DEAD_KNOWN = 10_000  # of the dead groups so many, the newest, are known again when they are sent again
 _SAMPLED_PROMPTS = 32  # whose size stands for all when packs are cut
 
 
@@ -65,6 +67,7 @@ class DispatchState:
     outstanding: frozenset[GroupKey] = frozenset()  # issued, and neither trained nor dropped
     again: tuple[GroupKey, ...] = ()  # to be issued before new prompts
     ahead: frozenset[Place] = frozenset()  # arrived from an earlier life before their position was reached
+    dead: tuple[GroupKey, ...] = ()  # closed as dead letters, the newest last: they may be sent again
     num_issued: int = 0
     num_issued_again: int = 0
     num_given_up: int = 0
@@ -78,6 +81,7 @@ class DispatchState:
             "outstanding": [str(key) for key in sorted(self.outstanding)],
             "again": [str(key) for key in self.again],
             "ahead": [list(place) for place in sorted(self.ahead)],
+            "dead": [str(key) for key in self.dead],
             "num_issued": self.num_issued,
             "num_issued_again": self.num_issued_again,
             "num_given_up": self.num_given_up,
@@ -100,6 +104,7 @@ class DispatchState:
             outstanding=frozenset(GroupKey.parse(text) for text in document["outstanding"]),
             again=tuple(GroupKey.parse(text) for text in document["again"]),
             ahead=frozenset(Place(*place) for place in document["ahead"]),
+            dead=tuple(GroupKey.parse(text) for text in document.get("dead", ())),
             num_issued=document["num_issued"],
             num_issued_again=document["num_issued_again"],
             num_given_up=document["num_given_up"],
@@ -175,11 +180,15 @@ def expect(
 
     A group that this life of the trainer has not issued was issued by an earlier life, after the checkpoint:
     it counts as issued from now on. When it is a further attempt, the earlier life had dropped the one before:
-    that one leaves what is outstanding, unless ``holds`` says that it is here and can be used itself.
+    that one leaves what is outstanding, unless ``holds`` says that it is here and can be used itself. A group
+    that had died and was sent again is outstanding once more.
     """
     key = GroupKey.parse(group_id)
     if key in state.outstanding:
         return state
+    if key in state.dead:
+        left = tuple(k for k in state.dead if k != key)
+        return replace(state, outstanding=state.outstanding | {key}, dead=left)
     if key.prompt >= order.num_prompts:
         return None
     replaced = frozenset(k for k in state.outstanding if k.place == key.place and k.attempt < key.attempt)
@@ -207,6 +216,13 @@ def expect(
 def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
     """Close groups that were trained on or dropped for good; raises ValueError for one that is not outstanding."""
     return replace(state, outstanding=state.outstanding - _outstanding(state, group_ids))
+
+
+def bury(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
+    """Close groups that went to the dead letters: their prompts do not come again, unless the letters are sent again."""
+    closed = _outstanding(state, group_ids)
+    dead = (*state.dead, *sorted(closed))[-MAX_DEAD_KNOWN:]
+    return replace(state, outstanding=state.outstanding - closed, dead=dead)
 
 
 def send_back(
@@ -297,6 +313,10 @@ class Dispatch:
     def settle(self, group_ids: Iterable[str]) -> None:
         """Close groups that were trained on or dropped for good."""
         self.state = settle(self.state, group_ids)
+
+    def bury(self, group_ids: Iterable[str]) -> None:
+        """Close groups that went to the dead letters."""
+        self.state = bury(self.state, group_ids)
 
     def send_back(self, group_ids: Iterable[str]) -> tuple[str, ...]:
         """Queue stale groups for another attempt; returns the ids of those that are given up."""

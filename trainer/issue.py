@@ -29,9 +29,6 @@ from trainer.task_packs import TaskPack
 
 log = structlog.get_logger("trainer.issue")
 
-# A dead group was tried as often as the service that buried it tries; the others may do better next time.
-_FINAL = frozenset({DropReason.DEAD, DropReason.NO_SIGNAL})
-
 
 @dataclass(frozen=True, slots=True)
 class IssuerState:
@@ -40,6 +37,7 @@ class IssuerState:
     dispatch: dict[str, Any]
     totals: dict[str, Any]
     unsent: tuple[tuple[str, ...], ...]  # packs that are issued but not known to be on the stream
+    letters_read: int  # sequence number of the last dead letter that all this knows
     entries: Entries
 
 
@@ -53,6 +51,7 @@ class Issuer:
         tally: Tally,
         account: Account,
         unsent: Sequence[tuple[str, ...]] = (),
+        letters_read: int = 0,
     ) -> None:
         """Issue nothing yet; ``dispatch``, ``tally`` and the train book of ``account`` are owned by this issuer now.
 
@@ -63,6 +62,7 @@ class Issuer:
         self._account = account
         self._unsent = list(unsent)
         self._resends = bool(unsent)
+        self._letters_read = letters_read
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._version = PolicyVersion(0)
         self._most_outstanding = 0
@@ -101,7 +101,11 @@ class Issuer:
             before = self._dispatch.state
             expected = self._dispatch.expects(group_id, holds)
             self._tally.groups_scored += expected
-            if self._dispatch.state is not before:
+            if any(str(key) == group_id for key in before.dead) and expected:
+                self._account.revive(group_id)
+                self._tally.revive()
+                log.info("alive again", group_id=group_id)
+            elif self._dispatch.state is not before:
                 self._account.issue("train", [group_id])
                 for key in sorted(before.outstanding - self._dispatch.state.outstanding):
                     self._close(Drop(str(key), DropReason.SUPERSEDED, 0))
@@ -123,11 +127,15 @@ class Issuer:
     def dropped(self, drop: Drop) -> None:
         """Close a group that is not trained on; its prompt comes again while it has attempts left."""
         with self._changed:
-            self._close(drop)
-            if drop.reason in _FINAL:
-                self._dispatch.settle([drop.group_id])
-            elif self._dispatch.send_back([drop.group_id]):
-                log.warning("given up", group_id=drop.group_id, reason=drop.reason)
+            self._drop(drop)
+            self._changed.notify_all()
+
+    def read_letter(self, drops: Sequence[Drop], sequence: int) -> None:
+        """Drop what a dead letter is about, and note as one act that the letters are read up to ``sequence``."""
+        with self._changed:
+            for drop in drops:
+                self._drop(drop)
+            self._letters_read = sequence
             self._changed.notify_all()
 
     def refused(self, drop: Drop) -> None:
@@ -152,6 +160,25 @@ class Issuer:
             if self._failure is not None:
                 raise self._failure
 
+    def next_packs(self) -> list[TaskPack]:
+        """Issue what can be issued now; the packs are to be published, and `sent` says that they were."""
+        with self._changed:
+            if self._resends:
+                if self._most_outstanding == 0:  # no version is announced yet
+                    return []
+                self._resends = False
+                return [self._dispatch.pack_again(ids, self._version) for ids in self._unsent]
+            packs = self._dispatch.next_packs(self._version, self._most_outstanding)
+            self._unsent = [tuple(task.group_id for task in pack.tasks) for pack in packs]
+            for ids in self._unsent:
+                self._account.issue("train", ids)
+            return packs
+
+    def sent(self) -> None:
+        """Say that all packs of `next_packs` are on the stream."""
+        with self._changed:
+            self._unsent.clear()
+
     def take_state(self) -> IssuerState:
         """Return everything at one moment; the entries are those since the last call."""
         with self._changed:
@@ -159,6 +186,7 @@ class Issuer:
                 dispatch=self._dispatch.state.to_document(),
                 totals=self._tally.to_document(),
                 unsent=tuple(self._unsent),
+                letters_read=self._letters_read,
                 entries=self._account.take_entries(),
             )
 
@@ -185,7 +213,7 @@ class Issuer:
     def _work(self) -> None:
         while True:
             with self._changed:
-                packs = [] if self._closing else self._next_packs()
+                packs = [] if self._closing else self.next_packs()
                 if not packs:
                     if self._closing:
                         return
@@ -198,20 +226,17 @@ class Issuer:
                 with self._changed:
                     self._failure = err
                 return
-            with self._changed:
-                self._unsent.clear()
+            self.sent()
 
-    def _next_packs(self) -> list[TaskPack]:
-        if self._resends:
-            if self._most_outstanding == 0:  # no version is announced yet
-                return []
-            self._resends = False
-            return [self._dispatch.pack_again(ids, self._version) for ids in self._unsent]
-        packs = self._dispatch.next_packs(self._version, self._most_outstanding)
-        self._unsent = [tuple(task.group_id for task in pack.tasks) for pack in packs]
-        for ids in self._unsent:
-            self._account.issue("train", ids)
-        return packs
+    def _drop(self, drop: Drop) -> None:
+        """Close a group; a dead one was tried as often as the service that buried it tries, others may do better."""
+        self._close(drop)
+        if drop.reason is DropReason.DEAD:
+            self._dispatch.bury([drop.group_id])
+        elif drop.reason is DropReason.NO_SIGNAL:
+            self._dispatch.settle([drop.group_id])
+        elif self._dispatch.send_back([drop.group_id]):
+            log.warning("given up", group_id=drop.group_id, reason=drop.reason)
 
     def _close(self, drop: Drop) -> None:
         self._tally.count_drop(drop)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.batcher import Drop
+from trainer.drops import DropReason
 
 
 class Tally:
@@ -26,6 +27,10 @@ class Tally:
         """Count a group that is not trained on."""
         self.dropped_groups[drop.reason] += 1
         self.dropped_tokens[drop.reason] += drop.num_tokens
+
+    def revive(self) -> None:
+        """Count a group that had died as alive."""
+        self.dropped_groups[DropReason.DEAD] -= 1
 
     def count_batch(self, num_groups: int, staleness_tokens: Mapping[int, int], *, num_reused: int = 0) -> None:
         """Count a batch: groups trained for the first time, and again; sampled tokens by age in versions."""

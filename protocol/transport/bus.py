@@ -113,8 +113,18 @@ class Bus:
 
         Undecodable messages are logged and skipped: a tail only watches, it owns nothing.
         """
-        starting = Tail(self._connection, stream, subject, fact, on_fact).start(from_start=from_start)
-        return self._connection.call(starting, f"tail {subject}")
+        tail = Tail(self._connection, stream, subject, fact, lambda found, _: on_fact(found))
+        return self._connection.call(tail.start(after=0 if from_start else None), f"tail {subject}")
+
+    def follow(
+        self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int], None], *, after: int
+    ) -> Pending[None]:
+        """Do as `tail` does, from the message ``after`` a sequence number on; ``on_fact`` is told each one's own.
+
+        For a reader whose checkpoint says how far it has read.
+        """
+        tail = Tail(self._connection, stream, subject, fact, on_fact)
+        return self._connection.call(tail.start(after=after), f"follow {subject}")
 
     def stream_state(self, stream: str) -> Pending[StreamState]:
         """Ask the broker how much a stream holds."""

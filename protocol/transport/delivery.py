@@ -19,7 +19,6 @@ from protocol.transport.publication import publish
 F = TypeVar("F", bound=Fact)
 
 _DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
-_MAX_LETTER_PAYLOAD = 28 * 1024  # what a dead letter keeps, so that it always fits into a message itself
 _MAX_LETTER_DETAIL = 2000
 MAX_LETTER_IDS = 128
 
@@ -94,7 +93,7 @@ async def bury(
         detail=detail[:_MAX_LETTER_DETAIL],
         group_ids=group_ids[:MAX_LETTER_IDS],
         num_delivered=meta.num_delivered or 1,
-        payload=msg.data if len(msg.data) <= _MAX_LETTER_PAYLOAD else b"",
+        payload=msg.data,
     )
     msg_id = f"{spec.stream}:{meta.sequence.stream}"
     await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=_DURABLE_S)

@@ -31,7 +31,7 @@ class Tail(Generic[F]):
     """A watcher of one stream. It owns nothing: what does not decode is logged and skipped."""
 
     def __init__(
-        self, connection: Connection, stream: str, subject: str, fact: type[F], on_fact: Callable[[F], None]
+        self, connection: Connection, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int], None]
     ) -> None:
         """Use `Bus.tail` instead."""
         self._connection = connection
@@ -41,10 +41,12 @@ class Tail(Generic[F]):
         self._on_fact = on_fact
         self._next_sequence = 1
 
-    async def start(self, *, from_start: bool) -> None:
-        """Watch in the background, from the first message or from the next; raises MissingStream."""
-        state = await stream_state(self._connection, self._stream)
-        self._next_sequence = 1 if from_start else state.last_sequence + 1
+    async def start(self, *, after: int | None) -> None:
+        """Watch in the background what comes after a sequence number, or (None) from now on; raises MissingStream."""
+        last = (await stream_state(self._connection, self._stream)).last_sequence
+        if after is not None and after > last:  # the stream was made anew: all it holds is unread
+            after = 0
+        self._next_sequence = 1 + (last if after is None else after)
         self._connection.spawn(self._watch_for_ever())
 
     async def _watch_for_ever(self) -> None:
@@ -81,13 +83,14 @@ class Tail(Generic[F]):
             lives = self._connection.num_lives
             while lives == self._connection.num_lives:
                 for msg in await pull.take(_MAX_MESSAGES, _PULL_S):
-                    self._next_sequence = msg.metadata.sequence.stream + 1
-                    self._hand_over(msg.subject, msg.data)
+                    sequence = msg.metadata.sequence.stream
+                    self._next_sequence = sequence + 1
+                    self._hand_over(msg.subject, msg.data, sequence)
         finally:
             await pull.close()
 
-    def _hand_over(self, subject: str, data: bytes) -> None:
+    def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
         try:
-            self._on_fact(decode(data, self._fact))
+            self._on_fact(decode(data, self._fact), sequence)
         except WireError as err:
             log.warning("skipped an unreadable message", subject=subject, error=str(err))

@@ -62,12 +62,15 @@ class Intake:
         if saved is not None:
             self.dispatch.resume(saved.dispatch)
         account = Account(saved.entries.account if saved else None)
-        self.issuer = Issuer(doors, self.dispatch, self.tally, account, saved.unsent if saved else ())
+        letters_read = saved.letters_read if saved else 0
+        self.issuer = Issuer(doors, self.dispatch, self.tally, account, saved.unsent if saved else (), letters_read)
         batcher = Batcher(
             groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=self.ledger,
             reuse=Reuse(uses),
         )  # fmt: skip
-        settings = {"deadline_s": 20.0, "max_dead": 100, "silent_s": 30.0, **options}
+        settings = {
+            "deadline_s": 20.0, "max_dead": 100, "silent_s": 30.0, "letters_read": letters_read, **options
+        }  # fmt: skip
         self.collector = Collector(doors, batcher=batcher, issued=self.issuer, **settings)  # type: ignore[arg-type]
 
     def __enter__(self) -> Intake:
@@ -320,6 +323,51 @@ def test_dead_groups_make_room_and_too_many_end_the_run(doors: Doors, prompts: P
             intake.collector.collect(V0)
         assert intake.tally.dropped_groups["dead"] == 4
         hand.tasks(2)  # their places are taken by new prompts
+
+
+def bury(doors: Doors, message: TaskIssued, msg_id: str) -> None:
+    """Put all groups of a message among the dead letters of the reward service."""
+    letter = DeadLetter(
+        run_id=doors.run_id, stage="generated", subject="x", reason="RewardFailed", detail="500",
+        group_ids=tuple(t.group_id for t in message.tasks), num_delivered=5,
+    )  # fmt: skip
+    doors.bus.publish(subjects.dead(doors.run_id, "generated"), letter, msg_id=msg_id).wait()
+
+
+def test_a_dead_group_that_comes_after_all_is_alive_again(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """Its dead letter was sent again: it is trained under its own id, and the account takes its death back."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 4)
+        messages = hand.tasks(2)
+        bury(doors, messages[0], "d0")
+        wait_for(lambda: intake.tally.dropped_groups["dead"] == 2, "the dead letter")
+        assert len(intake.issuer.outstanding()) == 2
+        for message in messages:
+            hand.answer(message)
+        assert intake.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        entries = intake.issuer.take_state().entries
+    assert intake.tally.dropped_groups["dead"] == 0
+    assert (entries.account.totals["train"].used, entries.dropped, entries.revived) == (4, (), ())
+
+
+def test_a_letter_that_the_checkpoint_knows_is_not_read_twice(
+    doors: Doors, prompts: PromptSet, hand: Answering
+) -> None:
+    """A group that died, came back and waits at the checkpoint is waited for by the next life, not buried again."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 4)
+        messages = hand.tasks(2)
+        bury(doors, messages[0], "d0")
+        wait_for(lambda: intake.tally.dropped_groups["dead"] == 2, "the dead letter")
+        intake.issuer.take_state()  # a chapter that tells of the death
+        hand.answer(messages[0])
+        wait_for(lambda: intake.tally.groups_scored == 2, "the groups that are alive again")
+        saved = intake.issuer.take_state()
+    assert saved.entries.revived == ("e0.p0.a0", "e0.p1.a0")
+    with Intake(doors, prompts, saved=saved) as resumed:
+        hand.answer(messages[1])
+        assert resumed.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        assert resumed.issuer.take_state().entries.dropped == ()
 
 
 def test_waiting_too_long_says_for_whom(doors: Doors, prompts: PromptSet) -> None:

@@ -1,0 +1,56 @@
+"""Whatever the broker does and wherever the trainer dies: every group counts once, and the account closes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.trainer.ring_machine import RingMachine
+from trainer.account import Account
+from trainer.ledger import Ledger
+from trainer.tally import Tally
+
+NUM_EXAMPLES = int(os.environ.get("PENSTOCK_TEST_RING_EXAMPLES", "120"))
+HUNT = settings(
+    max_examples=300, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck), derandomize=True,
+)  # fmt: skip
+
+TestRing = RingMachine.TestCase
+TestRing.settings = settings(
+    max_examples=NUM_EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+class LedgerForgotten(RingMachine):
+    """A checkpoint without the ids of what was trained."""
+
+    def restore(self, document):
+        super().restore(document | {"ledger": ()})
+
+
+class PositionForgotten(RingMachine):
+    """A checkpoint whose dispatch begins anew."""
+
+    def restore(self, document):
+        account = Account(self.saved.account)
+        totals = Tally.from_document(document["totals"])
+        dispatch = document["dispatch"] | {"position": 0, "outstanding": [], "again": [], "ahead": []}
+        self.start(Ledger(document["ledger"]), account, totals, document | {"dispatch": dispatch})
+
+
+class AcknowledgedTooEarly(RingMachine):
+    """A checkpoint acknowledges all messages that are here, not those alone whose groups it covers."""
+
+    def covered(self):
+        return list(self.scored.held)
+
+
+@pytest.mark.parametrize("broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly])
+def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
+    """A trainer that forgets what its checkpoint should hold, or acknowledges before it, is caught."""
+    with pytest.raises((AssertionError, ValueError)):
+        run_state_machine_as_test(broken, settings=HUNT)
