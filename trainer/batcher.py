@@ -80,6 +80,12 @@ class Batcher:
         """Say whether a group was trained by an earlier life and is to be used again when it comes."""
         return group_id in self._returning
 
+    def lets_go(self, group_id: str) -> bool:
+        """Give up on a group of an earlier life that was to be used again; False when it is none."""
+        returns = group_id in self._returning
+        self._returning.discard(group_id)
+        return returns
+
     def is_spent(self, group_id: str) -> bool:
         """Say whether a group that arrives is here already, or was trained."""
         return group_id in self._ledger or self.holds(group_id)

@@ -82,10 +82,14 @@ class Intake:
         self._fetching.difference_update(group.group_id for group in offered)
 
     def unreadable(self, sequence: int, wanted: Iterable[ScoredGroup]) -> None:
-        """Drop groups whose pack cannot be read; their message ends among the dead letters."""
+        """Drop groups whose pack cannot be read; their message ends among the dead letters.
+
+        One that an earlier life had trained, and that was to be used again, was closed then: it is only not used again.
+        """
         del self._unsettled[sequence]
         self._fetching.difference_update(scored.generated.group_id for scored in wanted)
-        self._close([_drop(scored, DropReason.UNREADABLE) for scored in wanted])
+        new = [scored for scored in wanted if not self._batcher.lets_go(scored.generated.group_id)]
+        self._close([_drop(scored, DropReason.UNREADABLE) for scored in new])
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``; empty when it is not full yet. What is too old is dropped."""

@@ -54,3 +54,16 @@ def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
     """A trainer that forgets what its checkpoint should hold, or acknowledges before it, is caught."""
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(broken, settings=HUNT)
+
+
+def test_a_group_for_another_use_whose_pack_is_gone_stays_trained() -> None:
+    """After a crash it comes back and cannot be read: it is not used again, and not dropped, for it was trained."""
+    machine = RingMachine()
+    machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
+    machine.flow()
+    machine.checkpoint()
+    machine.crash()
+    machine.receive(0)
+    machine.fetched(0, readable=False)
+    totals = machine.issuer.take_state().entries.account.totals["train"]
+    assert (totals.used, totals.dropped) == (1, {})
