@@ -1,6 +1,7 @@
 """Fold the chapters of a run into what became of every group, and name every group that breaks the account; pure.
 
 Issued once, then closed once: trained (or, held-out, evaluated) or dropped with a reason; until then in flight.
+Only a dead letter that is sent again opens a group once more.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class RecordFold:
                 if group_id in self.books[split].issued:
                     self._breach("issued twice", group_id, where)
                 self.books[split].issued.add(group_id)
+        self._revive(chapter)
         for life in chapter.lives:
             self._version = life.version
         for step in chapter.steps:
@@ -97,6 +99,13 @@ class RecordFold:
             book.dropped[drop.group_id] = drop.reason
             book.dropped_tokens[drop.reason] += drop.num_tokens
         self._compare(chapter, where)
+
+    def _revive(self, chapter: LineageChapter) -> None:
+        """Open groups again whose dead letters were sent again."""
+        dropped = self.books["train"].dropped
+        for group_id in chapter.revived:
+            if dropped.pop(group_id, "") != "dead":
+                self._breach("revived but not dead", group_id, f"chapter {chapter.number}")
 
     def _fold_step(self, step: RecordedStep) -> None:
         last = self.steps[-1] if self.steps else None

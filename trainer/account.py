@@ -13,6 +13,7 @@ from typing import get_args
 from protocol.facts import Split
 from protocol.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
 from trainer.batcher import Drop
+from trainer.drops import DropReason
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 

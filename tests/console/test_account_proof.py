@@ -114,6 +114,23 @@ def test_nothing_committed_is_no_breach():
     assert "nothing is committed yet" in proof.notes[0]
 
 
+def test_a_dead_group_that_was_sent_again_may_be_trained():
+    """A chapter that revives it takes its death back; without that it is trained and also a dead letter."""
+    totals = SplitTotals(issued=4, used=3, used_tokens=3 * TOKENS, in_flight=1)
+    third = LineageChapter(
+        run_id="r", epoch=1, weights_digest="a" * 64, number=3, parent=PACK, step=3, version=3, steps=(step(3, C),),
+        revived=(C,),
+        account=AccountState(totals={"train": totals, "eval": SplitTotals(issued=1, used=1, used_tokens=3)},
+                             in_flight={"train": (D,)}),
+    )  # fmt: skip
+    seen = replace(evidence(), chapters=[*chapters(), third])
+    assert prove(seen).closes, prove(seen).breaches
+    untold = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": ()})])
+    assert ("trained and also a dead letter", C) in breaches(prove(untold))
+    alive = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": (B, C)})])
+    assert ("revived but not dead", B) in breaches(prove(alive))
+
+
 def changed(**second: object) -> Evidence:
     first, last = chapters()
     return replace(evidence(), chapters=[first, last.model_copy(update=second)])
