@@ -239,7 +239,8 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
         dispatch.resume(resumed.dispatch)
     recorder.rewind(resumed.metrics_bytes if resumed else 0)
     activity = Activity()
-    issuer = Issuer(doors, dispatch, tally, account, *((resumed.unsent, resumed.letters_read) if resumed else ()))
+    unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
+    issuer = Issuer(doors, dispatch, tally, account, unsent, letters_read)
     batcher = Batcher(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
@@ -258,7 +259,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
             issued=issuer,
             deadline_s=settings.trainer.collect_deadline_s,
             max_dead=rollout.max_outstanding,
-            letters_read=resumed.letters_read if resumed else 0,
+            letters_read=letters_read,
         ),
         publisher=Publisher(
             doors,
