@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Group, Parameter
+from cyclopts import App, Parameter
 
-from console import launch
+from console import dead_letter_verbs, launch
+from console.verb_parts import LOOK as _LOOK
+from console.verb_parts import SERVE as _SERVE
+from console.verb_parts import START as _START
+from console.verb_parts import TRAIN as _TRAIN
+from console.verb_parts import Flag, Raw
 from protocol.errors import PenstockError
 
-Raw = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
-Flag = Annotated[bool, Parameter(negative=())]
 _REWARD_URL = "http://127.0.0.1:8700"
-_START = Group("Start here", sort_key=0)
-_TRAIN = Group("Train", sort_key=1)
-_SERVE = Group("Services", sort_key=2)
-_LOOK = Group("Look at it", sort_key=3)
 
 app = App(
     name="penstock",
@@ -44,7 +43,7 @@ runs = App(name="runs", help="List runs and print their reports.", help_format="
 weights = App(
     name="weights", help="List the versions of a run, write one to disk.", help_format="plaintext", group=_LOOK
 )
-for part in (config, data, reward, runs, weights):
+for part in (config, data, reward, runs, weights, dead_letter_verbs.app):
     app.command(part)
 app["--help"].show = False  # the text above says it
 

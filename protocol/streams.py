@@ -176,6 +176,7 @@ def buckets(run_id: str) -> tuple[BucketSpec, ...]:
 HEAD_KEY = "head"  # `Head`
 FLOOR_KEY = "floor"  # `RetirementFloor`
 LEASE_KEY = "lease"  # `Lease`
+RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
 CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/lineage.py
 HEARTBEAT_PERIOD_S = 1.0
 LEASE_RENEWAL_S = 3.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import nats.errors
@@ -25,6 +26,7 @@ class StoredMessage:
     sequence: int
     subject: str
     data: bytes
+    at: datetime  # when the server stored it, UTC
 
 
 async def direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
@@ -71,4 +73,5 @@ async def read_stream(connection: Connection, stream: str) -> list[StoredMessage
             return found
         for msg in batch:
             headers = msg.headers or {}
-            found.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data))
+            at = datetime.fromisoformat(headers["Nats-Time-Stamp"])
+            found.append(StoredMessage(int(headers["Nats-Sequence"]), headers["Nats-Subject"], msg.data, at))

@@ -24,6 +24,7 @@ VERBS = (
     "runs",
     "replay",
     "lineage",
+    "dead-letters",
     "watch",
     "chat",
     "version",

@@ -1,0 +1,15 @@
+"""What the files of verbs share: how raw words and switches are typed, and the groups of the help text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+Raw = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+Flag = Annotated[bool, Parameter(negative=())]
+
+START = Group("Start here", sort_key=0)
+TRAIN = Group("Train", sort_key=1)
+SERVE = Group("Services", sort_key=2)
+LOOK = Group("Look at it", sort_key=3)
