@@ -114,7 +114,6 @@ def passage(record: StoredRecord, group_id: str) -> Passage:
             "e<epoch>.p<prompt>.a<attempt>, held-out ones eval.v<version>.p<prompt>"
         )
     uses = record.uses_of(group_id)
-    drops = [drop.reason for chapter in record.told for drop in chapter.dropped if drop.group_id == group_id]
     return Passage(
         run_id=record.run_id,
         group_id=group_id,
@@ -124,9 +123,21 @@ def passage(record: StoredRecord, group_id: str) -> Passage:
             for u in uses
         ],
         trained=_member(uses[0].group, uses[0].step.packs) if uses else None,
-        dropped=drops[0] if drops else None,
+        dropped=_drop(record, group_id),
         evaluated=any(e.group_id == group_id for chapter in record.told for e in chapter.evaluated),
     )
+
+
+def _drop(record: StoredRecord, group_id: str) -> str | None:
+    """Return why a group was dropped; None when it was not, or when its dead letter was sent again since."""
+    reason: str | None = None
+    for chapter in record.told:
+        if group_id in chapter.revived:
+            reason = None
+        for drop in chapter.dropped:
+            if drop.group_id == group_id:
+                reason = drop.reason
+    return reason
 
 
 def _chain(record: StoredRecord, version: int) -> tuple[list[Link], list[RecordedStep]]:
