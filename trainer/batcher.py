@@ -81,10 +81,9 @@ class Batcher:
         return group_id in self._returning
 
     def lets_go(self, group_id: str) -> bool:
-        """Give up on a group of an earlier life that was to be used again; False when it is none."""
-        returns = group_id in self._returning
+        """Give up on using a trained group again, which cannot be read; False when it was not trained."""
         self._returning.discard(group_id)
-        return returns
+        return group_id in self._ledger
 
     def is_spent(self, group_id: str) -> bool:
         """Say whether a group that arrives is here already, or was trained."""

@@ -144,8 +144,7 @@ class Collector:
     def close(self) -> None:
         """Say that the last batch was trained: groups that are kept, to be used again, wait for the checkpoint alone."""
         with self._changed:
-            self._batcher.close()
-            self._settle(self._batcher.retired())
+            self._intake.close()
 
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""

@@ -106,6 +106,11 @@ class Intake:
         self._batcher.settle()
         self._settle([group_id for group_id in group_ids if not self._batcher.holds(group_id)])
 
+    def close(self) -> None:
+        """Say that the last batch was trained: groups that are kept, to be used again, are settled."""
+        self._batcher.close()
+        self._settle(self._batcher.retired())
+
     def settled(self) -> list[int]:
         """Return the messages that a checkpoint now will cover."""
         return [sequence for sequence, left in self._unsettled.items() if not left]
