@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: quickstart test test-sglang sglang-env check setup clean bench-quickstart bench-staleness
+.PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: bench-patches fuzz-patches bench-sandbox bench-reward test-faults
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
@@ -17,6 +17,11 @@ test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 
 test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes (minutes)
 	PENSTOCK_TEST_RING_EXAMPLES=5000 $(BIN)/python -m pytest --timeout 3600 tests/trainer/test_exactly_once.py
+
+chaos: $(STAMP)  ## kill everything at any moment, three seeds; audit and replay; and the control that must fail (half an hour)
+	$(BIN)/python -m pytest -m chaos --timeout 900
+	$(BIN)/python -m benchmarks.chaos
+	$(BIN)/python -m benchmarks.chaos --without-ids --seeds 0 --steps 20 --kills 7 --points 4
 
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## the engine contract against a real SGLang server, on the CPU
 	PENSTOCK_TEST_SGLANG=1 PENSTOCK_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \

@@ -127,6 +127,8 @@ def assert_whole(scene: Scene, run_id: str) -> None:
     assert not any(held_out.in_flight.values())
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, lives: list[Life]) -> None:
     """One life dies at each point; the account closes after every one, and at the end each group counts once.
 

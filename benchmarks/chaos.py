@@ -1,0 +1,303 @@
+"""Kill everything at random moments, for a whole run, and prove that nothing was lost and nothing counted twice.
+
+    make chaos                                          # every crash point in turn, then seeds 0, 1, 2 and the control
+    python -m benchmarks.chaos --seeds 0 --kills 30 --steps 60
+    python -m benchmarks.chaos --without-ids            # the control: the same audit must fail
+
+One run of the quickstart's ring on its tiny model, its rewards from an HTTP endpoint in a process of its own. By
+SIGKILL die trainer, both workers, reward service, endpoint, nats-server and S3 server, at moments that the seed
+chooses (`chaos_plan.py`); besides, the trainer kills itself at each of its crash points. The ring's own
+supervisor starts them again. At the end
+
+1. the audit closes: every group issued was trained once, dropped once with a reason, or is in flight;
+2. exactly ``steps x groups_per_step`` groups are trained, none is in flight and none is nowhere;
+3. a replay of the record without any fault, from the initial model, makes every version again, hash for hash;
+4. the exported model has the weights that the record says the last step made.
+
+The control takes the ids of trained groups out of the newest checkpoint before each of the trainer's lives. Then
+redelivered groups are trained again, and the same audit must say so. Exits with 1 when anything of this fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from benchmarks.chaos_plan import PlannedKill, plan_kills, plan_points
+from benchmarks.chaos_report import Kill, Outcome, late_ones, measure, notice_silence, show
+from benchmarks.chaos_watch import Observer, Seen
+from console.account_proof import Proof, prove
+from console.evidence import gather
+from console.panel import LivePanel
+from deploy import quickstart_task
+from deploy.child import DeployError, wait_until
+from deploy.ring import REWARD, TRAINER, Ring, endpoint_name, worker_name
+from deploy.servers import NatsServer, S3Server
+from deploy.supervise import ProcessEvent, RestartRule
+from protocol import logs
+from protocol.checkpoint_state import STATE_FILE, committed
+from protocol.lineage import LineageChapter, chapters
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from trainer.chronicle import snapshot_digest
+from trainer.crash_points import CrashPoint
+
+REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
+VICTIMS = (
+    TRAINER, worker_name(0), worker_name(1), REWARD, endpoint_name(REWARD_FILE), NatsServer.name, S3Server.name,
+)  # fmt: skip
+GROUPS_PER_STEP = 24
+_EVAL_PROMPTS = 24
+_ALIVE_DEADLINE_S = 60.0
+# The trainer dies so often on purpose that the ring's own rule would give it up.
+_RULE = RestartRule(max_deaths=20)
+
+_RUN_FILE = """\
+run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
+model = {{ path = "{folder}/model" }}
+reward = {{ name = "chaos_reward" }}
+eval = {{ every = {eval_every}, at_start = false }}
+
+[data]
+train = "{folder}/data/train.jsonl"
+eval = "{folder}/data/eval.jsonl"
+max_prompt_tokens = 32
+
+[rollout]
+groups_per_step = {groups_per_step}
+group_size = 8
+groups_per_message = 6
+max_staleness = 2
+max_new_tokens = {max_new_tokens}
+
+[trainer]
+steps = {steps}
+lr = 5e-4
+checkpoint_every = 2
+"""
+
+
+class ChaosRun:
+    """One run under fire; the ring asks it what the trainer's next life shall do."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int,
+        steps: int,
+        kills: int,
+        points: int,
+        without_ids: bool = False,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Make model, data and run file in ``folder``, and the plan."""
+        self.overrides = list(overrides)
+        self.folder, self.seed, self.steps, self.without_ids = folder, seed, steps, without_ids
+        self.run_id = f"chaos-{seed}"
+        self.planned = plan_kills(seed, VICTIMS, num_kills=kills, steps=steps)
+        self.points = [(CrashPoint.COMMITTED, 1)] * points if without_ids else plan_points(seed, points)
+        self.kills: list[Kill] = []
+        self.seen = Seen()
+        self._armed: tuple[CrashPoint, int] | None = None
+        self._shot = False  # whether this life of the trainer was killed by us
+        quickstart_task.write_data(
+            folder / "data", seed=seed, num_sft=1, num_train=4 * steps * GROUPS_PER_STEP, num_eval=_EVAL_PROMPTS
+        )
+        quickstart_task.write_model(folder / "model", seed=seed)
+        self.run_file = folder / "run.toml"
+        self.run_file.write_text(
+            _RUN_FILE.format(
+                run_id=self.run_id, folder=folder, seed=seed, steps=steps, groups_per_step=GROUPS_PER_STEP,
+                max_new_tokens=quickstart_task.MAX_NEW_TOKENS, eval_every=max(1, steps // 3),
+            )
+        )  # fmt: skip
+
+    def go(self, deadline_s: float) -> Outcome:
+        """Run to the end under fire and look at what came of it."""
+        outcome = Outcome(self.seed, self.steps)
+        ring = Ring(
+            [str(self.run_file), *self.overrides],
+            reward_files=[REWARD_FILE],
+            rule=_RULE,
+            trainer_overrides=self._overrides_of_life,
+        )
+        with ring:
+            ring.start_services()
+            with Bus.connect(ring.nats, name="chaos") as bus, Observer(self.run_id, bus) as observer:
+                self.seen = observer.seen
+                with LivePanel(self.run_id, bus, total_steps=self.steps, mode="quiet") as panel:
+                    ring.tell(self._on_event)
+                    ring.start_trainer()
+                    code = self._shoot(ring, deadline_s)
+                if code:
+                    raise DeployError(f"the trainer ended with exit code {code}:\n{ring.log_tail(TRAINER)}")
+                blobs = Blobs(ring.s3)
+                proof = prove(gather(self.run_id, bus, blobs, ring.folder / "checkpoints", reads_packs=True))
+                state = committed(ring.folder / "checkpoints")[-1][1]
+                told = list(chapters(state.record, blobs.get))
+            events, incidents = ring.events, panel.snapshot().incidents
+        outcome.wall_s, outcome.cpu_s = ring.usage.wall_s, ring.usage.cpu_s
+        outcome.kills = self.kills
+        outcome.account = proof.to_document()
+        outcome.issued_again = _num_issued_again(told)
+        outcome.came_again = self.seen.came_again
+        measure(self.kills, events, self.seen)
+        notice_silence(self.kills, [(i.at, i.text) for i in incidents if i.kind == "lost"])
+        outcome.late = late_ones(self.kills)
+        if self.without_ids:
+            outcome.failures = _control_failures(proof)
+        else:
+            outcome.replay = self._replay()
+            outcome.failures = _failures(self, outcome, proof)
+            made = snapshot_digest(load_file(ring.folder / "model" / "model.safetensors"))
+            if made != state.weights_digest:
+                outcome.failures.append(
+                    f"the exported model is {made[:16]}…, the record says {state.weights_digest[:16]}…"
+                )
+        return outcome
+
+    def _shoot(self, ring: Ring, deadline_s: float) -> int:
+        """Kill as planned until the trainer ends; returns its exit code. Raises DeployError at the deadline."""
+        give_up = time.monotonic() + deadline_s
+        for planned in self.planned:
+            while self.seen.newest_step < planned.step:
+                code = ring.wait(0.02)
+                if code is not None:
+                    return code
+                if time.monotonic() > give_up:
+                    raise DeployError(
+                        f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{ring.log_tail(TRAINER)}"
+                    )
+            time.sleep(planned.delay_s)
+            self._kill(ring, planned)
+        code = ring.wait(max(1.0, give_up - time.monotonic()))
+        if code is None:
+            raise DeployError(f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{ring.log_tail(TRAINER)}")
+        return code
+
+    def _kill(self, ring: Ring, planned: PlannedKill) -> None:
+        views = {view.name: view for view in ring.processes()}
+        if not views[planned.victim].alive and not wait_until(
+            lambda: {v.name: v.alive for v in ring.processes()}[planned.victim], _ALIVE_DEADLINE_S
+        ):
+            raise DeployError(f"{planned.victim} was not started again within {_ALIVE_DEADLINE_S:.0f} s")
+        if planned.victim == TRAINER:
+            self._shot = True
+        self.kills.append(Kill(planned.victim, "random", time.time(), self.seen.newest_step))
+        ring.kill(planned.victim)
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        """Write down the trainer's death at a crash point (on the supervisor's thread)."""
+        if event.name == TRAINER and event.kind == "died":
+            if not self._shot and self._armed is not None:
+                self.kills.append(Kill(TRAINER, str(self._armed[0]), event.at, self.seen.newest_step))
+                self.points.pop(0)
+            self._shot = False
+
+    def _overrides_of_life(self, life: int) -> Sequence[str]:
+        """Arm the next crash point that has not killed yet; in the control, take the ids out first."""
+        if life and self.without_ids:
+            take_ids_out(self.folder / "runs" / self.run_id / "checkpoints")
+        self._armed = self.points[0] if self.points else None
+        return [f"trainer.kill_at={self._armed[0]}:{self._armed[1]}"] if self._armed else []
+
+    def _replay(self) -> dict[str, Any]:
+        """Train the run again from what is stored, without a fault, beside nothing but its servers."""
+        done = subprocess.run(
+            [sys.executable, "-m", "console.main", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
+            capture_output=True, text=True, timeout=1800, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        if not done.stdout.strip():
+            raise DeployError(f"the replay ended with exit code {done.returncode}:\n{done.stderr[-4000:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+def take_ids_out(checkpoints: Path) -> None:
+    """Make the newest checkpoint one without a ledger: its groups are out again, as far as it knows."""
+    found = committed(checkpoints)
+    if not found:
+        return
+    path = found[-1][0] / STATE_FILE
+    state = json.loads(path.read_text())
+    newest = state["ledger"][-1:]
+    ids = [group_id for _, row in newest for group_id in row]
+    state["ledger"] = []
+    state["dispatch"]["outstanding"] += ids
+    state["account"]["in_flight"]["train"] += ids
+    path.write_text(json.dumps(state))
+
+
+def _num_issued_again(told: Sequence[LineageChapter]) -> int:
+    ids = [group_id for chapter in told for group_id in chapter.issued.get("train", ())]
+    return sum(not group_id.endswith(".a0") for group_id in ids)
+
+
+def _failures(run: ChaosRun, outcome: Outcome, proof: Proof) -> list[str]:
+    failures = [f"{breach.kind}: {breach.group_id} {breach.detail}" for breach in proof.breaches]
+    if not proof.closes:
+        failures.append("the account does not close")
+    train = proof.splits[0]
+    if train.used != run.steps * GROUPS_PER_STEP:
+        failures.append(f"{train.used} groups trained, expected {run.steps * GROUPS_PER_STEP}")
+    if any(number for line in proof.splits for number in line.in_flight.values()):
+        failures.append(f"still in flight: {[line.in_flight for line in proof.splits]}")
+    if run.points:
+        failures.append(f"never killed at {', '.join(point for point, _ in run.points)}")
+    if sum(kill.cause == "random" for kill in outcome.kills) != len(run.planned):
+        failures.append("the run was over before all kills")
+    if not outcome.replay["holds"]:
+        failures.append(f"the replay differs: {outcome.replay['difference']}, {outcome.replay['findings']}")
+    return failures
+
+
+def _control_failures(proof: Proof) -> list[str]:
+    """The control holds when the audit names groups that were trained twice."""
+    kinds = Counter(breach.kind for breach in proof.breaches)
+    return [] if kinds["trained twice"] else [f"without ids nothing was trained twice, by the audit: {dict(kinds)}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kills", type=int, default=35, help="at random moments, over all victims")
+    parser.add_argument("--points", type=int, default=len(CrashPoint), help="crash points of the trainer besides")
+    parser.add_argument("--without-ids", action="store_true", help="the control: the audit must fail")
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time for one run")
+    parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
+    options = parser.parse_args()
+    logs.configure("chaos", level="error")
+    outcomes = []
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+            folder = (options.keep or Path(scratch)).absolute() / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            run = ChaosRun(
+                folder, seed=seed, steps=options.steps, kills=options.kills, points=options.points,
+                without_ids=options.without_ids,
+            )  # fmt: skip
+            outcome = run.go(options.deadline_s)
+        print(show(outcome), flush=True)
+        outcomes.append(outcome)
+        if options.json:
+            options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+    return 1 if any(outcome.failures or outcome.late for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

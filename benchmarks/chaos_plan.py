@@ -1,0 +1,53 @@
+"""Whom the chaos run kills, and when; pure, and the same for the same seed.
+
+A kill is due when the run has reached a step, after a further delay of its own. Several may be due at the
+same step: then one service dies while another is still coming back. Between them the trainer kills itself
+at each of its crash points in turn (`trainer/crash_points.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.crash_points import CrashPoint
+
+LAST_STEPS = 5  # too late for a kill: the groups of these steps may all be issued and scored already
+_LONGEST_DELAY_S = 2.0
+
+# The first version a life publishes passes these before anything was trained: the second time is in the midst of it.
+_PASSED_AT_THE_START = {
+    CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED, CrashPoint.ANNOUNCED,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedKill:
+    """SIGKILL ``victim``, ``delay_s`` after the run's step ``step``."""
+
+    step: int
+    delay_s: float
+    victim: str
+
+
+def plan_kills(seed: int, victims: Sequence[str], *, num_kills: int, steps: int) -> list[PlannedKill]:
+    """Return kills in order of their steps: every victim equally often (the rest by lot), at random moments."""
+    rng = random.Random(f"kills {seed}")
+    chosen = [victim for _ in range(num_kills // len(victims)) for victim in victims]
+    chosen += rng.sample(list(victims), num_kills - len(chosen))
+    rng.shuffle(chosen)
+    moments = sorted(rng.randint(1, steps - LAST_STEPS) for _ in chosen)
+    return [
+        PlannedKill(step, rng.uniform(0.0, _LONGEST_DELAY_S), victim)
+        for step, victim in zip(moments, chosen, strict=True)
+    ]
+
+
+def plan_points(seed: int, num_points: int) -> list[tuple[CrashPoint, int]]:
+    """Return crash points in a random order, each with how often it is passed in a life until it kills."""
+    rng = random.Random(f"points {seed}")
+    points = rng.sample(list(CrashPoint), num_points)
+    first = {point: 2 if point in _PASSED_AT_THE_START else 1 for point in CrashPoint}
+    later = {point: 0 if point is CrashPoint.ANCHOR_STORED else rng.randint(0, 1) for point in CrashPoint}
+    return [(point, first[point] + later[point]) for point in points]

@@ -1,0 +1,119 @@
+"""What a chaos run came to: its kills, how long each was felt, and the tables that say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.chaos_watch import Seen
+from deploy.supervise import ProcessEvent
+
+DETECTED_WITHIN_S = 10.0
+PRODUCTIVE_WITHIN_S = 60.0
+
+
+@dataclass(slots=True)
+class Kill:
+    """One SIGKILL and what followed; times in seconds, None where there is nothing to measure."""
+
+    victim: str
+    cause: str  # "random", or the trainer's crash point
+    at: float  # Unix time; of a crash point: when the supervisor noticed
+    step: int  # of the run, then
+    detected_s: float | None = None  # until the supervisor said so
+    silence_noticed_s: float | None = None  # until the watchers of heartbeats said so, where it took that long
+    restarted_s: float | None = None  # until the next life was started
+    productive_s: float | None = None  # from there until it did its work again; None: the run was over first
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one run came to."""
+
+    seed: int
+    steps: int
+    kills: list[Kill] = field(default_factory=list)
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    issued_again: int = 0  # groups with a second attempt
+    came_again: int = 0  # groups redelivered to a worker after their holder died
+    account: dict[str, Any] = field(default_factory=dict)
+    replay: dict[str, Any] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)  # what does not hold
+    late: list[str] = field(default_factory=list)  # what held, too slowly
+
+    def by_victim(self) -> Counter[str]:
+        """Return the number of kills of each victim, crash points apart."""
+        return Counter(kill.victim if kill.cause == "random" else "trainer, at a point" for kill in self.kills)
+
+
+def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -> None:
+    """Note when each death was noticed, mended and made good, from the supervisor's events and the run's own."""
+    for kill in kills:
+        later = [event for event in events if event.name == kill.victim and event.at >= kill.at]
+        died = next((event.at for event in later if event.kind == "died"), None)
+        restarted = next((event.at for event in later if event.kind == "restarted"), None)
+        if died is not None and kill.cause == "random":
+            kill.detected_s = round(died - kill.at, 3)
+        if restarted is not None:
+            kill.restarted_s = round(restarted - kill.at, 3)
+            productive = seen.productive_at(kill.victim, restarted)
+            kill.productive_s = None if productive is None else round(productive - restarted, 2)
+
+
+def notice_silence(kills: Sequence[Kill], lost: Sequence[tuple[float, str]]) -> None:
+    """Note when those who watch the heartbeats saw that a service is gone: the first such word after its kill."""
+    for at, text in lost:
+        before = [kill for kill in kills if text.startswith(f"{kill.victim} ") and kill.at < at]
+        if before and before[-1].silence_noticed_s is None:
+            before[-1].silence_noticed_s = round(at - before[-1].at, 2)
+
+
+def late_ones(kills: Sequence[Kill]) -> list[str]:
+    """Return what was noticed or made good too late."""
+    noticed = max((kill.detected_s for kill in kills if kill.detected_s is not None), default=0.0)
+    productive = max((kill.productive_s for kill in kills if kill.productive_s is not None), default=0.0)
+    late = []
+    if noticed >= DETECTED_WITHIN_S:
+        late.append(f"a dead peer was noticed only after {noticed:.1f} s")
+    if productive >= PRODUCTIVE_WITHIN_S:
+        late.append(f"a victim was productive only {productive:.1f} s after its restart")
+    return late
+
+
+def show(outcome: Outcome) -> str:
+    """Return one run as rows of Markdown tables."""
+    rows = [
+        "| victim | kills | noticed s | heartbeats missed s | restarted s | productive s (median, max) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for victim, count in sorted(outcome.by_victim().items()):
+        mine = [k for k in outcome.kills if victim == (k.victim if k.cause == "random" else "trainer, at a point")]
+        rows.append(
+            f"| {victim} | {count} | {_worst(k.detected_s for k in mine)} | {_worst(k.silence_noticed_s for k in mine)} "
+            f"| {_worst(k.restarted_s for k in mine)} | {_median(k.productive_s for k in mine)}, "
+            f"{_worst(k.productive_s for k in mine)} |"
+        )
+    train = outcome.account["splits"][0]
+    dropped = ", ".join(f"{n} {reason}" for reason, n in train["dropped"].items()) or "none"
+    rows += [
+        "",
+        f"seed {outcome.seed}: {outcome.steps} steps, {len(outcome.kills)} kills, {outcome.wall_s:.0f} s of wall time, "
+        f"{outcome.cpu_s:.0f} CPU s; {train['issued']} groups issued, {train['used']} trained, dropped: {dropped}, "
+        f"dead letters {train['dead']}; {outcome.issued_again} issued again, {outcome.came_again} came again to a worker; "
+        f"replay: {len(outcome.replay.get('same', []))} versions the same",
+        "; ".join(["FAILS", *outcome.failures[:5]] if outcome.failures else ["holds", *outcome.late]),
+    ]
+    return "\n".join(rows)
+
+
+def _worst(values: Iterable[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    return f"{max(found):.2f}" if found else "–"
+
+
+def _median(values: Iterable[float | None]) -> str:
+    found = sorted(value for value in values if value is not None)
+    return f"{found[len(found) // 2]:.2f}" if found else "–"
