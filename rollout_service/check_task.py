@@ -66,7 +66,8 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, limits: ModelLi
     """Raise TaskRefused for a prompt that a model of these limits cannot take; some engines die of one."""
     if not prompt_ids:
         raise TaskRefused("empty_prompt", "a prompt without a token cannot be continued")
-    highest, lowest = max(prompt_ids), min(prompt_ids)
+    known = (*prompt_ids, *sampling.stop_token_ids)
+    highest, lowest = max(known), min(known)
     if lowest < 0 or (limits.vocab_size is not None and highest >= limits.vocab_size):
         raise TaskRefused(
             "token_out_of_range",

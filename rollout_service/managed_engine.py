@@ -25,7 +25,7 @@ MAX_RESTARTS = 8  # more than one poisonous pack can cause before it goes to the
 RESTART_WINDOW_S = 600.0
 FIRST_BACK_OFF_S = 1.0  # before the second restart within the window; doubles with each
 _LONGEST_BACK_OFF_S = 30.0
-_LOOK_S = 2.0
+LOOK_S = 2.0
 
 
 class ManagedEngine:
@@ -146,7 +146,7 @@ class ManagedEngine:
         ending = asyncio.create_task(process.wait())
         try:
             while not ending.done():
-                await asyncio.wait({ending}, timeout=_LOOK_S)
+                await asyncio.wait({ending}, timeout=LOOK_S)
                 if self.ready.is_set() and not ending.done():
                     await self._look()
             return ending.result()

@@ -348,6 +348,57 @@ def test_flush_is_refused_while_a_request_runs(engine: EngineUnderTest) -> None:
     wait_for(lambda: httpx.post(f"{engine.url}/flush_cache").status_code == 200, "the engine to be idle")
 
 
+def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """Paused in place with requests that hold the cache, an update that is to flush it answers success false.
+
+    SGLang has swapped the weights by then, and names the new version for every token, but the old one in its
+    model_info: the two disagree, which is how the worker sees it.
+    """
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    with engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=LONG) as stream:
+        engine.post("/pause_generation", {"mode": "in_place"})
+        assert engine.update(folder, "1", expect=400, flush_cache=True)["success"] is False
+        assert engine.version == "0"
+        engine.post("/continue_generation")
+        stream.wait_for_tokens(200)
+        engine.post("/abort_request", {"rid": "7" * 32})
+        reply = stream.result()
+    versions = [span["version"] for span in reply["meta_info"]["weight_versions"]]
+    assert versions == (["0"] if engine.kind == "embedded" else ["0", "1"])
+
+
+def test_the_checksum_follows_the_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """Equal weights have equal checksums, whatever they are called; other weights have another."""
+    folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
+    first = engine.post("/weights_checker", {"action": "checksum"})
+    assert first["success"]
+    engine.update(folder, "1")
+    other = engine.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"]
+    engine.update(engine.model, "2")
+    assert (
+        engine.post("/weights_checker", {"action": "checksum"})["per_engine_checksum"] == first["per_engine_checksum"]
+    )
+    assert other != first["per_engine_checksum"]
+
+
+def test_the_clients_neutral_parameters_change_nothing(engine: EngineUnderTest, dense: Dense) -> None:
+    """What the worker says of min_p and penalties leaves the distribution as it is."""
+    neutral = {
+        "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+        "min_new_tokens": 0, "top_p": 1.0, "top_k": -1,
+    }  # fmt: skip
+    for reply in engine.generate([PROMPT] * 4, max_new_tokens=40, **neutral):
+        expected = dense.of_completion(PROMPT, reply["output_ids"])
+        assert logprobs_of(reply) == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_stop_token_beyond_the_vocabulary_does_no_harm(engine: EngineUnderTest) -> None:
+    """It can never be sampled: the embedded engine refuses it, SGLang takes it, and both serve the next request."""
+    expect = 400 if engine.kind == "embedded" else 200
+    engine.generate(PROMPT, expect=expect, max_new_tokens=6, stop_token_ids=[10**6])
+    assert len(engine.generate(PROMPT, max_new_tokens=2, ignore_eos=True)["output_ids"]) == 2
+
+
 def test_a_client_that_leaves_ends_its_request(engine: EngineUnderTest) -> None:
     """Nobody pays for tokens that nobody reads."""
     with engine.streaming(PROMPT, rid="6" * 32, max_new_tokens=LONG):

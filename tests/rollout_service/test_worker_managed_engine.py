@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from protocol.facts import Sampling
 from protocol.versions import PolicyVersion
 from rollout_service import managed_engine
 from rollout_service.engine_process import LaunchCommand
-from rollout_service.errors import EngineKeepsDying, EngineUnreachable
+from rollout_service.errors import EngineDistrusted, EngineKeepsDying, EngineUnreachable, WeightsUnusable
 from rollout_service.managed_engine import ManagedEngine
 
 V0, V1, V2 = map(PolicyVersion, range(3))
@@ -122,6 +123,44 @@ async def test_an_engine_that_does_not_confirm_a_version_is_restarted_with_it(tm
         await asyncio.wait_for(engine.load(unloadable, V2), 30)
         assert child_of(engine) != first
         assert engine.version == await engine.client.served_version() == V2
+
+
+async def test_a_version_that_no_engine_starts_from_is_given_up(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither loaded nor started from: the version before is served again, and the next one is followed."""
+    monkeypatch.setattr(managed_engine, "FIRST_BACK_OFF_S", 0.001)
+
+    def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
+        if folder.name == "bad":
+            return [sys.executable, "-c", "print('SafetensorError: invalid header'); raise SystemExit(1)"]
+        return faulty_engine_command(folder, version, port_file)
+
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    engine = build(command, tmp_path)
+    async with running(engine, model):
+        with pytest.raises(WeightsUnusable, match="neither took version 1 nor started from it"):
+            await asyncio.wait_for(engine.load(bad, V1), 30)
+        assert engine.version == await engine.client.served_version() == V0
+        await engine.load(model, V2)
+        assert engine.version == await engine.client.served_version() == V2
+        assert engine.applied == {V0, V2}
+
+
+async def test_an_engine_that_serves_what_it_was_not_given_is_replaced(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A look now and then finds it; its client refuses everything from then on."""
+    monkeypatch.setattr(managed_engine, "LOOK_S", 0.05)
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        first = engine.client
+        await first.load_weights(model, V2)  # as an outsider would
+        await until(lambda: engine.client is not first and engine.ready.is_set(), "another engine")
+        assert engine.version == await engine.client.served_version() == V0
+        with pytest.raises(EngineDistrusted, match=r"given version 0 but serves 2|the engine died"):
+            await first.generate([[5]], Sampling(max_new_tokens=1), 1)
 
 
 async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: Path):

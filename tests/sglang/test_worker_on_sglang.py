@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deploy.child import Child
@@ -54,13 +56,20 @@ def check_every_token(groups: Sequence[Group], folder: Path) -> set[int]:
     return set(dense)
 
 
-def wait_until_it_generates(ring_end: RingEnd) -> None:
+def wait_until_it_generates(worker: Child) -> None:
     """Wait until the server itself says that it has running requests."""
-    wait_for(
-        lambda: (beat := ring_end.heartbeat("w0")) is not None and beat.figures.get("engine_running", 0) > 0,
-        "the server to generate",
-        START_S,
-    )
+    urls: list[str] = []
+
+    def ready() -> bool:
+        urls[:] = re.findall(r'"url": "([^"]+)".*"engine is ready"', worker.log.read_text())
+        return bool(urls)
+
+    def generates() -> bool:
+        [load] = httpx.get(f"{urls[-1]}/v1/loads", timeout=60).json()["loads"]
+        return load["num_running_reqs"] > 0
+
+    wait_for(ready, "the server to be ready", START_S)
+    wait_for(generates, "the server to generate", START_S)
 
 
 def server_of(worker: Child) -> int:
@@ -85,13 +94,13 @@ def test_updates_under_long_generations_lose_and_mislabel_nothing(
 ):
     """Three versions pass while packs generate: every group arrives whole, every token is of the version it names."""
     ring_end.publish(0)
-    sglang_worker()
+    worker = sglang_worker()
     wanted = []
     for number in range(6):
         ids = [f"g{number}-{index}" for index in range(6)]
         ring_end.issue(f"pack-{number}", long_tasks(ids))
         wanted += ids
-    wait_until_it_generates(ring_end)
+    wait_until_it_generates(worker)
     for version in (1, 2):
         ring_end.publish(version)
         ring_end.wait_applied("w0", version, START_S)
@@ -103,7 +112,10 @@ def test_updates_under_long_generations_lose_and_mislabel_nothing(
     beat = ring_end.heartbeat("w0")
     assert beat is not None
     assert beat.figures["packs_given_back"] == 0
-    assert beat.figures["engine_generated_tokens"] > 0
+    wait_for(
+        lambda: (beat := ring_end.heartbeat("w0")) and beat.figures.get("engine_generated_tokens", 0) > 0,
+        "the server's own figures in the heartbeat",
+    )
 
 
 @pytest.mark.parametrize("victim", ["server", "scheduler"])
@@ -116,7 +128,7 @@ def test_a_server_killed_in_mid_generation_loses_no_group(
     ids = [f"g{number}" for number in range(12)]
     for number in range(3):
         ring_end.issue(f"pack-{number}", long_tasks(ids[4 * number : 4 * number + 4], size=48))
-    wait_until_it_generates(ring_end)
+    wait_until_it_generates(worker)
     first = server_of(worker)
     members = group_members(first)
     assert len(members) >= 3, "tokenizer, scheduler and detokenizer"
