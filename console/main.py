@@ -135,6 +135,16 @@ def serve(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", "serve", *arguments))
 
 
+@reward.command(name="serve-judge")
+def serve_judge(*arguments: Raw) -> None:
+    """Turn a language model into a registered reward endpoint: a judge, by score or by pairs.
+
+    Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
+    Then:     penstock reward test judge
+    """
+    launch.become(launch.module("reward_service", "serve-judge", *arguments))
+
+
 @reward.command(name="list")
 def list_rewards(*, url: str = _REWARD_URL, token_file: Path | None = None, json: Flag = False) -> int:
     """List the rewards that a running reward service offers.

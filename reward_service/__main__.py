@@ -4,6 +4,7 @@ python -m reward_service [RUN.toml ...] [section.key=value ...]
 python -m reward_service rewards
 python -m reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
 python -m reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
+python -m reward_service serve-judge JUDGE.toml [the same options]
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ def _command(arguments: Sequence[str]) -> int:
             from reward_service import serve_file  # noqa: PLC0415 the service itself never loads user files
 
             return serve_file.main(rest)
+        case ["serve-judge", *rest]:
+            from reward_service import serve_judge  # noqa: PLC0415 see above
+
+            return serve_judge.main(rest)
         case _:
             return _run_service(arguments)
 

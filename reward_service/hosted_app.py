@@ -82,6 +82,7 @@ def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
         """Say that the endpoint lives, and what it serves."""
-        return {"ok": True, "reward": reward.title, "version": reward.version, "calls": calls.num_under_way}
+        about = {"reward": reward.title, "version": reward.version, "calls": calls.num_under_way}
+        return {"ok": True, **about, "figures": dict(reward.figures)}
 
     return app

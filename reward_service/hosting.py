@@ -55,6 +55,11 @@ class Hosted(Protocol):
         """Further fields of its registration, such as ``timeout_s`` or ``batch_size``."""
         ...
 
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """What `/healthz` shows of it, such as tokens used."""
+        ...
+
     async def open(self) -> None:
         """Get ready, before it is registered; raises PenstockError."""
         ...

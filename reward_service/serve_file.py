@@ -64,6 +64,11 @@ class FileReward:
         """Whether the function takes many groups."""
         return self.reward.batched
 
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """A function has none."""
+        return {}
+
     async def open(self) -> None:
         """Call the reward's ``setup``."""
         await self.reward.open()

@@ -62,7 +62,14 @@ def test_help_names_every_verb_and_the_first_thing_to_type():
     "verb",
     [
         *(["quickstart"], ["train"], ["sft"], ["config", "show"], ["rollout"], ["data", "check"], ["up"], ["doctor"]),
-        *(["reward", "serve"], ["reward", "service"], ["reward", "list"], ["reward", "test"], ["reward", "remove"]),
+        *(
+            ["reward", "serve"],
+            ["reward", "serve-judge"],
+            ["reward", "service"],
+            ["reward", "list"],
+            ["reward", "test"],
+            ["reward", "remove"],
+        ),
         *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"], ["lineage"]),
     ],
     ids=" ".join,
