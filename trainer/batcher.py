@@ -95,6 +95,9 @@ class Batcher:
             self._returning.discard(group.group_id)
             self._kept[group.group_id] = group
             return None
+        if group.group_id in self._ledger:  # it was to be used again, and the run ended while it was fetched
+            self._retired.append(group.group_id)
+            return None
         if self._needs_signal and not differs(group.scored.rewards):
             return self._drop(group, DropReason.NO_SIGNAL)
         if self._needs_baseline and not group.scored.generated.has_baseline:

@@ -80,6 +80,7 @@ class Intake:
         offered = list(groups)
         self._close([drop for group in offered if (drop := self._batcher.offer(group)) is not None])
         self._fetching.difference_update(group.group_id for group in offered)
+        self._settle(self._batcher.retired())
 
     def unreadable(self, sequence: int, wanted: Iterable[ScoredGroup]) -> None:
         """Drop groups whose pack cannot be read; their message ends among the dead letters.

@@ -67,3 +67,16 @@ def test_a_group_for_another_use_whose_pack_is_gone_stays_trained() -> None:
     machine.fetched(0, readable=False)
     totals = machine.issuer.take_state().entries.account.totals["train"]
     assert (totals.used, totals.dropped) == (1, {})
+
+
+def test_a_group_for_another_use_that_arrives_as_the_run_ends_is_settled() -> None:
+    """It is being fetched when the last batch is done: its message waits for the checkpoint alone."""
+    machine = RingMachine()
+    machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
+    machine.flow()
+    machine.checkpoint()
+    machine.crash()
+    machine.receive(0)
+    machine.intake.close()
+    machine.fetched(0, readable=True)
+    assert len(machine.intake.settled()) == 1
