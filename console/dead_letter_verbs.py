@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from cyclopts import App
 
@@ -31,7 +32,9 @@ def list_dead_letters(run: str, *arguments: Raw, json: Flag = False) -> int:
         Print one JSON array instead of the table.
     """
     from console.dead_letters import print_list
+    from console.stored_run import reach
 
+    reach(run, arguments, os.environ, sys.argv[1:])
     return print_list(run, arguments, os.environ, as_json=json)
 
 
@@ -52,7 +55,9 @@ def show_dead_letter(run: str, number: int, *arguments: Raw, json: Flag = False)
         Print one JSON object instead of the text.
     """
     from console.dead_letters import print_one
+    from console.stored_run import reach
 
+    reach(run, arguments, os.environ, sys.argv[1:])
     return print_one(run, number, arguments, os.environ, as_json=json)
 
 

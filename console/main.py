@@ -486,6 +486,32 @@ def lineage(
     return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
 
 
+@runs.command(name="rm")
+def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = False, force: Flag = False) -> int:
+    """Remove a run: its objects, streams and buckets, and, asked separately, its folder on this machine.
+
+    It says what and how much, and asks first. What lives is not removed. An interrupted removal is repeated as it was typed.
+
+    Example:  penstock runs rm quickstart
+              penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
+    Then:     penstock runs
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    yes
+        Do not ask; the folder is kept, unless --folder is given too.
+    folder
+        Remove the folder without asking.
+    force
+        Remove it although services of it are alive.
+    """
+    from console.removal import remove_run as remove_it
+
+    return remove_it(run, arguments, os.environ, yes=yes, folder=folder, force=force)
+
+
 @app.command(group=_LOOK)
 def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) -> int:
     """Show the live panel of a run; Ctrl-C leaves the run alone.

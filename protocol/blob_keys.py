@@ -64,6 +64,11 @@ def lineage_config(run_id: str, sha256: str) -> str:
     return f"runs/{run_id}/lineage/config.{sha256[:16]}.json"
 
 
+def run_prefix(run_id: str) -> str:
+    """Return the prefix below which everything of a run lies."""
+    return f"runs/{run_id}/"
+
+
 def groups_prefix(run_id: str) -> str:
     """Return the prefix below which all packs of groups lie."""
     return f"runs/{run_id}/groups/"
