@@ -1,5 +1,8 @@
 """The door to the object store, and the only file that imports minio.
 
+Whole small objects, which is what travels between the services, take a shorter way (`short_way`); what
+does not go well there is asked again here, where every way of failing has its name.
+
 Only the calls that are safe on every S3 server are here. Tag, legal-hold, retention and policy
 calls are not, on purpose: some servers replace or delete the object on them. Conditional writes are
 not either, since several servers ignore them in silence; whoever needs compare-and-swap uses the
@@ -28,6 +31,7 @@ from minio.error import InvalidResponseError, S3Error, ServerError
 from protocol.connection import S3Settings
 from protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from protocol.facts import BlobRef
+from protocol.transport.short_way import ShortWay
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")
@@ -70,6 +74,8 @@ class Blobs:
         url = urlsplit(settings.endpoint)
         self._settings = settings
         self._deadline_s = deadline_s
+        read_timeout_s = min(60.0, deadline_s)
+        self._short_way = ShortWay(settings, timeout_s=read_timeout_s / 2)  # the long way has to fit in as well
         self._client = Minio(
             url.netloc,
             access_key=settings.access_key or None,
@@ -78,7 +84,7 @@ class Blobs:
             region=settings.region,
             http_client=_XmlPool(
                 maxsize=32,
-                timeout=urllib3.Timeout(connect=5, read=min(60.0, deadline_s)),
+                timeout=urllib3.Timeout(connect=5, read=read_timeout_s),
                 retries=False,
             ),
         )
@@ -102,7 +108,8 @@ class Blobs:
 
     def put(self, key: str, data: bytes) -> BlobRef:
         """Store an object and return the reference that a message carries."""
-        self._retry(lambda: self._client.put_object(self.bucket, key, io.BytesIO(data), len(data)), f"put {key}")
+        if not self._short_way.put(key, data):
+            self._retry(lambda: self._client.put_object(self.bucket, key, io.BytesIO(data), len(data)), f"put {key}")
         return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
     def put_file(self, key: str, path: Path) -> BlobRef:
@@ -121,7 +128,9 @@ class Blobs:
         A short or altered answer is fetched once more before it is called corrupt: the network may
         be to blame, the stored object may not.
         """
-        data = self._fetch(ref)
+        data = self._short_way.get(ref)
+        if data is None:
+            data = self._fetch(ref)
         if not _matches(data, ref):
             data = self._fetch(ref)
         if not _matches(data, ref):

@@ -1,0 +1,63 @@
+"""The short way to an object: one request by a compiled client, and the only file that imports obstore.
+
+Measured on an object of 150 KB: a put costs 0.17 ms of CPU here against 0.63 by the client that `blobs` has for
+everything else, a get 0.07 against 0.49; nearly all of the difference is Python that reads and writes
+HTTP headers. What does not go well is not explained here: the answer is None or False, and `blobs` asks again with
+the client that knows every server's way of failing.
+"""
+
+from __future__ import annotations
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+from protocol.connection import S3Settings
+from protocol.facts import BlobRef
+
+_MAX_BYTES = 64 * 1024 * 1024  # larger ones go in parts, the long way
+
+
+class ShortWay:
+    """Gets and puts whole small objects of one bucket. Thread-safe; the calling thread gives up the interpreter lock."""
+
+    def __init__(self, settings: S3Settings, *, timeout_s: float) -> None:
+        """Prepare a client; nothing is sent before the first call."""
+        secret = settings.secret()
+        self._store = S3Store(
+            settings.bucket,
+            endpoint=settings.endpoint,
+            region=settings.region,
+            access_key_id=settings.access_key or None,
+            secret_access_key=secret or None,
+            skip_signature=not secret,
+            virtual_hosted_style_request=False,
+            client_options={
+                "allow_http": settings.endpoint.startswith("http://"),
+                "connect_timeout": "5s",
+                "timeout": f"{timeout_s:.3f}s",
+            },
+            retry_config={"max_retries": 0},  # who retries, and until when, is decided in one place
+        )
+
+    def put(self, key: str, data: bytes) -> bool:
+        """Store an object; False when that is not known to have worked."""
+        if len(data) > _MAX_BYTES:
+            return False
+        try:
+            obstore.put(self._store, key, data, use_multipart=False)
+        except (BaseError, OSError):
+            return False
+        return True
+
+    def get(self, ref: BlobRef) -> bytes | None:
+        """Fetch an object of the promised size, unverified; None when it did not come or has another size."""
+        if ref.size_bytes > _MAX_BYTES:
+            return None
+        try:
+            answer = obstore.get(self._store, ref.key)
+            if answer.meta["size"] != ref.size_bytes:
+                return None  # not read: nobody knows how much it is
+            return bytes(answer.bytes())
+        except (BaseError, OSError):
+            return None
