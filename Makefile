@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
 export OMP_NUM_THREADS ?= 1
 
+.PHONY: bench-plane
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: bench-patches fuzz-patches bench-sandbox bench-reward test-faults
 
@@ -49,6 +50,9 @@ bench-sandbox: $(STAMP)  ## programs a second per core in each sandbox, beside a
 
 bench-quickstart: $(STAMP)  ## the quickstart for seeds 0, 1, 2: learning, wall and CPU seconds
 	$(BIN)/python benchmarks/quickstart.py
+
+bench-plane: $(STAMP)  ## a worker's put to the trainer's acknowledgement, durable; PEERS=PYTHON measures Ray and Redis beside it
+	$(BIN)/python -m benchmarks.plane $(if $(PEERS),--peers $(PEERS))
 
 bench-reward: $(STAMP)  ## rewards by HTTP under load, beside a slow, a hung, a flaky, a dying and a lying endpoint
 	$(BIN)/python -m benchmarks.reward_load --rate 25

@@ -8,7 +8,8 @@ costs nothing, and the trainer's `Collector`, which acknowledges after each fsyn
 Groups are of 8 trajectories of 4096 tokens, and tiny ones of 8 x 24.
 
 CPU is in milliseconds for a group: every process, both servers. *Plumbing* is all of it without the codec
-(Parquet written once by the worker, read once by the trainer), which is measured alone in the same run.
+(Parquet written once by the worker, read once by the trainer, its texts once more by the reward service), which is
+measured alone in the same run.
 ``--peers``: a Python that has ray, redis, pyarrow and numpy; `redis-server` must be on the path.
 """
 
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plane_groups import SIZES, make_template
+from benchmarks.plane_groups import make_template
 from deploy.bootstrap import bootstrap
 from deploy.local import LocalStack
 from protocol import group_pack
@@ -207,14 +208,15 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
 
 
 def codec_ms(case: Case) -> float:
-    """Return the CPU milliseconds of writing and reading one group's Parquet, alone."""
+    """Return the CPU milliseconds of writing and reading one group's Parquet, and of reading its texts, alone."""
     groups = [replace(make_template(case.size, n), group_id=f"e0.p{n}.a0") for n in range(case.groups_per_pack)]
     repeats = 60
-    data = group_pack.encode(groups)
-    group_pack.decode(data)
+    group_pack.decode(group_pack.encode(groups))
     started = time.process_time()
     for _ in range(repeats):
-        group_pack.decode(group_pack.encode(groups))
+        data = group_pack.encode(groups)
+        group_pack.decode_texts(data, range(len(groups)))
+        group_pack.decode(data)
     return 1000 * (time.process_time() - started) / (repeats * len(groups))
 
 
