@@ -28,8 +28,8 @@ class ShortWay:
             settings.bucket,
             endpoint=settings.endpoint,
             region=settings.region,
-            access_key_id=settings.access_key or None,
-            secret_access_key=secret or None,
+            access_key_id=settings.access_key,
+            secret_access_key=secret,
             skip_signature=not secret,
             virtual_hosted_style_request=False,
             client_options={
