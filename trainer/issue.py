@@ -123,6 +123,8 @@ class Issuer:
             self._dispatch.settle(tokens)
             self._account.use("train", tokens)
             self._tally.count_batch(len(tokens), staleness_tokens, num_reused=num_reused)
+            # A drop may wake the issuer before the next version is announced: what it says is wanted then counts this step too.
+            self._most_outstanding = max(0, self._most_outstanding - len(tokens) - num_reused)
 
     def dropped(self, drop: Drop) -> None:
         """Close a group that is not trained on; its prompt comes again while it has attempts left."""

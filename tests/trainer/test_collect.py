@@ -17,13 +17,14 @@ from protocol.versions import PolicyVersion
 from tests.servers import wait_for
 from tests.trainer.producer import ScriptedProducer, recite
 from trainer.account import Account
-from trainer.batcher import Batcher
+from trainer.batcher import Batcher, Drop
 from trainer.chat_template import ChatTokenizer
 from trainer.collect import Collector
 from trainer.data_order import DataOrder
 from trainer.dataset import PromptSet
 from trainer.dispatch import Dispatch
 from trainer.doors import Doors
+from trainer.drops import DropReason
 from trainer.errors import CollectTimeout, TooManyDead
 from trainer.filters import Reuse
 from trainer.issue import Issuer, IssuerState
@@ -160,6 +161,19 @@ def test_towards_the_end_nothing_is_issued_in_vain(doors: Doors, prompts: Prompt
         hand.tasks(2)
         assert len(intake.issuer.outstanding()) == 4
         assert doors.bus.stream_state(f"{doors.run_id}-tasks").wait().num_messages == 0
+
+
+def test_a_drop_towards_the_end_lets_nothing_out_in_vain(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """Dropped between a step and the announcement of its version, a group is issued again, and nothing beside it."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 8)  # two steps to go
+        for message in hand.tasks(4):
+            hand.answer(message)
+        intake.train(V0)
+        intake.issuer.dropped(Drop("e0.p4.a0", DropReason.STALE, 3))
+        (again,) = hand.tasks(1)
+        assert [task.group_id for task in again.tasks] == ["e0.p4.a1"]
+        assert len(intake.issuer.outstanding()) == 4
 
 
 def test_messages_are_acknowledged_only_when_a_checkpoint_covers_them(
