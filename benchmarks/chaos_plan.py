@@ -48,6 +48,4 @@ def plan_points(seed: int, num_points: int) -> list[tuple[CrashPoint, int]]:
     """Return crash points in a random order, each with how often it is passed in a life until it kills."""
     rng = random.Random(f"points {seed}")
     points = rng.sample(list(CrashPoint), num_points)
-    first = {point: 2 if point in _PASSED_AT_THE_START else 1 for point in CrashPoint}
-    later = {point: 0 if point is CrashPoint.ANCHOR_STORED else rng.randint(0, 1) for point in CrashPoint}
-    return [(point, first[point] + later[point]) for point in points]
+    return [(point, 2 if point in _PASSED_AT_THE_START else 1) for point in points]
