@@ -73,17 +73,40 @@ class MicroBatch:
         return replace(self, **{n: v.to(device) for n, v in held.items() if isinstance(v, Tensor)})
 
 
-def plan_micro_batches(lengths: Sequence[int], *, budget_tokens: int, num_ranks: int = 1) -> list[list[list[int]]]:
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What rows of one prompt have in common, where each of them is a prompt and one completion to the end."""
+
+    number: int  # equal for rows that can share it
+    num_tokens: int
+
+
+def prompt_of(loss_mask: npt.NDArray[np.bool_], number: int) -> Prompt | None:
+    """Return the prompt of a row that can share it; None for one of several turns, or without a sampled token."""
+    where = np.flatnonzero(loss_mask)
+    is_plain = len(where) > 0 and where[-1] - where[0] + 1 == len(where) and where[-1] == len(loss_mask) - 1
+    return Prompt(number, int(where[0])) if is_plain else None
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    *,
+    budget_tokens: int,
+    num_ranks: int = 1,
+    prompts: Sequence[Prompt | None] = (),
+) -> list[list[list[int]]]:
     """Share rows out over ranks and micro-batches.
 
-    Rows of similar length stand together, so that little is padded; every rank gets the same number
-    of micro-batches (their gradients are exchanged together) and about the same number of tokens.
-    A rank may get an empty micro-batch when there are fewer rows than places.
+    Rows of similar length stand together, so that little is padded; or, where fewer tokens are computed that
+    way, rows of one prompt, which then stands once. Every rank gets the same number of micro-batches (their
+    gradients are exchanged together) and about the same number of tokens. A rank may get an empty
+    micro-batch when there are fewer rows than places.
 
     Args:
         lengths: Tokens of each row.
-        budget_tokens: Most tokens of a micro-batch, padding included.
+        budget_tokens: Most tokens of a micro-batch, padding included and prompts counted with every row.
         num_ranks: Number of ranks.
+        prompts: Of each row, where it can be shared; none: no row can.
 
     Returns:
         ``plan[rank][micro_batch]`` = row numbers.
@@ -91,28 +114,76 @@ def plan_micro_batches(lengths: Sequence[int], *, budget_tokens: int, num_ranks:
     Raises:
         BatchDoesNotFit: A row alone is longer than the budget.
     """
+    shared = list(prompts) or [None] * len(lengths)
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     if order and lengths[order[0]] > budget_tokens:
         raise BatchDoesNotFit(
             f"a trajectory of {lengths[order[0]]} tokens does not fit into trainer.micro_batch_tokens = "
             f"{budget_tokens}; raise it, or lower rollout.max_new_tokens or data.max_prompt_tokens"
         )
-    pieces = _cut(order, lengths, budget_tokens)
+    cuts = [_cut([[row] for row in order], lengths, budget_tokens)]
+    if any(shared):
+        cuts.append(_cut(_by_prompt(order, shared), lengths, budget_tokens))
+    plans = [_divisible(pieces, shared, num_ranks) for pieces in cuts]
+    best = min(plans, key=lambda pieces: sum(num_computed(piece, lengths, shared) for piece in pieces))
+    return _share(best, lengths, num_ranks)
+
+
+def num_computed(piece: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt | None]) -> int:
+    """Return how many tokens a micro-batch of these rows computes, in the layout that `build` gives it."""
+    plain = len(piece) * max((lengths[row] - 1 for row in piece), default=0)
+    bundles: dict[int, int] = {}
+    for row in piece:
+        prompt = prompts[row]
+        if prompt is None:
+            return plain
+        completion = lengths[row] - prompt.num_tokens - 1  # the last token predicts nothing
+        bundles[prompt.number] = bundles.get(prompt.number, prompt.num_tokens) + completion
+    longest = max(bundles.values(), default=0)
+    return len(bundles) * longest if sharing_pays(len(bundles), longest, plain) else plain
+
+
+def sharing_pays(num_bundles: int, longest: int, plain: int) -> bool:
+    """Say whether prompts that stand once are worth their mask."""
+    return 0 < longest <= MAX_SHARED_TOKENS and num_bundles * longest <= SHARING_PAYS_BELOW * plain
+
+
+def _by_prompt(order: Sequence[int], prompts: Sequence[Prompt | None]) -> list[list[int]]:
+    """Return the rows of each prompt together, those with the longest row first."""
+    found: dict[int, list[int]] = {}
+    for row in order:
+        prompt = prompts[row]
+        found.setdefault(-1 - row if prompt is None else prompt.number, []).append(row)
+    return list(found.values())
+
+
+def _cut(units: Sequence[list[int]], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+    """Fill pieces with units, longest row first; a unit stands in one piece unless it alone is over the budget."""
+    pieces: list[list[int]] = []
+    for unit in units:
+        longest = lengths[pieces[-1][0]] if pieces else 0  # the first row of a piece is its padded length
+        if lengths[unit[0]] <= longest and (len(pieces[-1]) + len(unit)) * longest <= budget_tokens:
+            pieces[-1] += unit
+        elif len(unit) * lengths[unit[0]] <= budget_tokens:
+            pieces.append([*unit])
+        else:
+            pieces += _cut([[row] for row in unit], lengths, budget_tokens)
+    return pieces or [[]]
+
+
+def _divisible(pieces: list[list[int]], prompts: Sequence[Prompt | None], num_ranks: int) -> list[list[int]]:
+    """Halve the largest pieces, between two prompts where it can be, until every rank can have equally many."""
+    pieces = [[*piece] for piece in pieces]
     while len(pieces) % num_ranks:
         largest = max(range(len(pieces)), key=lambda i: len(pieces[i]))
         piece = pieces.pop(largest)
-        pieces += [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
-    return _share(pieces, lengths, num_ranks)
-
-
-def _cut(order: Sequence[int], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    pieces: list[list[int]] = []
-    for row in order:  # longest first: the first row of a piece is its padded length
-        if pieces and (len(pieces[-1]) + 1) * lengths[pieces[-1][0]] <= budget_tokens:
-            pieces[-1].append(row)
-        else:
-            pieces.append([row])
-    return pieces or [[]]
+        middle = len(piece) // 2
+        edges = [
+            i for i in range(1, len(piece)) if prompts[piece[i]] != prompts[piece[i - 1]] or prompts[piece[i]] is None
+        ]
+        cut = min(edges, key=lambda i: abs(i - middle), default=middle)
+        pieces += [piece[:cut], piece[cut:]]
+    return pieces
 
 
 def _share(pieces: list[list[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
@@ -182,7 +253,7 @@ def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]
     """Lay the rows of one prompt behind it; None where that does not pay or a row is not prompt and completion."""
     bundles: dict[bytes, list[int]] = {}
     for number, (row, where) in enumerate(zip(rows, sampled, strict=True)):
-        if len(where) == 0 or where[-1] - where[0] + 1 != len(where) or where[-1] != len(row.token_ids) - 1:
+        if prompt_of(row.loss_mask, number) is None:
             return None
         bundles.setdefault(row.token_ids[: where[0]].tobytes(), []).append(number)
     prompts = [int(sampled[members[0]][0]) for members in bundles.values()]
@@ -190,9 +261,8 @@ def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]
         prompt + sum(len(sampled[number]) - 1 for number in members)
         for prompt, members in zip(prompts, bundles.values(), strict=True)
     ]
-    area = len(lengths) * max(lengths, default=0)
-    plain_area = len(rows) * max((len(row.token_ids) - 1 for row in rows), default=0)
-    if not lengths or max(lengths) > MAX_SHARED_TOKENS or area > SHARING_PAYS_BELOW * plain_area:
+    plain = len(rows) * max((len(row.token_ids) - 1 for row in rows), default=0)
+    if not sharing_pays(len(lengths), max(lengths, default=0), plain):
         return None
     shape = (len(lengths), max(lengths))
     input_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)

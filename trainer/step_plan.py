@@ -18,7 +18,7 @@ import numpy.typing as npt
 from protocol.facts import BlobRef, ScoredGroup
 from protocol.trajectory import Group, Trajectory
 from trainer.aggregation import Aggregation, Denominators, sequence_weight
-from trainer.batch import Row, plan_micro_batches
+from trainer.batch import Prompt, Row, plan_micro_batches, prompt_of
 from trainer.credit import Credit, CreditRule, Scored
 
 
@@ -144,8 +144,9 @@ def make_plan(
     references: list[BlobRef] = []
     rows: list[PlannedRow] = []
     lengths: list[int] = []
+    prompts: list[Prompt | None] = []
     place = 0
-    for group, prompt_tokens in zip(groups, by_group, strict=True):
+    for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
         if group.pack.key not in packs:
             packs[group.pack.key] = len(references)
             references.append(group.pack)
@@ -159,9 +160,11 @@ def make_plan(
                 sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
                 row = PlannedRow(packs[group.pack.key], summary.row_group, number, found.advantages[place], weight, sft)
                 rows.append(row)
-                lengths.append(len(group.group.trajectories[number].token_ids))
+                trajectory = group.group.trajectories[number]
+                lengths.append(len(trajectory.token_ids))
+                prompts.append(prompt_of(trajectory.loss_mask, group_number))
             place += 1
-    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks)
+    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks, prompts=prompts)
     micro_batches = tuple(tuple(tuple(mb) for mb in rank) for rank in cut)
     skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
     return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
