@@ -28,7 +28,6 @@ from protocol.config_sources import (
     from_environment,
     from_files,
     from_overrides,
-    leaves,
     split_arguments,
 )
 from protocol.errors import ConfigError
@@ -138,11 +137,17 @@ def _unsaid(settings: BaseModel, path: KeyPath) -> str:
 def values_of(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield every value of a settings tree with its path; filled dictionaries entry by entry."""
     for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, BaseModel):
-            yield from values_of(value, (*prefix, name))
-        else:
-            yield from leaves(value, (*prefix, name))
+        yield from _values(getattr(settings, name), (*prefix, name))
+
+
+def _values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, BaseModel):
+        yield from values_of(value, path)
+    elif isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _values(item, (*path, key))
+    else:
+        yield path, value
 
 
 def format_config(loaded: Loaded[Any]) -> str:

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
+from protocol.reward_settings import RewardSettings as RewardChoice
 from reward_service.access import Access, Role, read_tokens
 from reward_service.target_policy import PRIVATE_TARGETS, TargetPolicy
 
@@ -146,6 +147,7 @@ class RewardSettings(Section):
     run: RunSettings = Field(default_factory=RunSettings)
     nats: NatsSettings = Field(default_factory=NatsSettings)
     s3: S3Settings = Field(default_factory=S3Settings)
+    reward: RewardChoice = Field(default_factory=RewardChoice)
     reward_service: RewardServiceSection = Field(default_factory=RewardServiceSection)
 
 

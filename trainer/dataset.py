@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.facts import RewardRequest
+from protocol.reward_settings import RewardSettings
 from trainer.chat_template import ChatTokenizer
 from trainer.errors import MalformedData
 from trainer.row_files import RowFile, fingerprint, open_rows
 from trainer.row_formats import Chat, PromptRow, prompt_row, rename, turn_rows
-from trainer.settings import DataSettings, RewardSettings
+from trainer.settings import DataSettings
 
 MAX_MISTAKES_SHOWN = 20
 AUTO_REWARD = "auto"  # the reward service chooses by data_source

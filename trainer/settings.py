@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
-from protocol.facts import Identifier
+from protocol.reward_settings import RewardSettings
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.critic_settings import CriticSettings
 from trainer.lora_settings import LoraSettings
@@ -130,15 +130,6 @@ class RolloutSettings(Section):
     def max_outstanding(self) -> int:
         """Most groups issued and neither trained nor dropped (arXiv 2505.24298)."""
         return (self.max_staleness + 1) * self.groups_per_step
-
-
-class RewardSettings(Section):
-    """Which reward scores which row."""
-
-    name: Identifier | None = Field(
-        default=None, description="Reward of rows that by_source does not name; none: chosen by the row's data_source."
-    )
-    by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
 
 
 class OptimizerSettings(Section):

@@ -11,6 +11,7 @@ from protocol import streams, subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import BlobStoreUnreachable
 from protocol.facts import DeadLetter, GroupScored, TaskIssued
+from protocol.reward_settings import RewardSettings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
@@ -29,7 +30,7 @@ from trainer.errors import CollectTimeout, TooManyDead
 from trainer.filters import Reuse
 from trainer.issue import Issuer, IssuerState
 from trainer.ledger import Ledger
-from trainer.settings import DataSettings, RewardSettings, RolloutSettings
+from trainer.settings import DataSettings, RolloutSettings
 from trainer.tally import Tally
 
 ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)

@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deploy.quickstart_task import write_data, write_model
+from protocol.reward_settings import RewardSettings
 from trainer.chat_template import ChatTokenizer
 from trainer.dataset import MAX_MISTAKES_SHOWN, PromptSet, TurnSet, reward_name
 from trainer.errors import MalformedData
 from trainer.row_files import fingerprint, open_rows
 from trainer.row_formats import detect, prompt_row, rename, turn_rows
-from trainer.settings import DataSettings, RewardSettings
+from trainer.settings import DataSettings
 
 CHAT = [{"role": "user", "content": "sort 21"}]
 ANSWERED = [*CHAT, {"role": "assistant", "content": "12"}]

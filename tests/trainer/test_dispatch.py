@@ -13,13 +13,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from deploy.quickstart_task import write_data, write_model
 from protocol.facts import MAX_FACT_BYTES, BlobRef, RewardRequest, Sampling, TaskList, decode, encode
+from protocol.reward_settings import RewardSettings
 from protocol.versions import PolicyVersion
 from trainer.chat_template import ChatTokenizer
 from trainer.data_order import DataOrder
 from trainer.dataset import Prompt, PromptSet
 from trainer.dispatch import Dispatch, DispatchState, GroupKey, expect, order_id, plan, send_back, settle
 from trainer.errors import CheckpointError
-from trainer.settings import DataSettings, RewardSettings, RolloutSettings
+from trainer.settings import DataSettings, RolloutSettings
 from trainer.task_packs import choose_groups_per_message, make_task, pack_tasks, task_bytes
 
 START = DispatchState("order")

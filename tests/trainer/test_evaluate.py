@@ -12,6 +12,7 @@ from deploy.quickstart_task import write_data, write_model
 from protocol import subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import DeadLetter, Sampling, Task
+from protocol.reward_settings import RewardSettings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
@@ -25,7 +26,7 @@ from trainer.errors import EvaluationFailed
 from trainer.eval_result import EvalResult, pass_at_k
 from trainer.evaluate import Evaluator
 from trainer.publish import Publisher
-from trainer.settings import DataSettings, EvalSettings, RewardSettings
+from trainer.settings import DataSettings, EvalSettings
 from trainer.snapshot import Snapshot
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)

@@ -11,6 +11,7 @@ import pytest
 from deploy.quickstart_task import write_data, write_model
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import BlobStoreRefused, BusUnreachable, ConfigError, MissingStream
+from protocol.reward_settings import RewardSettings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
@@ -24,7 +25,7 @@ from trainer.errors import UnknownReward, UnsupportedModel
 from trainer.preflight import check_rewards, check_run_is_ours, open_doors
 from trainer.publish import Publisher
 from trainer.ranks import Ranks
-from trainer.settings import DataSettings, RewardSettings, TrainerSettings
+from trainer.settings import DataSettings, TrainerSettings
 
 
 @pytest.fixture
