@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,6 +14,7 @@ from console.curves import Curves
 from console.run_summary import RunSummary
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#2563a8", "#c2620a", "#2c7a4b", "#666666"
+_PART_STYLES = ("dashed", "dotted", "dashdot", (0, (5, 1)), (0, (1, 3)))  # of so many parts at most, a picture has room
 _ON_TIME, _LATE = "#7fb08f", "#dfa35f"
 
 
@@ -33,6 +35,10 @@ def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
         steps, rewards = zip(*curves.rewards, strict=True)
         axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
         axes.plot(steps, _smooth(rewards), color=_BLUE, linewidth=2, label="training reward (mean of 9 steps)")
+    drawn = {name: points for name, points in curves.parts.items() if "." not in name}
+    for (name, points), style in zip(drawn.items(), _PART_STYLES, strict=False):
+        steps, means = zip(*points, strict=True)
+        axes.plot(steps, _smooth(means), color=_GREY, linewidth=1, linestyle=style, label=f"part {name}")
     if curves.accuracies:
         steps, values = zip(*curves.accuracies, strict=True)
         axes.plot(steps, values, color=_ORANGE, linewidth=1.5, marker="o", markersize=5, label="held-out accuracy")
@@ -40,7 +46,7 @@ def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
             axes.annotate(
                 f"{value:.2f}", (step, value), (0, height), textcoords="offset points", ha="center", color=_ORANGE
             )
-    everything = [value for _, value in (*curves.rewards, *curves.accuracies)]
+    everything = [value for _, value in (*curves.rewards, *curves.accuracies, *chain(*drawn.values()))]
     if everything and min(everything) >= 0.0 and max(everything) <= 1.0:
         axes.set_ylim(0.0, 1.08)
     axes.set_xlabel("optimizer step")

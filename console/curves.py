@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ class Curves:
 
     rewards: tuple[tuple[int, float], ...] = ()
     accuracies: tuple[tuple[int, float], ...] = ()
+    parts: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # of the reward, by name
 
 
 def read(folder: Path) -> Curves:
     """Return the curves of a run folder; a step that was taken again after a resume counts once, as it was last."""
     rewards: dict[int, float] = {}
     accuracies: dict[int, float] = {}
+    parts: dict[int, dict[str, float]] = {}
     split: str | None = None
     for row in rows(folder):
         step = row.get("step")
@@ -28,12 +30,22 @@ def read(folder: Path) -> Curves:
             continue
         if row.get("kind") == "step" and isinstance(row.get("reward_mean"), int | float):
             rewards = {s: v for s, v in rewards.items() if s < step}
+            parts = {s: v for s, v in parts.items() if s < step}
             rewards[step] = float(row["reward_mean"])
+            parts[step] = row.get("reward_parts") or {}
         elif row.get("kind") == "eval" and isinstance(row.get("accuracy"), int | float):
             split = split or row.get("split")
             if row.get("split") == split:
                 accuracies[step] = float(row["accuracy"])
-    return Curves(tuple(sorted(rewards.items())), tuple(sorted(accuracies.items())))
+    return Curves(tuple(sorted(rewards.items())), tuple(sorted(accuracies.items())), _by_part(parts))
+
+
+def _by_part(steps: dict[int, dict[str, float]]) -> dict[str, tuple[tuple[int, float], ...]]:
+    names = sorted({name for parts in steps.values() for name in parts})
+    return {
+        name: tuple((step, float(parts[name])) for step, parts in sorted(steps.items()) if name in parts)
+        for name in names
+    }
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:

@@ -119,6 +119,8 @@ def _figures(s: Snapshot) -> RenderableType:
     idle = ", ".join(f"{role} {share(value)}" for role, value in s.idle_share.items())
     wide = Table.grid(padding=(0, 2))
     wide.add_row(Text("queues  ", style="dim"), Text(queues or "–"))
+    if parts := learning.reward_parts(s.learning):
+        wide.add_row(Text("reward of", style="dim"), Text(parts))
     wide.add_row(Text("off-policy", style="dim"), Text(off_policy))
     wide.add_row(Text("engine gap", style="dim"), Text(engine))
     wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}", no_wrap=True))

@@ -39,12 +39,16 @@ _NESTED = {
 }  # fmt: skip
 
 
+_PART = "reward part "
+
+
 def read(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of one step event that are there, by the names above; rejections by rule among them."""
+    """Return the figures of one step event that are there, by the names above; rejections by rule and parts of the reward too."""
     values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in _NESTED}
     for name, (outer, inner) in _NESTED.items():
         values[name] = (data.get(outer) or {}).get(inner)
     values |= {f"rejected by {rule}": share for rule, share in (data.get("rejected_by") or {}).items()}
+    values |= {_PART + part: mean for part, mean in (data.get("reward_parts") or {}).items()}
     return {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
@@ -62,7 +66,16 @@ def rows(figures: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
     for name in (*LABELS, *sorted(set(figures) - set(LABELS))):
         if name in figures:
             one = figures[name]
-            yield LABELS.get(name, f"tokens {name}"), *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest))
+            yield (
+                LABELS.get(name, name if name.startswith(_PART) else f"tokens {name}"),
+                *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest)),
+            )
+
+
+def reward_parts(figures: Mapping[str, float]) -> str:
+    """Return what the panel shows of the parts of the reward, without the details of a part; "" for none."""
+    parts = {name.removeprefix(_PART): mean for name, mean in figures.items() if name.startswith(_PART)}
+    return ", ".join(f"{name} {mean:.2f}" for name, mean in parts.items() if "." not in name)
 
 
 def in_words(figures: Mapping[str, float]) -> tuple[str, str]:

@@ -251,6 +251,7 @@ class GroupTexts:
     finish_reasons: tuple[str, ...]
     reward: RewardRequest
     num_prompt_tokens: int = 0
+    completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where nobody said
 
     @classmethod
     def from_table(cls, table: pa.Table) -> GroupTexts:

@@ -11,7 +11,8 @@ offers, instead of finding out at step 300 from a dead letter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from pydantic import Field
@@ -29,7 +30,8 @@ class RewardsOffered(Fact):
     """Written by a reward service replica, read by the trainer: these reward names can be scored now.
 
     ``by_source`` maps a data set's name (``openai/gsm8k``) to the reward that fits it; a row without
-    a reward of its own is scored by it when its reward name is ``auto``.
+    a reward of its own is scored by it when its reward name is ``auto``. ``definitions`` holds the digest of
+    every reward that the replica's run file makes of parts (`reward_settings.RewardDefinition.digest`).
     """
 
     schema_tag = "rewards_offered.v1"
@@ -38,6 +40,7 @@ class RewardsOffered(Fact):
     at: Finite  # seconds since the epoch
     names: tuple[str, ...]
     by_source: dict[str, str] = Field(default_factory=dict)
+    definitions: dict[str, str] = Field(default_factory=dict)
 
 
 class _Entry(Protocol):
@@ -86,3 +89,19 @@ def forgotten_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
 def names_nobody_offers(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:
     """Return the wanted reward names that are in no offer."""
     return set(wanted).difference(*(offer.names for offer in offers))
+
+
+def others_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffered]) -> dict[str, list[str]]:
+    """Return the replicas that make a reward of other parts than ``wanted`` (digests by name) says, by its name."""
+    found: dict[str, list[str]] = {}
+    for offer in offers:
+        for name, digest in wanted.items():
+            if offer.definitions.get(name, digest) != digest:
+                found.setdefault(name, []).append(offer.replica)
+    return found
+
+
+def nearest(name: str, offers: Iterable[RewardsOffered]) -> list[str]:
+    """Return up to three names, of rewards or data sets, that are like a name nobody offers."""
+    known = {known for offer in offers for known in (*offer.names, *offer.by_source)}
+    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)

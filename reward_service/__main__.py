@@ -1,7 +1,7 @@
 """``python -m reward_service``: the service itself, the list of its rewards, or a file served as a reward.
 
 python -m reward_service [RUN.toml ...] [section.key=value ...]
-python -m reward_service rewards
+python -m reward_service rewards [NAME]                      (all of them, or one with its parameters)
 python -m reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
 python -m reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
 python -m reward_service serve-judge JUDGE.toml [the same options]
@@ -10,12 +10,13 @@ python -m reward_service serve-judge JUDGE.toml [the same options]
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from protocol import logs
-from protocol.errors import PenstockError
+from protocol.errors import ConfigError, PenstockError
 from protocol.runfile import load, split_arguments
 from reward_service.settings import RewardSettings
 
@@ -40,6 +41,8 @@ def _command(arguments: Sequence[str]) -> int:
             return 0
         case ["rewards"]:
             return _list_rewards()
+        case ["rewards", name]:
+            return _show_reward(name)
         case ["sandbox", *rest]:
             return _probe_sandbox(rest[0] if rest else "auto")
         case ["serve", *rest]:
@@ -65,13 +68,32 @@ def _run_service(arguments: Sequence[str]) -> int:
 
 
 def _list_rewards() -> int:
-    from reward_service import built_in  # noqa: PLC0415 see above
+    from reward_service.built_in import BUILT_INS  # noqa: PLC0415 see above
     from reward_service.rewards.data_sources import BY_SOURCE  # noqa: PLC0415
 
-    for name, text in built_in.DESCRIPTIONS.items():
+    for name, one in BUILT_INS.items():
         sources = [source for source, reward in BY_SOURCE.items() if reward == name and source != name]
-        also = f"\n{'':14}also as {', '.join(sources)}" if sources else ""
-        sys.stdout.write(f"{name:<13} {text}{also}\n")
+        also = f"\n{'':16}also as {', '.join(sources)}" if sources else ""
+        sys.stdout.write(f"{name:<15} {one.description}{also}\n")
+    sys.stdout.write("\nnext: python -m reward_service rewards NAME lists its parameters, for reward.define\n")
+    return 0
+
+
+def _show_reward(name: str) -> int:
+    from reward_service.built_in import BUILT_INS  # noqa: PLC0415 see above
+
+    if name not in BUILT_INS:
+        near = difflib.get_close_matches(name, BUILT_INS, n=3, cutoff=0.5)
+        raise ConfigError(
+            f"no built-in reward {name}; {'did you mean ' + ' or '.join(near) if near else 'see: rewards'}"
+        )
+    one = BUILT_INS[name]
+    sys.stdout.write(f"{name}: {one.description}\n")
+    for key, field in one.parameters.model_fields.items():
+        default = "required" if field.is_required() else f"default {field.default!r}"
+        sys.stdout.write(f"  {key:<12} {default}: {field.description}\n")
+    if not one.parameters.model_fields:
+        sys.stdout.write("  no parameters\n")
     return 0
 
 

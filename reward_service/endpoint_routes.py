@@ -7,7 +7,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Path, Query
 
-from reward_service import built_in
 from reward_service.access import Caller, Role
 from reward_service.api_models import (
     EndpointRecord,
@@ -18,6 +17,7 @@ from reward_service.api_models import (
     ScoreAnswer,
     TestRequest,
 )
+from reward_service.built_in import BUILT_INS
 from reward_service.endpoint import NAME_PATTERN, Endpoint
 from reward_service.endpoint_client import EndpointClient
 from reward_service.errors import EndpointRefused, NotAllowed
@@ -141,7 +141,7 @@ def _owner(registration: Registration, caller: Caller) -> str:
 
 def _check(endpoint: Endpoint, caller: Caller) -> None:
     """Raise EndpointRefused for what no endpoint may be."""
-    if endpoint.name in built_in.DESCRIPTIONS or endpoint.name == AUTO:
+    if endpoint.name in BUILT_INS or endpoint.name == AUTO:
         raise EndpointRefused(f"{endpoint.name!r} is a built-in reward; take another name")
     taken = [source for source in endpoint.data_sources if source in BY_SOURCE]
     if taken:

@@ -3,6 +3,7 @@
 RewardError                  a group got no reward; the class name is the reason of its dead letter
 ├── UnknownReward            nobody offers a reward of this name             never gets better
 ├── BadGroundTruth           the row's ground truth does not fit its reward  never gets better
+├── LengthsUnknown           the reward counts tokens, and the group is text sent by hand  never gets better
 ├── NotAsked                 nobody was asked: no attempt at scoring, but there is a limit to patience
 │   ├── RewardUnavailable    the endpoint was unregistered; it may come back
 │   ├── LeaseExpired         the endpoint stopped renewing its lease
@@ -49,6 +50,12 @@ class UnknownReward(RewardError):
 
 class BadGroundTruth(RewardError):
     """The row's ground truth is missing or not of the kind its reward compares with."""
+
+    permanent = True
+
+
+class LengthsUnknown(RewardError):
+    """The reward counts the policy's tokens, which only generated groups have; this one was sent by hand."""
 
     permanent = True
 

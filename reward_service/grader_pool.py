@@ -1,4 +1,4 @@
-"""The grader processes of the math reward: persistent, one job at a time each, killed when they overrun.
+"""Grader processes, of the math reward or of patterns and schemas: persistent, one job at a time each, killed when they overrun.
 
 Who is to blame when a job does not end decides what comes of it:
 
@@ -33,6 +33,7 @@ _WALL_MIN_S = 20.0
 _DYING_S = 5.0  # from a closed pipe to the end of its process
 _TRIES = 2
 _KNOWN_VERDICTS = 4096  # the same wrong answers come again and again within a run
+_KNOWN_CHARS = 16_384  # longer texts are not remembered
 _ROOT = str(Path(__file__).resolve().parent.parent)
 
 
@@ -46,11 +47,12 @@ class _Died(Exception):
 class GraderPool:
     """Asks ``num_workers`` grader processes, which start with the first question. Close it."""
 
-    def __init__(self, num_workers: int, *, cpu_s: float) -> None:
-        """Grant every answer ``cpu_s`` seconds of CPU time."""
+    def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
+        """Grant every answer ``cpu_s`` seconds of CPU time; ``reward_service/KIND_grader.py`` is what runs."""
         self._cpu_s = cpu_s
+        self._kind = kind
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()
-        self._all = [_Grader() for _ in range(num_workers)]
+        self._all = [_Grader(f"reward_service.{kind}_grader") for _ in range(num_workers)]
         for grader in self._all:
             self._idle.put_nowait(grader)
         self._known: OrderedDict[tuple[str, str], Graded] = OrderedDict()
@@ -65,7 +67,8 @@ class GraderPool:
         known = self._known.get((gold, answer))
         if known is None:
             known = await self._ask(gold, answer)
-            self._known[gold, answer] = known
+            if len(gold) + len(answer) <= _KNOWN_CHARS:
+                self._known[gold, answer] = known
             if len(self._known) > _KNOWN_VERDICTS:
                 self._known.popitem(last=False)
         return known
@@ -84,7 +87,7 @@ class GraderPool:
             finally:
                 self._idle.put_nowait(grader)
         if problem:
-            raise GraderFailed(f"the math grader {problem}; ground truth {gold[:80]!r}, answer {answer[:80]!r}")
+            raise GraderFailed(f"the {self._kind} grader {problem}; ground truth {gold[:80]!r}, answer {answer[:80]!r}")
         return Graded.EXHAUSTED
 
     async def close(self) -> None:
@@ -96,7 +99,8 @@ class GraderPool:
 class _Grader:
     """One process, started when it is needed and started again after it died."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -147,7 +151,7 @@ class _Grader:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "reward_service.math_grader",
+                self._module,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},

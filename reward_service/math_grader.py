@@ -1,70 +1,33 @@
-"""One grader process of the math reward: ``python -m reward_service.math_grader``.
+"""A grader process of the math reward (`grader_process`): ``python -m reward_service.math_grader``.
 
-Reads jobs from stdin and writes answers to stdout, one JSON text a line:
-
-    ← {"ready": true}
-    → {"gold": "\\\\frac12", "answer": "0.5", "cpu_s": 5.0}
-    ← {"gold": true}                   the gold answer parses; from now on the time is the answer's
-    ← {"equal": true}
-
-The kernel bounds what a job may cost: a timer over this process's CPU time kills it by SIGPROF, which
-works inside C code too and does not punish an answer for a busy machine. math-verify's own time-outs
-(SIGALRM, wall clock) are off. Memory is bounded, so that a tower of powers ends in a MemoryError.
+math-verify's own time-outs (SIGALRM, wall clock) are off. A tower of powers ends in a MemoryError or the CPU limit.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import resource
-import signal
-import sys
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-_MEMORY_BYTES = 4 * 1024**3
+from reward_service import grader_process
+
 _KNOWN_GOLDS = 256
 
 
-def main() -> None:
-    """Answer jobs until stdin ends."""
-    logging.disable(logging.CRITICAL)  # it warns that its own time-outs are off, for every answer
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes stdin
-    _say({"ready": True})
-    for line in sys.stdin:
-        _grade(json.loads(line))
-
-
-def _grade(job: dict[str, Any]) -> None:
-    _allow(job["cpu_s"])
-    gold = _parse_gold(job["gold"])
-    _allow(0.0)
-    _say({"gold": bool(gold)})
-    if gold:
-        _allow(job["cpu_s"])
-        answer = _parse(job["answer"])
-        equal = bool(answer) and verify(list(gold), answer, timeout_seconds=None)
-        _allow(0.0)
-        _say({"equal": bool(equal)})
-
-
-def _allow(cpu_s: float) -> None:
-    """Let this process use so many CPU seconds from now on; 0 takes the limit away."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
-
-
 @lru_cache(_KNOWN_GOLDS)
-def _parse_gold(text: str) -> tuple[Any, ...]:
+def read_gold(text: str) -> tuple[Any, ...]:
     """Parse the gold answer, and compare it with 0 once: what it costs by itself is not an answer's fault."""
     gold = _parse(text)
     verify(gold, _parse("0"), timeout_seconds=None)
     return tuple(gold)
+
+
+def is_equal(gold: tuple[Any, ...], answer: str) -> bool:
+    """Say whether an answer has the value of the gold answer; it cannot be read: no."""
+    parsed = _parse(answer)
+    return bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
 
 
 def _parse(text: str) -> list[Any]:
@@ -76,10 +39,5 @@ def _parse(text: str) -> list[Any]:
     )
 
 
-def _say(message: dict[str, bool]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    grader_process.serve(read_gold, is_equal)

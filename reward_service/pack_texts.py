@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from protocol import group_pack
@@ -32,4 +33,7 @@ def fetch(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list
             raise PackError(
                 f"{pack.key}: group {group.group_id} asks for reward {text.reward.name}, the message for {group.reward_name}"
             )
-    return texts
+    return [
+        dataclasses.replace(text, completion_tokens=group.completion_tokens)
+        for group, text in zip(groups, texts, strict=True)
+    ]

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from protocol.facts import RewardRequest
 from protocol.group_pack import GroupTexts
-from reward_service import built_in
+from reward_service import definitions
 from reward_service.access import Caller, Role
 from reward_service.api_models import RewardList, RewardRecord, ScoreAnswer
+from reward_service.built_in import BUILT_INS, BuiltIn
 from reward_service.catalogue import Catalogue
 from reward_service.registry import Registry
 from reward_service.rewards.data_sources import AUTO
@@ -29,8 +30,12 @@ def add(app: FastAPI, registry: Registry, catalogue: Catalogue, needs: Callable[
         await registry.refresh()
         notes = {name: f"; {note}" for name, note in catalogue.notes.items()}
         rows = [
-            RewardRecord(name=name, kind="built-in", description=text + notes.get(name, ""))
-            for name, text in built_in.DESCRIPTIONS.items()
+            RewardRecord(name=name, kind="built-in", description=one.description + notes.get(name, "") + _needs(one))
+            for name, one in BUILT_INS.items()
+        ]
+        rows += [
+            RewardRecord(name=name, kind="defined", description=definitions.describe(one))
+            for name, one in catalogue.definitions.items()
         ]
         rows.append(RewardRecord(name=AUTO, kind="built-in", description="whatever fits the row's data_source"))
         for endpoint in registry.endpoints.values():
@@ -46,6 +51,10 @@ def add(app: FastAPI, registry: Registry, catalogue: Catalogue, needs: Callable[
         texts = [_texts(request.reward, group) for group in request.groups]
         outcomes = await score_groups(catalogue, texts)
         return ScoreAnswer.of([group.group_id for group in request.groups], outcomes)
+
+
+def _needs(built_in: BuiltIn) -> str:
+    return "; needs parameters (reward.define)" if built_in.default is None else ""
 
 
 def _texts(reward: str, group: GroupToScore) -> GroupTexts:

@@ -15,7 +15,7 @@ from protocol.activity import Activity
 from protocol.facts import GroupGenerated
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from reward_service import app, built_in, loop, own_servers, web_server
+from reward_service import app, built_in, definitions, loop, own_servers, web_server
 from reward_service.announce import Announcer
 from reward_service.catalogue import Catalogue
 from reward_service.endpoint_client import EndpointClient
@@ -29,6 +29,7 @@ from reward_service.sandbox import canary
 from reward_service.sandbox.launch import Launch
 from reward_service.sandbox.pool import SandboxPool
 from reward_service.sandbox.zygote import Limits
+from reward_service.scorers import CodeReward
 from reward_service.secret_store import SecretStore
 from reward_service.settings import RewardServiceSection, RewardSettings
 from reward_service.target_policy import TargetPolicy
@@ -42,6 +43,7 @@ _S3_DEADLINE_S = 20.0  # then the pack goes back and comes again; a thread that 
 async def run(settings: RewardSettings) -> None:
     """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
     section, run_id = settings.reward_service, settings.run.id
+    definitions.check(settings.reward.define)  # before any server is asked
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -64,11 +66,21 @@ async def run(settings: RewardSettings) -> None:
         await registry.refresh()
         grader = GraderPool(section.math_workers, cpu_s=section.math_timeout_s)
         doors.push_async_callback(grader.close)
+        patterns = GraderPool(section.pattern_workers, cpu_s=section.pattern_timeout_s, kind="pattern")
+        doors.push_async_callback(patterns.close)
         sandbox = await asyncio.to_thread(canary.probe, section.code_sandbox)
         log.info("sandbox", kind=sandbox.kind, says=str(sandbox))
         programs = _code_reward(sandbox, section, doors)
         notes = {code.NAME: str(sandbox)}
-        catalogue = Catalogue(built_in.scorers(grader, programs), registry, client, notes=notes)
+        graders = built_in.Graders(grader, patterns, programs)
+        catalogue = Catalogue(
+            built_in.scorers(graders),
+            registry,
+            client,
+            notes=notes,
+            define=settings.reward.define,
+            own=definitions.own_scorers(settings.reward.define, graders),
+        )
         figures, activity = Figures(), Activity()
         signs = VitalSigns(
             bus=bus,
@@ -122,16 +134,14 @@ async def run(settings: RewardSettings) -> None:
     log.info("stopped", replica=section.id)
 
 
-def _code_reward(
-    sandbox: canary.Probed, section: RewardServiceSection, doors: AsyncExitStack
-) -> built_in.CodeReward | None:
+def _code_reward(sandbox: canary.Probed, section: RewardServiceSection, doors: AsyncExitStack) -> CodeReward | None:
     if sandbox.kind is None:
         return None
     all_or_nothing = section.code_score == "all"
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
     pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=all_or_nothing)
     doors.push_async_callback(pool.close)
-    return built_in.CodeReward(pool, all_or_nothing)
+    return CodeReward(pool, all_or_nothing)
 
 
 def _announce_port(bound: socket.socket, port_file: Path | None, host: str) -> None:

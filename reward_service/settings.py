@@ -87,6 +87,12 @@ class RewardServiceSection(Section):
     math_timeout_s: float = Field(
         default=5.0, gt=0, le=600, description="CPU seconds one answer may cost the math grader before it is killed."
     )
+    pattern_workers: int = Field(
+        default=1, ge=1, le=256, description="Grader processes of regex and json_schema, started on first use."
+    )
+    pattern_timeout_s: float = Field(
+        default=2.0, gt=0, le=600, description="CPU seconds one answer may cost such a grader before it is killed."
+    )
     code_sandbox: Literal["auto", "bubblewrap", "landlock", "off"] = Field(
         default="auto", description="What holds the programs of the code reward; auto takes the first that holds here."
     )

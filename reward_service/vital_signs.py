@@ -88,5 +88,6 @@ class VitalSigns:
             at=time.time(),
             names=self.catalogue.names(),
             by_source=self.catalogue.by_source(),
+            definitions={name: one.digest for name, one in self.catalogue.definitions.items()},
         )
         await self.offers.put(rewards_offered.key(self.replica), encode(offer))

@@ -111,7 +111,7 @@ def _live(life: _Life, ranks: Ranks) -> None:
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(life.config)
     crew = build_crew(settings, ranks, doors.blobs)
-    check_rewards(doors, life.data.sets, clock=_EVENT_CLOCK)
+    check_rewards(doors, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
     resumed = found[1] if found else None
     chronicle = Chronicle(doors, life.pointer, epoch=life.lease.epoch, resumed=resumed)
     if found is not None:

@@ -30,6 +30,7 @@
 | `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
 | `scored_by`                | groups   | by who gave their rewards, endpoints with their version            |
+| `reward_parts`             |          | mean of every part of the rewards over the trajectories that have it|
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
@@ -99,6 +100,7 @@ def step_fields(
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
+        **_reward_parts(batch),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),
@@ -106,6 +108,14 @@ def step_fields(
         "step_s": timing.step_s,
         "publish_s": timing.publish_s,
     }
+
+
+def _reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, Any]:
+    values: dict[str, list[float]] = {}
+    for group in batch:
+        for name, column in group.scored.parts.items():
+            values.setdefault(name, []).extend(column[: group.scored.generated.num_trained])
+    return {"reward_parts": {name: fmean(column) for name, column in sorted(values.items())}} if values else {}
 
 
 def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:

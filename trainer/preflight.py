@@ -6,14 +6,17 @@ The data files and the model folder are checked where they are opened.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 from protocol import streams
 from protocol.errors import ConfigError
 from protocol.facts import Head, decode
 from protocol.lineage import CheckpointCommitted
-from protocol.rewards_offered import RewardsOffered, current_offers, names_nobody_offers
+from protocol.reward_settings import RewardDefinition
+from protocol.rewards_offered import RewardsOffered, current_offers, names_nobody_offers, nearest, others_defined
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from trainer.dataset import AUTO_REWARD, PromptSet
@@ -78,6 +81,7 @@ def check_rewards(
     doors: Doors,
     prompt_sets: Iterable[PromptSet],
     *,
+    define: Mapping[str, RewardDefinition] = MappingProxyType({}),
     clock: Callable[[], float],
     deadline_s: float = _REWARD_DEADLINE_S,
 ) -> None:
@@ -86,19 +90,16 @@ def check_rewards(
     Args:
         doors: The run and NATS.
         prompt_sets: The prompts of the run.
+        define: The rewards that the run file makes of parts; the services must make them of the same.
         clock: Seconds since the epoch.
         deadline_s: Longest wait for a reward service to start and to learn of all its endpoints.
     """
-    names, sources = set[str](), set[str]()
-    for prompts in prompt_sets:
-        names |= set(prompts.rows_by_reward)
-        if AUTO_REWARD in prompts.rows_by_reward:
-            sources |= _sources(prompts)
+    wanted = _wanted(prompt_sets, define)
     bucket = doors.bus.key_value(streams.registry_bucket().bucket).wait()
     deadline = time.monotonic() + deadline_s
     while True:
         offers = current_offers(bucket.entries().wait(), run_id=doors.run_id, now=clock())
-        problem = _problem(names, sources, offers)
+        problem = _problem(wanted, offers)
         if not problem:
             return
         if time.monotonic() > deadline:
@@ -106,24 +107,62 @@ def check_rewards(
         time.sleep(_POLL_S)
 
 
-def _sources(prompts: PromptSet) -> set[str]:
+class _Wanted(NamedTuple):
+    names: set[str]  # rewards that somebody must offer
+    sources: set[str]  # data sets that must have a reward
+    digests: dict[str, str]  # of the definitions among the names
+
+
+def _wanted(prompt_sets: Iterable[PromptSet], define: Mapping[str, RewardDefinition]) -> _Wanted:
+    wanted = _Wanted(set(), set(), {})
+    for prompts in prompt_sets:
+        asked = set(prompts.rows_by_reward)
+        defined = {name: define[name] for name in asked & define.keys()}
+        by_part = {part.reward for definition in defined.values() for part in definition.parts.values()}
+        auto = {name for name, one in defined.items() if any(p.reward == AUTO_REWARD for p in one.parts.values())}
+        wanted.names.update((asked | by_part) - {AUTO_REWARD})
+        wanted.digests.update({name: definition.digest for name, definition in defined.items()})
+        wanted.sources.update(_sources(prompts, (auto | {AUTO_REWARD}) & asked))
+    return wanted
+
+
+def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
+    """Return the data sets of the rows that ask for one of these rewards."""
+    if not rewards:
+        return set()
     stride = max(1, len(prompts) // _SAMPLED_ROWS)
     requests = [prompts[index].reward for index in range(0, len(prompts), stride)]
-    return {request.data_source for request in requests if request.name == AUTO_REWARD}
+    return {request.data_source for request in requests if request.name in rewards}
 
 
-def _problem(names: set[str], sources: set[str], offers: list[RewardsOffered]) -> str:
+def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     if not offers:
         return "no reward service of this run is alive; start one with: penstock reward service run.toml"
     offered = sorted({name for offer in offers for name in offer.names})
-    missing = sorted(names_nobody_offers(names - {AUTO_REWARD}, offers))
-    if missing:
-        return f"no reward service offers {', '.join(missing)}; offered: {', '.join(offered)}; check reward.name"
-    known = {source for offer in offers for source in offer.by_source} | set(offered)
-    unknown = sorted(sources - known)
-    if unknown:
+    if missing := _plain_first(names_nobody_offers(wanted.names, offers), wanted.digests):
+        near = _near(missing[0], offers)
+        return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name"
+    if others := others_defined(wanted.digests, offers):
+        name, replicas = next(iter(others.items()))
         return (
-            f"no built-in reward fits data_source {', '.join(unknown)}; set reward.name or reward.by_source "
+            f"reward.define.{name} here is not what {', '.join(replicas)} makes of it; start the reward service with the "
+            "same run file and the same overrides of [reward]"
+        )
+    known = {source for offer in offers for source in offer.by_source} | set(offered)
+    if unknown := sorted(wanted.sources - known):
+        near = _near(unknown[0], offers)
+        return (
+            f"no built-in reward fits data_source {', '.join(unknown)}{near}; set reward.name or reward.by_source "
             f"to one of {', '.join(offered)}"
         )
     return ""
+
+
+def _plain_first(missing: set[str], defined: Mapping[str, str]) -> list[str]:
+    """Sort missing names: a reward made of parts is missing because of a part, which explains more."""
+    return sorted(missing, key=lambda name: (name in defined, name))
+
+
+def _near(name: str, offers: list[RewardsOffered]) -> str:
+    near = nearest(name, offers)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

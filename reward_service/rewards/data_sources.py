@@ -13,10 +13,11 @@ BY_SOURCE: dict[str, str] = {
     "gsm8k": "gsm8k",
     "openai/gsm8k": "gsm8k",
     "gsm8k_main": "gsm8k",
+    # numbers and formulas, marked or not
+    "math_reasoning": "math_flexible",
     # answers in \boxed{}
     "math": "math",
     "MATH": "math",
-    "math_reasoning": "math",
     "math500": "math",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
@@ -25,6 +26,13 @@ BY_SOURCE: dict[str, str] = {
     "EleutherAI/hendrycks_math": "math",
     "agentica-org/DeepScaleR-Preview-Dataset": "math",
     "AI-MO/NuminaMath-CoT": "math",
+    "numina_aops_forum": "math",
+    "numina_synthetic_math": "math",
+    "numina_amc_aime": "math",
+    "numina_synthetic_amc": "math",
+    "numina_cn_k12": "math",
+    "numina_olympiads": "math",
+    "hiyouga/geometry3k": "math",
     "amc23": "math",
     "minerva_math": "math",
     "olympiadbench": "math",
@@ -59,6 +67,9 @@ BY_SOURCE: dict[str, str] = {
         f"searchR1_{name}": "qa_em"
         for name in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
     },
+    # labels and letters
+    "classification": "classification",
+    "multiple_choice": "multiple_choice",
     # answers that are the whole completion
     "sort_digits": "exact_match",
     "exact_match": "exact_match",

@@ -64,6 +64,16 @@ def normalise(answer: str) -> str:
     return answer.rstrip(".") if answer.count(".") == 1 or not answer.strip(".") else answer
 
 
+def plain_text(answer: str) -> str:
+    r"""Return an answer without the LaTeX that only dresses words: ``\\text{}`` and its like, spacing, dollar signs."""
+    return _SPACING.sub(" ", _TEXT.sub(r"\1", answer)).strip().strip("$").strip()
+
+
+def braced_fractions(text: str) -> str:
+    r"""Write ``\frac12``, ``\dfrac 1 2`` and the like with braces."""
+    return _SHORT_FRACTION.sub(_braced, re.sub(r"\\[dtc]frac", r"\\frac", text))
+
+
 def plainly_equal(gold: str, answer: str) -> bool | None:
     """Say whether two answers are equal where no algebra is needed; None where it is.
 

@@ -8,6 +8,8 @@ given two it would compare with the set of both.
 Part ``boxed`` says whether there was an answer. Part ``timeout`` is 1 for an answer that exhausted the
 grader twice although the ground truth parsed: such an answer is wrong by definition, because the
 completion alone is the cause. Every other failure of the grader is an error, not a verdict.
+
+`math_flexible` also takes an answer in ``<answer>`` tags, after ``####`` or "the answer is", or the last number.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from reward_service.errors import BadGroundTruth
-from reward_service.rewards import latex
+from reward_service.rewards import final_answer, gsm8k, latex
 from reward_service.rewards.verdict import Verdict, truth_text
 
-NAME = "math"
+NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # no answer is longer; keeps what a grader may be fed bounded
 
 
@@ -54,6 +56,14 @@ def _gold(truth: Any) -> str:
     if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS:
         raise BadGroundTruth(f"math needs an answer to compare with, the row's ground_truth is {text[:80]!r}")
     return gold
+
+
+def anywhere(completion: str) -> str | None:
+    """Return the answer of a completion that was not told how to mark it."""
+    for way in (latex.last_boxed, final_answer.in_tags, final_answer.after_hashes, final_answer.after_phrase):
+        if (answer := way(completion)) is not None:
+            return answer.strip("*$ ").rstrip(".")
+    return gsm8k.last_number_text(completion)
 
 
 async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Verdict:

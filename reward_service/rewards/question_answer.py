@@ -2,38 +2,75 @@
 
 Words are compared in lower case, without punctuation, articles and extra spaces. `qa_em` wants all of them,
 `qa_subem` an accepted answer somewhere inside. Part ``has_answer`` says whether there were tags; verl gives
-such a wrong answer 0.1, here it is wrong.
+such a wrong answer 0.1, here it is wrong. `qa_f1` is the harmonic mean of precision and recall of the words (of Chinese
+and Japanese: the characters), the best over the accepted answers; two empty answers are the same, one is not.
 """
 
 from __future__ import annotations
 
 import string
+from collections import Counter
 from typing import Any
 
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards.verdict import Verdict, truth_text
+from pydantic import Field
 
-EXACT, INSIDE = "qa_em", "qa_subem"
+from protocol.connection import Section
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import final_answer
+from reward_service.rewards.final_answer import Where
+from reward_service.rewards.verdict import Verdict, truth_text
+from reward_service.rewards.words import words as split
+
+EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def judge_exact(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+class Parameters(Section):
+    """What may be set of the three."""
+
+    where: Where = Field(
+        default="tags", description="Where the answer stands; auto: boxed, tags, ####, phrase, last line."
+    )
+
+
+_TAGS = Parameters()
+
+
+def judge_exact(completions: tuple[str, ...], truth: Any, parameters: Parameters = _TAGS) -> list[Verdict]:
     """Compare every completion's answer with the truth: a text, a number, or a list of such alternatives.
 
     Raises BadGroundTruth when there is nothing to compare with.
     """
     accepted = _accepted(truth, EXACT)
-    return [_verdict(answer, answer in accepted) for answer in map(_answer, completions)]
+    return [_verdict(answer, float(answer in accepted)) for answer in _answers(completions, parameters)]
 
 
-def judge_inside(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+def judge_inside(completions: tuple[str, ...], truth: Any, parameters: Parameters = _TAGS) -> list[Verdict]:
     """Look for an accepted answer inside every completion's; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, INSIDE)
     return [
-        _verdict(answer, answer is not None and any(one in answer for one in accepted))
-        for answer in map(_answer, completions)
+        _verdict(answer, float(answer is not None and any(one in answer for one in accepted)))
+        for answer in _answers(completions, parameters)
     ]
+
+
+def judge_f1(completions: tuple[str, ...], truth: Any, parameters: Parameters = _TAGS) -> list[Verdict]:
+    """Measure how much every completion's answer shares with the truth; raises BadGroundTruth as `judge_exact` does."""
+    accepted = _accepted(truth, F1)
+    return [
+        _verdict(answer, 0.0 if answer is None else max(f1(one, answer) for one in accepted))
+        for answer in _answers(completions, parameters)
+    ]
+
+
+def f1(gold: str, answer: str) -> float:
+    """Return the F1 of the bags of words of two normalised texts, as SQuAD's evaluation has it."""
+    wanted, given = Counter(split(gold)), Counter(split(answer))
+    shared = (wanted & given).total()
+    if not wanted or not given:
+        return float(wanted == given)
+    return 2.0 * shared / (wanted.total() + given.total())
 
 
 def words(text: str) -> str:
@@ -49,11 +86,10 @@ def _accepted(truth: Any, reward: str) -> set[str]:
     return {words(truth_text(alternative, reward)) for alternative in alternatives}
 
 
-def _answer(completion: str) -> str | None:
-    end = completion.rfind("</answer>")
-    start = completion.rfind("<answer>", 0, end) if end >= 0 else -1
-    return None if start < 0 else words(completion[start + len("<answer>") : end])
+def _answers(completions: tuple[str, ...], parameters: Parameters) -> list[str | None]:
+    found = [final_answer.find(completion, parameters.where) for completion in completions]
+    return [None if answer is None else words(answer) for answer in found]
 
 
-def _verdict(answer: str | None, is_right: bool) -> Verdict:
-    return Verdict(float(is_right), {"has_answer": float(answer is not None)})
+def _verdict(answer: str | None, reward: float) -> Verdict:
+    return Verdict(reward, {"has_answer": float(answer is not None)})

@@ -1,0 +1,69 @@
+r"""1 when the letter chosen is the ground truth's: multiple choice.
+
+The choice is what the final answer begins with: ``B``, ``(B)``, ``B. Paris``, ``\text{(B)}``, ``option B``. An answer that
+names several letters chooses none. Part ``has_answer`` says whether there was a choice.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field
+
+from protocol.connection import Section
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import final_answer, latex
+from reward_service.rewards.final_answer import Where
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "multiple_choice"
+_LEAD = re.compile(r"(?:(?:option|choice|answer|选项|选)\s{0,3}[:：]?\s{0,3})", re.IGNORECASE)
+_BARE = re.compile(r"[(\[（]?\s?(?P<letter>[A-Za-z])\s?(?:[)\]）]|[.:：、,;](?=\s|$)|(?=$))")
+_OTHERS = re.compile(r"(?<![A-Za-z])[(\[（]?(?P<letter>[A-Z])(?:[)\]）]|(?![A-Za-z'’]))")
+_MAX_CHARS = 400
+
+
+class Parameters(Section):
+    """What may be set of `multiple_choice`."""
+
+    letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,26}$", description="The letters there are to choose.")
+    where: Where = Field(
+        default="auto", description="Where the answer stands; auto: boxed, tags, ####, phrase, last line."
+    )
+
+
+def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Compare every completion's choice with the truth, a letter as a completion may write it.
+
+    Raises BadGroundTruth when the truth is no letter to choose: a number may count from 0 or from 1.
+    """
+    text = truth_text(truth, NAME)
+    gold = chosen(text, parameters.letters)
+    if gold is None:
+        raise BadGroundTruth(
+            f"{NAME} compares a letter of {parameters.letters}, the row's ground_truth is {text[:80]!r}"
+        )
+    verdicts = []
+    for completion in completions:
+        answer = final_answer.find(completion, parameters.where)
+        letter = None if answer is None else chosen(answer, parameters.letters)
+        verdicts.append(Verdict(float(letter == gold), {"has_answer": float(letter is not None)}))
+    return verdicts
+
+
+def chosen(answer: str, letters: str) -> str | None:
+    """Return the letter that an answer chooses, in upper case; None for none or several."""
+    plain = latex.plain_text(answer[:_MAX_CHARS]).strip(" *_`$.。\n")
+    lead = _LEAD.match(plain)
+    plain = plain[lead.end() :].lstrip(" *_`$") if lead else plain
+    match = _BARE.match(plain)
+    if match is None or match["letter"].upper() not in letters:
+        return None
+    rest = plain[match.end() :]
+    others = {found["letter"] for found in _OTHERS.finditer(rest)}
+    is_list = any(letter in letters and letter != match["letter"].upper() for letter in others)
+    joined = (
+        re.match(r"\s{0,3}(?:and|or|和|或|/|,|&|\+)", rest, re.IGNORECASE) is not None or plain[match.end() - 1] in ",;"
+    )
+    return None if is_list and joined else match["letter"].upper()

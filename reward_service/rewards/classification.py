@@ -1,0 +1,79 @@
+"""1 when the label is the ground truth's.
+
+The final answer (tags, box, phrase or last line) counts as a label when it is one, case and punctuation aside; else
+when exactly one label is mentioned in it, as a whole word and not after a negation. Several are none: part
+``ambiguous``. Part ``has_answer`` says whether there was a label.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from pydantic import Field
+
+from protocol.connection import Section
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import final_answer, latex
+from reward_service.rewards.final_answer import Where
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "classification"
+_NEGATIONS = frozenset({"not", "no", "non", "never", "neither", "nor", "isn't", "isnt", "wasn't", "cannot", "without"})
+_MAX_CHARS = 2000
+
+
+class Parameters(Section):
+    """What may be set of `classification`."""
+
+    labels: tuple[str, ...] = Field(
+        default=(),
+        max_length=1000,
+        description="All labels there are; none: only an answer that is nothing but a label counts.",
+    )
+    where: Where = Field(
+        default="auto", description="Where the answer stands; auto: boxed, tags, ####, phrase, last line."
+    )
+
+
+def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Compare every completion's label with the truth.
+
+    Raises BadGroundTruth when there is none, or it is not among the labels.
+    """
+    text = truth_text(truth, NAME)
+    gold, labels = plain(text), tuple(plain(label) for label in parameters.labels)
+    if not gold or (labels and gold not in labels):
+        known = f" of {', '.join(parameters.labels[:10])}" if labels else ""
+        raise BadGroundTruth(f"{NAME} compares a label{known}, the row's ground_truth is {text[:80]!r}")
+    return [_verdict(final_answer.find(completion, parameters.where), gold, labels) for completion in completions]
+
+
+def plain(label: str) -> str:
+    """Return a label's words in lower case, without punctuation around and spaces between them."""
+    return re.sub(r"[^\w'+#&/-]+", " ", label.casefold().replace("_", " ")).strip(" '-/")
+
+
+def mentioned(answer: str, labels: tuple[str, ...]) -> set[str]:
+    """Return the labels that an answer mentions; of two that overlap the longer one, negated ones not."""
+    found = set()
+    for match in _pattern(labels).finditer(answer):
+        before = answer[: match.start()].split()[-3:]
+        if not _NEGATIONS.intersection(before) and not answer[: match.start()].endswith(("non-", "un-")):
+            found.add(match[0])
+    return found
+
+
+def _verdict(answer: str | None, gold: str, labels: tuple[str, ...]) -> Verdict:
+    said = plain(latex.plain_text(answer[:_MAX_CHARS])) if answer else ""
+    if not labels or said in labels:
+        return Verdict(float(said == gold), {"has_answer": float(bool(said)), "ambiguous": 0.0})
+    found = mentioned(said, labels)
+    return Verdict(float(found == {gold}), {"has_answer": float(len(found) == 1), "ambiguous": float(len(found) > 1)})
+
+
+@lru_cache(64)
+def _pattern(labels: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(labels, key=len, reverse=True)
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")

@@ -1,0 +1,135 @@
+"""1 when the answer is JSON and fits a JSON schema.
+
+The schema stands in the run file (``schema_file`` or ``schema_text``) or is the row's ground truth. The answer is the last
+fenced block, the last ``<answer>`` tags, or the whole completion (``where = "auto"``). It is validated in grader
+processes with a CPU limit (`pattern_grader`): patterns inside a schema may take exponential time, references may run
+in circles, and neither may hang the service. References to other documents are not fetched.
+
+Part ``parses`` says whether the answer is JSON: NaN and Infinity are not, nor is what nests deeper than Python reads.
+``timeout`` and ``too_long`` are as in `pattern`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from pydantic import Field, model_validator
+
+from protocol.connection import Section
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import final_answer
+from reward_service.rewards.math_answer import Grade, Graded
+from reward_service.rewards.pattern import MAX_CHARS
+from reward_service.rewards.verdict import Verdict
+
+NAME = "json_schema"
+_FENCE = "```"
+
+
+class Parameters(Section):
+    """What may be set of `json_schema`."""
+
+    schema_file: Path | None = Field(default=None, description="File with the schema, read once at the start.")
+    schema_text: str = Field(default="", description="The schema itself, as JSON; neither: the row's ground truth.")
+    where: Literal["auto", "fenced", "tags", "whole"] = Field(
+        default="auto", description="Where the JSON stands; auto: the last fenced block, else tags, else everything."
+    )
+
+    @model_validator(mode="after")
+    def _readable(self) -> Parameters:
+        if self.schema_file is not None and self.schema_text:
+            raise ValueError("json_schema: set schema_file or schema_text, not both")
+        given = self.text()
+        schema = _loads(given) if given else {}
+        if not isinstance(schema, dict):
+            raise ValueError("json_schema: a schema is a JSON object")  # noqa: TRY004 pydantic wants a ValueError
+        try:
+            validator_for(schema, default=Draft202012Validator).check_schema(schema)
+        except SchemaError as err:
+            raise ValueError(f"json_schema: no valid schema: {err.message[:200]}") from None
+        return self
+
+    def text(self) -> str:
+        """Return the schema that the run file gives, "" for none; raises ValueError when it cannot be read."""
+        if self.schema_file is None:
+            return self.schema_text
+        try:
+            return self.schema_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise ValueError(f"json_schema: schema_file {self.schema_file} cannot be read ({err})") from None
+
+
+def rule(given: str, truth: Any) -> str:
+    """Return what a grader process compares with; raises BadGroundTruth when neither run file nor row has a schema."""
+    try:
+        schema = _loads(given) if given else _loads(truth) if isinstance(truth, str) else truth
+    except ValueError as err:
+        raise BadGroundTruth(f"{NAME}: the row's ground_truth is no JSON ({err})") from None
+    if not isinstance(schema, dict):
+        raise BadGroundTruth(f"{NAME} needs a schema: set schema_file, or have it as the row's ground_truth")
+    return json.dumps({"json_schema": schema}, sort_keys=True)
+
+
+async def judge(where: str, given: str, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
+    """Validate every completion's JSON.
+
+    Raises BadGroundTruth when the schema is missing or wrong, GraderFailed when a grader failed.
+    """
+    wanted = rule(given, truth)
+    return [await _verdict(find(text, where), wanted, grade) for text in completions]
+
+
+def find(text: str, where: str) -> str | None:
+    """Return the text that should be JSON; None where its place is missing."""
+    fenced = _last_fenced(text) if where in {"auto", "fenced"} else None
+    if where == "fenced" or fenced is not None:
+        return fenced
+    tagged = final_answer.in_tags(text) if where in {"auto", "tags"} else None
+    return tagged if where == "tags" or tagged is not None else text.strip()
+
+
+def parses(text: str) -> bool:
+    """Say whether a text is JSON, strictly."""
+    try:
+        _loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
+    is_long = answer is not None and len(answer) > MAX_CHARS
+    if answer is None or is_long or not parses(answer):
+        return Verdict(0.0, {"parses": 0.0, "timeout": 0.0, "too_long": float(is_long)})
+    graded = await grade(wanted, answer)
+    if graded is Graded.GOLD_UNREADABLE:
+        raise BadGroundTruth(f"{NAME}: not a valid JSON schema, or it refers to what it does not hold: {wanted[:120]}")
+    return Verdict(
+        float(graded is Graded.RIGHT),
+        {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0},
+    )
+
+
+def _last_fenced(text: str) -> str | None:
+    end = text.rfind(_FENCE)
+    start = text.rfind(_FENCE, 0, end) if end >= 0 else -1
+    if start < 0:
+        return None
+    head, line_end, body = text[start + len(_FENCE) : end].partition("\n")
+    return body.strip() if line_end and head.strip().isalnum() else (head + line_end + body).strip()
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

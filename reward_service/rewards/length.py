@@ -1,0 +1,77 @@
+"""Rewards for how long a completion is; no ground truth.
+
+`length` is 1 inside the bounds and 0 outside. `overlong` is DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up
+to ``longest - buffer``, then linear down to ``-factor`` at ``longest`` and beyond.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from protocol.connection import Section
+from reward_service.rewards.verdict import Verdict
+from reward_service.rewards.words import words
+
+NAME, OVERLONG = "length", "overlong"
+
+Unit = Literal["tokens", "words", "characters"]
+
+
+class _Measured(Section):
+    unit: Unit = Field(default="tokens", description="What is counted; tokens are the policy's own.")
+
+
+class Parameters(_Measured):
+    """What may be set of `length`."""
+
+    shortest: int = Field(default=0, ge=0, description="Least length that is right.")
+    longest: int | None = Field(default=None, ge=1, description="Greatest length that is right; none: no bound.")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Parameters:
+        if self.shortest == 0 and self.longest is None:
+            raise ValueError("length: set shortest or longest, or every completion is right")
+        if self.longest is not None and self.shortest > self.longest:
+            raise ValueError(f"length: shortest = {self.shortest} is more than longest = {self.longest}")
+        return self
+
+
+class OverlongParameters(_Measured):
+    """What may be set of `overlong`."""
+
+    longest: int = Field(ge=1, description="At this length the punishment is whole.")
+    buffer: int = Field(ge=1, description="Over so much length before it the punishment grows.")
+    factor: float = Field(default=1.0, gt=0.0, le=1e3, description="The whole punishment.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongParameters:
+        if self.buffer > self.longest:
+            raise ValueError(f"overlong: buffer = {self.buffer} is more than longest = {self.longest}")
+        return self
+
+
+def measure(completions: tuple[str, ...], num_tokens: tuple[int, ...], unit: Unit) -> list[int]:
+    """Return how long every completion is."""
+    if unit == "tokens":
+        return list(num_tokens)
+    return [len(words(text)) if unit == "words" else len(text) for text in completions]
+
+
+def judge(parameters: Parameters, lengths: list[int]) -> list[Verdict]:
+    """1 for every length inside the bounds. Part ``length``."""
+    longest = parameters.longest
+    return [
+        Verdict(float(parameters.shortest <= n and (longest is None or n <= longest)), {"length": float(n)})
+        for n in lengths
+    ]
+
+
+def judge_overlong(parameters: OverlongParameters, lengths: list[int]) -> list[Verdict]:
+    """Return the punishment of every length, in [-factor, 0]. Part ``length``."""
+    start = parameters.longest - parameters.buffer
+    return [
+        Verdict(-parameters.factor * min(max((n - start) / parameters.buffer, 0.0), 1.0), {"length": float(n)})
+        for n in lengths
+    ]

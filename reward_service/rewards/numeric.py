@@ -1,0 +1,106 @@
+"""1 when the answer is the ground truth's number, within a tolerance, its unit as asked.
+
+The answer is looked for in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; where none
+of them holds a number, it is the last number of the completion (``where = "auto"``). Part ``has_answer`` says
+whether there was a number.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, Literal
+
+from pydantic import Field
+
+from protocol.connection import Section
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import final_answer, quantity, units
+from reward_service.rewards.final_answer import Where
+from reward_service.rewards.quantity import Quantity
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "numeric"
+
+
+class Parameters(Section):
+    """What may be set of `numeric`."""
+
+    where: Where | Literal["last_number"] = Field(
+        default="auto", description="Where the answer stands; auto: boxed, tags, ####, a phrase, else the last number."
+    )
+    absolute: float = Field(default=0.0, ge=0.0, description="Largest difference that is still right.")
+    relative: float = Field(default=0.0, ge=0.0, le=1.0, description="The same, as a share of the ground truth.")
+    percent: Literal["either", "ornament", "value"] = Field(
+        default="either",
+        description="50%: the same as 50 (ornament), as 0.5 (value), or as both, where only one side has the sign.",
+    )
+    units: Literal["ignore", "same", "convert"] = Field(
+        default="ignore",
+        description="ignore what follows the number; want the truth's unit (same); or count km as 1000 m (convert).",
+    )
+
+
+def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Compare every completion's number with the truth's: a number, with a unit or not, or a solution with ####.
+
+    Raises BadGroundTruth when the truth holds no number.
+    """
+    text = truth_text(truth, NAME)
+    gold = quantity.read(final_answer.after_hashes(text) or final_answer.find(text, "boxed") or text)
+    if gold is None:
+        raise BadGroundTruth(f"{NAME} compares numbers, the row's ground_truth is {text[:80]!r}")
+    verdicts = []
+    for completion in completions:
+        answer = _answer(completion, parameters.where)
+        is_right = answer is not None and is_equal(parameters, gold, answer)
+        verdicts.append(Verdict(float(is_right), {"has_answer": float(answer is not None)}))
+    return verdicts
+
+
+def is_equal(parameters: Parameters, gold: Quantity, answer: Quantity) -> bool:
+    """Say whether two quantities are the same within the tolerance."""
+    factor = _factor(parameters.units, gold.unit, answer.unit)
+    if factor is None:
+        return False
+    number = answer.number * factor
+    allowed = max(Fraction(parameters.absolute), Fraction(parameters.relative) * abs(gold.number))
+    return any(abs(mine - wanted) <= allowed for wanted, mine in _readings(parameters.percent, gold, answer, number))
+
+
+def _answer(completion: str, where: str) -> Quantity | None:
+    if where == "last_number":
+        return quantity.last(completion)
+    if where != "auto":
+        found = final_answer.find(completion, where)  # pyright: ignore[reportArgumentType] the rest are its own
+        return None if found is None else quantity.read(found)
+    for way in (final_answer.latex.last_boxed, final_answer.in_tags, final_answer.after_hashes):
+        found = way(completion)
+        if found is not None:
+            return quantity.read(found)
+    phrase = final_answer.after_phrase(completion)
+    return (quantity.read(phrase) if phrase else None) or quantity.last(completion)
+
+
+def _factor(rule: str, gold: str, answer: str) -> Fraction | None:
+    """Return how many of the truth's units one of the answer's is; None when they do not compare."""
+    if rule == "ignore" or _same_unit(gold, answer):
+        return Fraction(1)
+    wanted, given = units.read(gold), units.read(answer)
+    if wanted is None or given is None or wanted.dimension != given.dimension:
+        return None
+    return given.factor / wanted.factor if rule == "convert" or given.factor == wanted.factor else None
+
+
+def _same_unit(gold: str, answer: str) -> bool:
+    return "".join(gold.casefold().split()) == "".join(answer.casefold().split())
+
+
+def _readings(rule: str, gold: Quantity, answer: Quantity, number: Fraction) -> list[tuple[Fraction, Fraction]]:
+    """Return the pairs (truth, answer) of which one has to fit."""
+    plain = (gold.number, number)
+    if rule == "ornament":
+        return [plain]
+    valued = (gold.number / (100 if gold.is_percent else 1), number / (100 if answer.is_percent else 1))
+    if rule == "value" or gold.is_percent == answer.is_percent:
+        return [valued if rule == "value" else plain]
+    return [plain, valued]

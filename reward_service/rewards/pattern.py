@@ -1,0 +1,81 @@
+"""1 when a regular expression finds something in the answer, or is the whole of it.
+
+The expression stands in the run file (``pattern``) or is the row's ground truth. Python's expressions may take
+exponential time on a text that a policy chose, so they run in grader processes with a CPU limit (`pattern_grader`):
+a completion that exhausts it twice is no match by definition (part ``timeout``), as it alone is the cause. Longer
+answers than `MAX_CHARS` are no match either (part ``too_long``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from protocol.connection import Section
+from reward_service.errors import BadGroundTruth
+from reward_service.rewards import final_answer
+from reward_service.rewards.final_answer import Where
+from reward_service.rewards.math_answer import Grade, Graded
+from reward_service.rewards.verdict import Verdict, truth_text
+
+NAME = "regex"
+MAX_CHARS = 200_000
+MAX_PATTERN_CHARS = 10_000
+
+
+class Parameters(Section):
+    """What may be set of `regex`."""
+
+    pattern: str = Field(
+        default="", max_length=MAX_PATTERN_CHARS, description="Expression of Python's re; none: the row's ground truth."
+    )
+    match: Literal["search", "whole"] = Field(
+        default="search", description="Find it anywhere, or be all of the answer."
+    )
+    where: Where = Field(default="whole", description="Where the answer stands; whole: the completion.")
+    ignore_case: bool = Field(default=False, description="Letters match in either case.")
+    multiline: bool = Field(default=False, description="^ and $ match at every line.")
+    dot_all: bool = Field(default=False, description="The dot matches line ends too.")
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_expression(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except (re.error, RecursionError, OverflowError) as err:
+            raise ValueError(f"not an expression of Python's re: {err}") from None
+        return value
+
+
+def rule(parameters: Parameters, truth: Any) -> str:
+    """Return what a grader process compares with, as JSON; raises BadGroundTruth when the row has no expression."""
+    text = parameters.pattern or truth_text(truth, NAME)
+    if not text or len(text) > MAX_PATTERN_CHARS:
+        raise BadGroundTruth(
+            f"{NAME} needs an expression of 1 to {MAX_PATTERN_CHARS} characters: set the parameter pattern, or have it "
+            f"as the row's ground_truth, which is {text[:80]!r}"
+        )
+    flags = {"i": parameters.ignore_case, "m": parameters.multiline, "s": parameters.dot_all}
+    letters = "".join(letter for letter, is_on in flags.items() if is_on)
+    return json.dumps({"regex": text, "flags": letters, "whole": parameters.match == "whole"})
+
+
+async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
+    """Look for the expression in every completion.
+
+    Raises BadGroundTruth when it is missing or no expression, GraderFailed when a grader failed.
+    """
+    wanted = rule(parameters, truth)
+    return [await _verdict(final_answer.find(text, parameters.where), wanted, grade) for text in completions]
+
+
+async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
+    if answer is None or len(answer) > MAX_CHARS:
+        return Verdict(0.0, {"timeout": 0.0, "too_long": float(answer is not None)})
+    graded = await grade(wanted, answer)
+    if graded is Graded.GOLD_UNREADABLE:
+        raise BadGroundTruth(f"{NAME}: not an expression of Python's re: {json.loads(wanted)['regex'][:80]!r}")
+    return Verdict(float(graded is Graded.RIGHT), {"timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0})

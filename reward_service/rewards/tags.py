@@ -1,0 +1,76 @@
+"""1 when a completion is made of the given tags: each opened and closed once, in order, and nothing outside.
+
+``partial = true`` gives the share of the rules that are kept instead: one for each tag (opened and closed exactly once,
+after the one before), and one for nothing outside. White space outside is allowed, an empty last element is not. Read
+by ``str.find``, linear. No ground truth.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from protocol.connection import Section
+from reward_service.rewards.verdict import Verdict
+
+NAME = "tags"
+
+
+class Parameters(Section):
+    """What may be set of `tags`."""
+
+    tags: tuple[str, ...] = Field(
+        default=("think", "answer"), min_length=1, max_length=16, description="Names of the tags, in order."
+    )
+    outside: Literal["nothing", "anything"] = Field(default="nothing", description="What may stand outside of them.")
+    partial: bool = Field(
+        default=False, description="The share of the rules that are kept, in place of all or nothing."
+    )
+
+    @field_validator("tags")
+    @classmethod
+    def _names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not name or not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"a tag's name has letters, digits, - and _, got {name!r}; write think, not <think>")
+        if len(set(value)) != len(value):
+            raise ValueError("a tag is named twice; each is expected once")
+        return value
+
+
+def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    """Judge the form of every completion; the truth is not looked at."""
+    return [Verdict(_score(parameters, completion)) for completion in completions]
+
+
+def _score(parameters: Parameters, completion: str) -> float:
+    rules, kept = len(parameters.tags), right_tags(completion, parameters.tags)
+    if parameters.outside == "nothing":
+        kept += kept == rules and not outside(completion, parameters.tags)
+        rules += 1
+    return kept / rules if parameters.partial else float(kept == rules)
+
+
+def right_tags(text: str, names: tuple[str, ...]) -> int:
+    """Count the tags that are opened and closed exactly once, after the last one that is; the last one not empty."""
+    end, right = 0, 0
+    for name in names:
+        opening, closing = f"<{name}>", f"</{name}>"
+        start, stop = text.find(opening), text.find(closing)
+        if text.count(opening) != 1 or text.count(closing) != 1 or not end <= start < stop:
+            continue
+        content = text[start + len(opening) : stop]
+        if name == names[-1] and not content.strip():
+            continue
+        end, right = stop + len(closing), right + 1
+    return right
+
+
+def outside(text: str, names: tuple[str, ...]) -> str:
+    """Return what stands outside the tags, white space aside, in a text where all of them are right."""
+    rest, at = [], 0
+    for name in names:
+        rest.append(text[at : text.find(f"<{name}>")])
+        at = text.find(f"</{name}>") + len(name) + 3
+    return "".join([*rest, text[at:]]).strip()
