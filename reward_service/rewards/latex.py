@@ -19,7 +19,7 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
 _ASSIGNMENT = re.compile(r"[A-Za-z](?:\([A-Za-z]\)|_\{?[0-9A-Za-z]\}?)?=(?P<value>[^=]+)")
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
-_PLAIN_NUMBER = re.compile(NUMBER.replace(",", ""))
+_PLAIN_NUMBER = re.compile(NUMBER.replace("[0-9,]*", "[0-9]*"))
 _PROSE = re.compile(r"[A-Za-z]{2,}(?:[\s,.'-]+[A-Za-z]{2,})+[.!?]?")
 _MAX_DIGITS = 200
 
@@ -55,7 +55,7 @@ def normalise(answer: str) -> str:
     answer = answer.strip().replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
     answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
     answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
-    answer = answer.replace("\\%", "%")
+    answer = answer.replace("\\%", "%").replace("\\varnothing", "\\emptyset")
     answer = _TEXT.sub(r"\1", answer)
     answer = _SHORT_FRACTION.sub(_braced, answer)
     answer = re.sub(r"\s+", "", _SHORT_ROOT.sub(r"\\sqrt{\1}", answer))

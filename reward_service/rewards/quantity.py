@@ -31,7 +31,7 @@ _ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
 _LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
 _TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
 _GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
-    r"\s?(?:\^|\*\*|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9])"
+    r"\s?(?:\^|\*\*|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
     r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
 )
 _SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")

@@ -20,9 +20,9 @@ from protocol.group_pack import GroupTexts
 from protocol.streams import StreamLimits
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from reward_service.built_in import PureReward
 from reward_service.errors import RewardCrashed
 from reward_service.rewards.verdict import Verdict
+from reward_service.scorers import PureReward
 from reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.reward_service.conftest import Wire
