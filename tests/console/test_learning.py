@@ -35,3 +35,11 @@ def test_what_is_not_a_number_is_left_out() -> None:
     """A figure of a part that is off, or one that is not finite, is not shown."""
     assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
     assert learning.in_words({}) == ("–", "–")
+
+
+def test_the_panel_shows_the_parts_of_the_reward() -> None:
+    """Means of the parts stand in one line, without the details of a part; nothing where there are none."""
+    figures = learning.read({"reward_parts": {"correct": 0.25, "correct.has_answer": 1.0, "form": 1.0}})
+    assert learning.reward_parts(figures) == "correct 0.25, form 1.00"
+    assert figures["reward part correct.has_answer"] == 1.0
+    assert learning.reward_parts({}) == ""

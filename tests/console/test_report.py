@@ -94,3 +94,16 @@ def test_curves_of_a_resumed_run_count_each_step_once(tmp_path: Path):
     rows = [{"kind": "step", "step": n, "reward_mean": r} for n, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert curves.read(tmp_path).rewards == ((1, 0.1), (2, 0.5))
+
+
+def test_parts_of_the_reward_are_curves_and_rows(folder: Path, tmp_path: Path):
+    """Every part has its curve, also when it began later; the report's table says how large it was."""
+    rows = [
+        {"kind": "step", "step": 1, "reward_mean": 0.1},
+        {"kind": "step", "step": 2, "reward_mean": 0.2, "reward_parts": {"form": 0.5}},
+        {"kind": "step", "step": 3, "reward_mean": 0.3, "reward_parts": {"form": 0.75, "short": -0.1}},
+        {"kind": "step", "step": 3, "reward_mean": 0.3, "reward_parts": {"form": 1.0, "short": -0.2}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert curves.read(tmp_path).parts == {"form": ((2, 0.5), (3, 1.0)), "short": ((3, -0.2),)}
+    assert "| reward part form | 0.875 | 0.875 | 0.875 |" in (folder / "report.md").read_text()

@@ -115,6 +115,40 @@ def test_an_unknown_reward_is_refused_with_those_on_offer(
             check_rewards(doors, [elsewhere], clock=time.time, deadline_s=0.0)
 
 
+def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
+    nats_settings: NatsSettings, s3_settings: S3Settings,
+) -> None:  # fmt: skip
+    """A part nobody offers is named with the nearest names; a service that weighs otherwise is refused by its name."""
+    doors = Doors(ring_streams, bus, blobs)
+    parts = {"correct": {"reward": "exact_match"}, "form": {"reward": "auto", "weight": 0.2}}
+    ours = RewardSettings.model_validate({"name": "mine", "define": {"mine": {"parts": parts}}})
+    wanted = prompts(settings, ours)
+    bucket = bus.key_value(streams.registry_bucket().bucket).wait()
+
+    def offer(names: tuple[str, ...], digest: str) -> None:
+        fact = RewardsOffered(
+            run_id=ring_streams, replica="r1", at=time.time(), names=names, by_source={"sort_digits": "exact_match"},
+            definitions={"mine": digest},
+        )  # fmt: skip
+        bucket.put(rewards_offered.key("r1"), encode(fact)).wait()
+
+    def check() -> None:
+        check_rewards(doors, [wanted], define=ours.define, clock=time.time, deadline_s=0.0)
+
+    try:
+        offer(("auto", "exact_watch"), "0" * 16)
+        with pytest.raises(UnknownReward, match=r"offers exact_match, mine \(did you mean exact_watch\?\)"):
+            check()
+        offer(("auto", "exact_match", "mine"), "0" * 16)
+        with pytest.raises(UnknownReward, match=r"reward\.define\.mine here is not what r1 makes of it"):
+            check()
+        offer(("auto", "exact_match", "mine"), ours.define["mine"].digest)
+        check()
+    finally:
+        bucket.delete(rewards_offered.key("r1")).wait()
+
+
 def test_the_number_of_processes_must_fit(settings: TrainerSettings) -> None:
     """Two ranks in the run file and one process is an error that says how to start two."""
     alone = Ranks.__new__(Ranks)
