@@ -123,7 +123,7 @@ class RewardSettings(Section):
     )
     by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
     define: dict[Identifier, RewardDefinition] = Field(
-        default={}, description="Rewards made of parts with weights, gates and parameters, by name (docs/rewards.md)."
+        default={}, description="Rewards made of parts with weights, gates and parameters, by name (docs/graders.md)."
     )
 
     @model_validator(mode="after")

@@ -42,6 +42,8 @@ BY_SOURCE: dict[str, str] = {
     "BytedTsinghua-SIA/DAPO-Math-17k": "answer_line",
     "aime": "answer_line",
     "aime24": "answer_line",
+    "aime2024": "answer_line",
+    "aime2025": "answer_line",
     "aime25": "answer_line",
     "aime_2024": "answer_line",
     "aime_2025": "answer_line",

@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from deploy.quickstart_task import write_data, write_model
 from protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
 from protocol.lineage import AccountState
+from protocol.reward_settings import RewardSettings
 from protocol.versions import PolicyVersion, is_fresh
 from trainer.account import Account, Entries
 from trainer.batcher import Batcher
@@ -34,7 +35,7 @@ from trainer.filters import Reuse
 from trainer.intake import Intake
 from trainer.issue import Issuer
 from trainer.ledger import Ledger
-from trainer.settings import DataSettings, RewardSettings, RolloutSettings
+from trainer.settings import DataSettings, RolloutSettings
 from trainer.step_plan import ReadyGroup
 from trainer.tally import Tally
 

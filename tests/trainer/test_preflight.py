@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from deploy.quickstart_task import write_data, write_model
+from protocol import rewards_offered, streams
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import BlobStoreRefused, BusUnreachable, ConfigError, MissingStream
+from protocol.facts import encode
 from protocol.reward_settings import RewardSettings
+from protocol.rewards_offered import RewardsOffered
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
