@@ -145,6 +145,16 @@ def serve_judge(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", "serve-judge", *arguments))
 
 
+@reward.command(name="serve-model")
+def serve_model(*arguments: Raw) -> None:
+    """Turn a reward model's folder into a registered reward endpoint.
+
+    Example:  penstock reward serve-model rm/ --register http://127.0.0.1:8700
+    Then:     penstock reward test rm
+    """
+    launch.become(launch.module("reward_model", *arguments))
+
+
 @reward.command(name="list")
 def list_rewards(*, url: str = _REWARD_URL, token_file: Path | None = None, json: Flag = False) -> int:
     """List the rewards that a running reward service offers.

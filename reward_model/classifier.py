@@ -1,0 +1,145 @@
+"""The door to torch and transformers: texts in, one number for each out.
+
+The number is the single logit of a model with one label (what reward models have), or, with ``label``, the
+probability of that label. Texts are padded on the right and batched by length; a text's number does not depend on
+the others beside it beyond rounding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from protocol.errors import ConfigError
+from reward_model.conversation import Messages, batches
+
+Dtype = Literal["float32", "bfloat16"]
+_MAX_CONTEXT = 1_000_000  # tokenizers without a limit say 10**30
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A text's number and its length in tokens, or why it has none."""
+
+    num_tokens: int
+    value: float | None = None
+    error: str = ""
+
+
+class Classifier:
+    """A loaded model with its tokenizer."""
+
+    def __init__(
+        self, folder: Path, *, dtype: Dtype, device: str, label: int | None, max_length: int | None, batch_tokens: int
+    ) -> None:
+        """Load it; ``max_length`` in tokens, the model's own limit when None. Raises ConfigError saying what does not fit."""
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                folder, local_files_only=True, dtype=getattr(torch, dtype), output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError) as err:
+            raise ConfigError(f"{folder}: cannot be loaded as a sequence classifier: {err}") from None
+        if missing := sorted(report["missing_keys"]):
+            raise ConfigError(
+                f"{folder}: the weights lack {', '.join(missing[:5])}; transformers would fill them at random. "
+                "Is this a language model without a classification head?"
+            )
+        self._model: Any = model.to(device).eval()
+        self._device = device
+        config: Any = model.config
+        self._label = _checked_label(folder, int(config.num_labels), label)
+        self._pad, self._pad_is_free = _padding(self._tokenizer)
+        limit = min(int(getattr(config, "max_position_embeddings", None) or _MAX_CONTEXT), _MAX_CONTEXT)
+        if max_length is not None and max_length > limit:
+            raise ConfigError(f"--max-length {max_length} is beyond the model's own limit of {limit} tokens")
+        self.max_length = max_length or limit
+        self._batch_tokens = batch_tokens
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether its tokenizer can render conversations."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render(self, messages: Messages) -> str:
+        """Return a conversation as its chat template writes it."""
+        return self._tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Scored]:
+        """Return a number for every text, in order.
+
+        ``special_tokens``: whether the tokenizer adds its own (a chat template has written them already). A text
+        longer than ``max_length`` has an error: half an answer would be another answer.
+        """
+        ids = self._tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
+        lengths = [len(one) for one in ids]
+        fits = [place for place, length in enumerate(lengths) if 0 < length <= self.max_length]
+        found = [
+            Scored(length, error=f"the text has {length} tokens, the model reads 1 to {self.max_length}")
+            for length in lengths
+        ]
+        for batch in batches([lengths[place] for place in fits], max_tokens=self._batch_tokens):
+            places = [fits[number] for number in batch]
+            values = self._forward([ids[place] for place in places])
+            for place, value in zip(places, values, strict=True):
+                found[place] = Scored(lengths[place], value)
+        return found
+
+    def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        pad = self._pad if not self._pad_is_free else _unused(rows)
+        longest = max(map(len, rows))
+        input_ids = torch.full((len(rows), longest), pad, dtype=torch.long)  # [B, L]
+        mask = torch.zeros((len(rows), longest), dtype=torch.long)  # [B, L], 1 for real tokens
+        for number, row in enumerate(rows):
+            input_ids[number, : len(row)] = torch.tensor(row, dtype=torch.long)
+            mask[number, : len(row)] = 1
+        self._model.config.pad_token_id = pad  # by it transformers finds a row's last token
+        with torch.inference_mode():
+            out = self._model(input_ids=input_ids.to(self._device), attention_mask=mask.to(self._device))
+        logits = out.logits.float()  # [B, labels]
+        values = logits[:, 0] if self._label is None else logits.softmax(-1)[:, self._label]
+        return values.tolist()
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a short hash of a model folder's small files and of its weights' sizes and times."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.is_file():
+            about = file.stat()
+            digest.update(f"{file.name}\n{about.st_size}\n".encode())
+            digest.update(file.read_bytes() if file.suffix == ".json" else str(about.st_mtime_ns).encode())
+    return digest.hexdigest()[:8]
+
+
+def _checked_label(folder: Path, num_labels: int, label: int | None) -> int | None:
+    if label is None:
+        if num_labels != 1:
+            raise ConfigError(f"{folder}: the model has {num_labels} labels; say with --label whose probability counts")
+        return None
+    if not 0 <= label < num_labels or num_labels == 1:
+        raise ConfigError(f"--label {label}: the model has {num_labels} label{'s' if num_labels > 1 else ''}")
+    return label
+
+
+def _padding(tokenizer: Any) -> tuple[int, bool]:
+    """Return the padding's id, and whether it is ours to choose.
+
+    Decoders find a text's last token as the last one that is not padding, so padding must not be a token that
+    texts end with. Where the tokenizer has none of its own, each batch takes an id that does not occur in it.
+    """
+    pad = tokenizer.pad_token_id
+    if pad is None or pad == tokenizer.eos_token_id:
+        return 0, True
+    return int(pad), False
+
+
+def _unused(rows: Sequence[Sequence[int]]) -> int:
+    used = {token for row in rows for token in row}
+    return next(token for token in range(len(used) + 1) if token not in used)
