@@ -37,6 +37,7 @@ class Evidence:
     all_letters: bool = True  # whether no letter was discarded, and none was too long to name all its groups
     pack_faults: Mapping[str, str] = field(default_factory=dict)  # key -> what is wrong with the object
     max_uses: int | None = None  # largest max_trained_count of the run's lives; None: not known
+    packs_expire: bool = False  # whether a life of the run was told to remove packs of trained groups
     window: int | None = None  # smallest max_staleness of the run's lives; None: not known
     faults: Sequence[Breach] = ()  # found while reading
 
@@ -98,7 +99,7 @@ def prove(evidence: Evidence) -> Proof:
     breaches += _too_many_uses(fold, evidence.max_uses)
     breaches += _checkpoint_faults(fold, evidence)
     breaches += _dead_faults(fold, evidence)
-    for key, fault in evidence.pack_faults.items():
+    for key, fault in _pack_faults(evidence).items():
         breaches += [Breach(f"pack {fault}", group_id, key) for group_id in fold.groups_of_pack.get(key, ())]
     tokens: Counter[str] = Counter()
     for stage in STAGES[1:]:
@@ -114,6 +115,11 @@ def prove(evidence: Evidence) -> Proof:
         breaches=tuple(breaches),
         notes=_notes(fold, evidence),
     )
+
+
+def _pack_faults(evidence: Evidence) -> dict[str, str]:
+    """Return what is wrong with packs; where they may expire, one that is gone is no fault."""
+    return {k: fault for k, fault in evidence.pack_faults.items() if not (evidence.packs_expire and fault == "missing")}
 
 
 def _places(fold: RecordFold, evidence: Evidence, split: Split) -> dict[str, str]:
@@ -244,6 +250,8 @@ def _notes(fold: RecordFold, evidence: Evidence) -> tuple[str, ...]:
             f"a repetition of {len(trained_and_dead)} trained groups went to the dead letters "
             f"({', '.join(trained_and_dead[:3])}{'…' if len(trained_and_dead) > 3 else ''}): their effect is there once"
         )
+    if num_expired := len(evidence.pack_faults) - len(_pack_faults(evidence)):
+        notes.append(f"{num_expired} packs are gone, as retention.trained_packs_h says: their steps cannot be replayed")
     if not evidence.all_letters:
         notes.append("old dead letters are discarded or cut short: dropped as dead is taken from the record alone")
     return tuple(notes)

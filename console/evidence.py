@@ -64,7 +64,7 @@ def _look(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCo
     told = _chapters(last, blobs, faults)
     waiting = {stage: _waiting(bus, blobs, run_id, stage) for stage in STAGES}
     letters = [decode(message.data, DeadLetter) for message in bus.read_stream(f"{run_id}-dead").wait()]
-    window, max_uses = _limits(told, blobs, faults)
+    window, max_uses, packs_expire = _limits(told, blobs, faults)
     discarded = bus.stream_state(f"{run_id}-dead").wait().first_sequence > 1
     return Evidence(
         run_id=run_id,
@@ -74,6 +74,7 @@ def _look(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCo
         dead={group_id: letter.reason for letter in letters for group_id in letter.group_ids},
         all_letters=not discarded and all(len(letter.group_ids) < MAX_LETTER_IDS for letter in letters),
         window=window,
+        packs_expire=packs_expire,
         max_uses=max_uses,
         faults=tuple(faults),
     )
@@ -155,17 +156,20 @@ def _pack_faults(run_id: str, blobs: Blobs, told: Iterable[LineageChapter], *, r
     return faults
 
 
-def _limits(told: Iterable[LineageChapter], blobs: Blobs, faults: list[Breach]) -> tuple[int | None, int | None]:
-    """Return the smallest max_staleness that any life of the run had, and the largest max_trained_count.
+def _limits(told: Iterable[LineageChapter], blobs: Blobs, faults: list[Breach]) -> tuple[int | None, int | None, bool]:
+    """Return the smallest max_staleness that any life of the run had, the largest max_trained_count, and if packs expire.
 
-    So far back must its ledger reach, and so often may a group be trained on.
+    So far back must its ledger reach, so often may a group be trained on; and a pack that is gone may be in order.
     """
-    windows, uses = [], []
+    windows, uses, packs_expire = [], [], False
     for config in {life.config.key: life.config for chapter in told for life in chapter.lives}.values():
         try:
             sections = json.loads(blobs.get(config))["settings"]
             windows.append(int(sections["rollout"]["max_staleness"]))
+            packs_expire |= (
+                sections.get("retention", {}).get("trained_packs_h", 0.0) > 0.0
+            )  # older runs had no such section
             uses.append(int(sections["algorithm"]["max_trained_count"]))
         except (BlobMissing, BlobCorrupt, ValueError, KeyError, TypeError) as err:
             faults.append(Breach("record altered", "", f"settings {config.key}: {type(err).__name__}: {err}"))
-    return min(windows, default=None), max(uses, default=None)
+    return min(windows, default=None), max(uses, default=None), packs_expire

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from protocol import logs, streams
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import PenstockError
+from protocol.retention import RetentionSettings
 from protocol.runfile import load, split_arguments
 from protocol.streams import StreamLimits
 from protocol.subjects import check_run_id
@@ -57,6 +58,7 @@ class ConnectionSettings(BaseModel):
 
     nats: NatsSettings = NatsSettings()
     s3: S3Settings = S3Settings()
+    retention: RetentionSettings = RetentionSettings()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Bus.connect(settings.nats, name="bootstrap") as bus:
             if options.delete:
                 return _delete(bus, options.run, ask=not options.yes)
-            bootstrap(bus, Blobs(settings.s3), options.run)
+            bootstrap(bus, Blobs(settings.s3), options.run, settings.retention.limits())
     except PenstockError as err:
         print(f"bootstrap: {err}", file=sys.stderr)
         return 1

@@ -98,6 +98,7 @@ class Ring:
         self.folder = trainer.run.folder.absolute()
         self.nats: NatsSettings = connection.settings.nats
         self.s3: S3Settings = connection.settings.s3
+        self._limits = connection.settings.retention.limits()
         self._own_servers = _own_servers(connection.origins)
         self._choose_reward_port = reward.origins["reward_service.port"] == "default"
         self._num_workers = num_workers
@@ -143,7 +144,7 @@ class Ring:
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
             with Bus.connect(self.nats, name="ring") as bus:
-                bootstrap(bus, Blobs(self.s3), self.run_id)
+                bootstrap(bus, Blobs(self.s3), self.run_id, self._limits)
             self._reward_port_file.unlink(missing_ok=True)
             self._launch(self._reward(), again=lambda: self._reward().relaunch())
             for child in self._workers():

@@ -19,6 +19,11 @@ def task_list(run_id: str, pack_id: str) -> str:
     return f"runs/{run_id}/tasks/{pack_id}.msgpack"
 
 
+def task_lists_prefix(run_id: str) -> str:
+    """Return the prefix below which all task lists lie."""
+    return f"runs/{run_id}/tasks/"
+
+
 def weights_prefix(run_id: str, version: PolicyVersion) -> str:
     """Return the prefix of one version's shards."""
     return f"runs/{run_id}/weights/v{version:08d}/"

@@ -61,6 +61,7 @@ SECTIONS = (
     "worker",
     "sglang",
     "reward_service",
+    "retention",
 )
 
 S = TypeVar("S", bound=BaseModel)

@@ -61,6 +61,8 @@ class StreamLimits:
     max_generated: int = 20_000
     max_scored: int = 20_000
     max_bytes: int = 512 * 1024 * 1024
+    events_age_s: float = 0.0  # 0: they stay until the stream is full, then the oldest go
+    dead_age_s: float = 0.0
     ack_wait_s: float = 9.0  # a dead worker's tasks come again within this time
     scored_ack_wait_s: float = 30.0  # the trainer holds messages until a checkpoint
 
@@ -79,9 +81,22 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
         StreamSpec(f"{run_id}-generated", (subjects.generated(run_id),), max_msgs=limits.max_generated, **queue),  # type: ignore[arg-type]
         StreamSpec(f"{run_id}-scored", (subjects.scored(run_id),), max_msgs=limits.max_scored, **queue),  # type: ignore[arg-type]
         StreamSpec(f"{run_id}-weights", (subjects.weights(run_id),), "limits", 100_000, limits.max_bytes),
-        StreamSpec(f"{run_id}-events", (subjects.events(run_id),), "limits", 1_000_000, limits.max_bytes),
         StreamSpec(
-            f"{run_id}-dead", (subjects.dead(run_id),), "limits", 1_000_000, limits.max_bytes, max_msg_bytes=256 * 1024
+            f"{run_id}-events",
+            (subjects.events(run_id),),
+            "limits",
+            1_000_000,
+            limits.max_bytes,
+            max_age_s=limits.events_age_s,
+        ),
+        StreamSpec(
+            f"{run_id}-dead",
+            (subjects.dead(run_id),),
+            "limits",
+            1_000_000,
+            limits.max_bytes,
+            max_age_s=limits.dead_age_s,
+            max_msg_bytes=256 * 1024,
         ),
     )
 
@@ -181,6 +196,7 @@ CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/lineage.py
 HEARTBEAT_PERIOD_S = 1.0
 LEASE_RENEWAL_S = 3.0
 GARBAGE_LEASE = "gc"
+EXPIRY_LEASE = "expiry"
 
 
 def heartbeat_key(role: str, service_id: str) -> str:

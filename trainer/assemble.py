@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from trainer.dispatch import Dispatch
 from trainer.doors import Doors
 from trainer.errors import UnsupportedModel
 from trainer.evaluate import Evaluator
+from trainer.expiry import Expiry
 from trainer.filters import Reuse
 from trainer.issue import Issuer
 from trainer.lease import FencedKey, HeldLease
@@ -291,7 +293,8 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
             pinned=training.publisher.pinned,
             holder=life.lease.holder,
         )
-        for part in (training.pulse, training.collector, training.issuer, retirement):
+        expiry = Expiry(doors, settings.retention, holder=life.lease.holder, clock=lambda: datetime.now(UTC))
+        for part in (training.pulse, training.collector, training.issuer, retirement, expiry):
             running.enter_context(part)
         yield training
 

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
+from protocol.retention import RetentionSettings
 from protocol.reward_settings import RewardSettings
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.critic_settings import CriticSettings
@@ -254,6 +255,7 @@ class TrainerSettings(Section):
     trainer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     sft: SftSettings = Field(default_factory=SftSettings)
+    retention: RetentionSettings = Field(default_factory=RetentionSettings)
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:

@@ -131,6 +131,16 @@ def test_a_dead_group_that_was_sent_again_may_be_trained():
     assert ("revived but not dead", B) in breaches(prove(alive))
 
 
+def test_a_pack_that_was_to_expire_is_no_breach():
+    """A run that was told to remove trained packs loses its replay, not its account; an altered pack breaks it still."""
+    gone = replace(evidence(), pack_faults={PACK.key: "missing"})
+    assert ("pack missing", A) in breaches(prove(gone))
+    proof = prove(replace(gone, packs_expire=True))
+    assert proof.closes
+    assert any("1 packs are gone, as retention.trained_packs_h says" in note for note in proof.notes)
+    assert not prove(replace(evidence(), pack_faults={PACK.key: "altered"}, packs_expire=True)).closes
+
+
 def changed(**second: object) -> Evidence:
     first, last = chapters()
     return replace(evidence(), chapters=[first, last.model_copy(update=second)])
