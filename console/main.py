@@ -145,6 +145,16 @@ def serve_judge(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", "serve-judge", *arguments))
 
 
+@reward.command(name="serve-grader")
+def serve_grader(*arguments: Raw) -> None:
+    """Turn a grader in OpenAI's JSON form into a registered reward endpoint.
+
+    Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
+    Then:     penstock reward test grader
+    """
+    launch.become(launch.module("reward_service", "serve-grader", *arguments))
+
+
 @reward.command(name="serve-model")
 def serve_model(*arguments: Raw) -> None:
     """Turn a reward model's folder into a registered reward endpoint.

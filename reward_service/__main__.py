@@ -5,6 +5,7 @@ python -m reward_service rewards [NAME]                      (all of them, or on
 python -m reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
 python -m reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
 python -m reward_service serve-judge JUDGE.toml [the same options]
+python -m reward_service serve-grader GRADER.json [the same options]
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ def _command(arguments: Sequence[str]) -> int:
             from reward_service import serve_judge  # noqa: PLC0415 see above
 
             return serve_judge.main(rest)
+        case ["serve-grader", *rest]:
+            from reward_service import serve_grader  # noqa: PLC0415 see above
+
+            return serve_grader.main(rest)
         case _:
             return _run_service(arguments)
 

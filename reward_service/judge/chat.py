@@ -90,11 +90,15 @@ class Chat:
 
     async def ask(self, question: str) -> Said:
         """Return what the model says to a question; raises NoVerdict."""
+        return await self.converse(self._body(question))
+
+    async def converse(self, body: dict[str, Any]) -> Said:
+        """Return what comes back for a whole request body; raises NoVerdict."""
         async with self._places:
             self.cost.calls += 1
             try:
                 async with asyncio.timeout(self._settings.timeout_s):
-                    said = await self._tries(question)
+                    said = await self._tries(body)
             except TimeoutError:
                 self.cost.failures += 1
                 raise NoVerdict(f"{self._who} gave no answer within {self._settings.timeout_s:g} s") from None
@@ -107,12 +111,12 @@ class Chat:
     def _who(self) -> str:
         return f"judge {self._settings.model} at {self._settings.base_url}"
 
-    async def _tries(self, question: str) -> Said:
+    async def _tries(self, body: dict[str, Any]) -> Said:
         settings, problem = self._settings, ""
         for number in range(1 + settings.retries):
             pause_s = 0.0
             try:
-                answer = await self._http.post(f"{settings.base_url}/chat/completions", json=self._body(question))
+                answer = await self._http.post(f"{settings.base_url}/chat/completions", json=body)
             except httpx.TransportError as err:
                 problem = f"no answer ({type(err).__name__}: {err})"
             else:
@@ -156,7 +160,7 @@ class Chat:
         if choice.message.refusal:
             raise NoVerdict(f"{self._who} refuses: {choice.message.refusal[:_SHOWN]}")
         if choice.finish_reason == "length":
-            raise NoVerdict(f"{self._who} was cut off at max_tokens = {self._settings.max_tokens}")
+            raise NoVerdict(f"{self._who} was cut off at its limit of tokens (max_tokens)")
         if not choice.message.content:
             raise NoVerdict(f"{self._who} answers without a text (finish_reason {choice.finish_reason})")
         return Said(choice.message.content, usage.prompt_tokens, usage.completion_tokens)

@@ -92,7 +92,7 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
     "out of range": (said("SCORE: 11"), "outside [0, 10]"),
     "other scale": (said("SCORE: 4/5"), "out of 5"),
     "two numbers": (said("SCORE: 7 or 8"), "last line is not SCORE"),
-    "cut off": (said("SCORE: 1", finish="length"), "cut off at max_tokens"),
+    "cut off": (said("SCORE: 1", finish="length"), "cut off at its limit"),
     "empty": (said(""), "without a text"),
     "null": (said(None), "without a text"),
     "refusal": (said(None, refusal="I will not"), "refuses: I will not"),
