@@ -469,6 +469,56 @@ def replay(
     stored_run.become(run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json))
 
 
+@app.command(group=_TRAIN)
+def rescore(
+    run: str,
+    *arguments: Raw,
+    reward: str | None = None,
+    weights: str = "",
+    into: str | None = None,
+    url: str = _REWARD_URL,
+    token_file: Path | None = None,
+    leave_out_failed: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Score a run's groups again, by another reward or other weights of its parts, for a run without engines.
+
+    The groups that the run trained are scored by the reward service; packs, new rewards and their order become the
+    input of another run, which trains on them with the corrections for samples of other policies. A group that
+    cannot be scored is an error, never a 0.
+
+    Example:  penstock rescore my-run --reward my_reward
+              penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
+    Then:     penstock train run.toml run.id=NEW data.from_run=INPUT
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    reward
+        Reward to score by; none: the stored rewards, weighed anew.
+    weights
+        What each named part counts, part=NUMBER, comma-separated; "reward" is the reward itself.
+    into
+        Name of the input; made of the run's and the reward's by default.
+    url
+        Where the reward service is.
+    token_file
+        File with its bearer token, if it wants one.
+    leave_out_failed
+        Go on without the groups that could not be scored; they are listed in the input.
+    json
+        Print one JSON object.
+    """
+    from console import stored_run
+    from console.rescore import How, rescore
+    from console.rescoring import Rule, parse_weights
+
+    stored_run.reach(run, arguments, os.environ, sys.argv[1:])
+    how = How(Rule(reward, parse_weights(weights)), into, url, token_file, leave_out_failed)
+    return rescore(run, arguments, os.environ, how, as_json=json)
+
+
 @app.command(group=_LOOK)
 def lineage(
     run: str,

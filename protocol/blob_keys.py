@@ -69,6 +69,32 @@ def lineage_config(run_id: str, sha256: str) -> str:
     return f"runs/{run_id}/lineage/config.{sha256[:16]}.json"
 
 
+def rescored_prefix(run_id: str) -> str:
+    """Return the prefix below which a rescored input lies; ``run_id`` is the input's own id."""
+    return f"runs/{run_id}/input/"
+
+
+def rescored_input(run_id: str, sha256: str) -> str:
+    """Return the key of a rescored input, addressed by content."""
+    return f"runs/{run_id}/input/input.{sha256}.msgpack"
+
+
+def rescored_piece(run_id: str, number: int, sha256: str) -> str:
+    """Return the key of one piece of a rescored input, addressed by content."""
+    return f"runs/{run_id}/input/piece{number:08d}.{sha256[:16]}.msgpack"
+
+
+def rescored_sha256(run_id: str, key: str) -> str:
+    """Return the sha256 that the key of a rescored input holds; empty for any other key."""
+    name = key.removeprefix(rescored_prefix(run_id))
+    return name[6:70] if name.startswith("input.") and name.endswith(".msgpack") and len(name) == 78 else ""
+
+
+def copied_pack(run_id: str, key: str) -> str:
+    """Return the key of a run's copy of another run's pack."""
+    return groups_prefix(run_id) + key.partition("/groups/")[2]
+
+
 def run_prefix(run_id: str) -> str:
     """Return the prefix below which everything of a run lies."""
     return f"runs/{run_id}/"

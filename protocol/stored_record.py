@@ -29,6 +29,7 @@ class StoredRecord:
     """A whole record; ``told`` are its chapters, the oldest first."""
 
     run_id: str
+    end: BlobRef  # the last chapter
     told: tuple[LineageChapter, ...]
 
     @classmethod
@@ -45,7 +46,7 @@ class StoredRecord:
             WireError: A chapter is not one.
             RecordBroken: Chapters, steps or versions do not follow on one another.
         """
-        record = cls(run_id, tuple(chapters(last, fetch))[::-1])
+        record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
         return record
 

@@ -26,22 +26,16 @@ from trainer import checkpoint, crash_points, lease, loop
 from trainer.account import Account
 from trainer.adapter import Lora
 from trainer.algorithms import objective
-from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
 from trainer.chronicle import Chronicle
-from trainer.collect import Collector
 from trainer.committing import CHECKPOINTS
 from trainer.crew import Crew
 from trainer.critic import Critic, Regression, load_critic
-from trainer.data_order import DataOrder
 from trainer.dataset import PromptSet
-from trainer.dispatch import Dispatch
 from trainer.doors import Doors
 from trainer.errors import UnsupportedModel
 from trainer.evaluate import Evaluator
 from trainer.expiry import Expiry
-from trainer.filters import Reuse
-from trainer.issue import Issuer
 from trainer.lease import FencedKey, HeldLease
 from trainer.ledger import Ledger
 from trainer.policy import load_policy, load_reference
@@ -53,6 +47,7 @@ from trainer.record import Recorder
 from trainer.reference import WithoutAdapter
 from trainer.retire import ORPHAN_AGE_S, Retention, Retirement
 from trainer.settings import TrainerSettings
+from trainer.supply import Books, generated, stored
 from trainer.tally import Tally
 from trainer.token_credit import TokenCredit
 from trainer.trainable import Optimisation
@@ -113,7 +108,8 @@ def _live(life: _Life, ranks: Ranks) -> None:
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(life.config)
     crew = build_crew(settings, ranks, doors.blobs)
-    check_rewards(doors, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
+    if life.data.sets:
+        check_rewards(doors, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
     resumed = found[1] if found else None
     chronicle = Chronicle(doors, life.pointer, epoch=life.lease.epoch, resumed=resumed)
     if found is not None:
@@ -132,13 +128,13 @@ def _live(life: _Life, ranks: Ranks) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    train: PromptSet
+    train: PromptSet | None  # None: groups come from a run that is stored
     eval: PromptSet | None
     stop_token_ids: tuple[int, ...]
 
     @property
     def sets(self) -> list[PromptSet]:
-        return [self.train] if self.eval is None else [self.train, self.eval]
+        return [prompts for prompts in (self.train, self.eval) if prompts is not None]
 
 
 def _open_data(settings: TrainerSettings) -> _Data:
@@ -147,6 +143,8 @@ def _open_data(settings: TrainerSettings) -> _Data:
             f"model.path = {settings.model.path}: no config.json there; give a Hugging Face model folder"
         )
     tokenizer = ChatTokenizer.read(settings.model.path)
+    if settings.data.from_run is not None:  # nobody generates: no prompts are needed, and none can be evaluated
+        return _Data(None, None, tuple(tokenizer.eos_ids))
 
     def opened(files: Sequence[Path]) -> PromptSet:
         return PromptSet.open(files, data=settings.data, reward=settings.reward, tokenizer=tokenizer)
@@ -224,45 +222,23 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
 def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: CheckpointState | None) -> Iterator[Training]:
     """Make the parts, resume them, start their threads, and stop these at the end."""
     settings, doors, data = life.settings, life.doors, life.data
-    rollout = settings.rollout
-    order = DataOrder(len(data.train), settings.run.seed, settings.data.shuffle)
-    dispatch = Dispatch(
-        data.train,
-        order=order,
-        rollout=rollout,
-        stop_token_ids=data.stop_token_ids,
-        with_baseline=settings.algorithm.needs_baseline,
+    books = Books(
+        Ledger(resumed.ledger if resumed else ()),
+        Tally.from_document(resumed.totals) if resumed else Tally(),
+        Account(resumed.account if resumed else None),
     )
-    ledger = Ledger(resumed.ledger if resumed else ())
-    tally = Tally.from_document(resumed.totals) if resumed else Tally()
-    account = Account(resumed.account if resumed else None)
     recorder = Recorder(bus=doors.bus, run_id=doors.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
-    if resumed is not None:
-        dispatch.resume(resumed.dispatch)
     recorder.rewind(resumed.metrics_bytes if resumed else 0)
     activity = Activity()
-    unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
-    issuer = Issuer(doors, dispatch, tally, account, unsent, letters_read)
-    batcher = Batcher(
-        groups_per_step=rollout.groups_per_step,
-        max_staleness=rollout.max_staleness,
-        ledger=ledger,
-        needs_signal=settings.algorithm.dynamic_sampling,
-        needs_baseline=settings.algorithm.needs_baseline,
-        reuse=Reuse(settings.algorithm.max_trained_count, settings.algorithm.retrained_interval),
-    )
+    if data.train is None:
+        supply = stored(settings, doors, books, resumed)
+    else:
+        supply = generated(settings, doors, books, resumed, prompts=data.train, stop_token_ids=data.stop_token_ids)
     training = Training(
         settings=settings,
         crew=crew,
-        issuer=issuer,
-        collector=Collector(
-            doors,
-            batcher=batcher,
-            issued=issuer,
-            deadline_s=settings.trainer.collect_deadline_s,
-            max_dead=rollout.max_outstanding,
-            letters_read=letters_read,
-        ),
+        issuer=supply.issuer,
+        collector=supply.collector,
         publisher=Publisher(
             doors,
             model_folder=settings.model.path,
@@ -274,8 +250,8 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
         recorder=recorder,
         pulse=Pulse(bus=doors.bus, run_id=doors.run_id, activity=activity, clock=_EVENT_CLOCK),
         activity=activity,
-        ledger=ledger,
-        tally=tally,
+        ledger=books.ledger,
+        tally=books.tally,
         lease=life.lease,
         chronicle=chronicle,
         config=life.config,
@@ -286,7 +262,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
     with contextlib.ExitStack() as running:
         running.callback(recorder.close)
         if data.eval is not None:
-            training.evaluator = running.enter_context(_evaluator(life, data.eval, training, account))
+            training.evaluator = running.enter_context(_evaluator(life, data.eval, training, books.account))
         retirement = Retirement(
             doors,
             Retention(settings.trainer.keep_versions, settings.trainer.weights_grace_s, ORPHAN_AGE_S),
@@ -294,7 +270,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
             holder=life.lease.holder,
         )
         expiry = Expiry(doors, settings.retention, holder=life.lease.holder, clock=lambda: datetime.now(UTC))
-        for part in (training.pulse, training.collector, training.issuer, retirement, expiry):
+        for part in (training.pulse, *supply.threads, retirement, expiry):
             running.enter_context(part)
         yield training
 

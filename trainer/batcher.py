@@ -181,12 +181,15 @@ def _age(group: ReadyGroup) -> int:
     return group.scored.generated.oldest_version
 
 
-def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion) -> dict[int, int]:
-    """Return how many tokens to be trained on are how many versions old, by each token's own version."""
+def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
+    """Return how many tokens to be trained on are how many versions old, by each token's own version.
+
+    ``least`` is the age of the youngest possible: above 0 the versions are another run's (`StepPlan`).
+    """
     histogram: dict[int, int] = {}
     for group in batch:
         for trajectory in group.group.trajectories[: group.scored.generated.num_trained]:
             for run in trajectory.version_runs:
-                age = staleness(version, run.version)
+                age = max(least, version - run.version) if least else staleness(version, run.version)
                 histogram[age] = histogram.get(age, 0) + run.end - run.start
     return dict(sorted(histogram.items()))

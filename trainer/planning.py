@@ -27,6 +27,7 @@ class Planner:
         self._algorithm = settings.algorithm
         self._longest = settings.rollout.max_new_tokens
         self._budget = settings.trainer.micro_batch_tokens
+        self._least_age = settings.data.least_age
         self._crew = crew
         self._state = AlgorithmState.resumed(settings.algorithm, state)
         self._credit = credit_rule(settings.algorithm, longest=self._longest, state=self._state)
@@ -54,6 +55,7 @@ class Planner:
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
         )
+        plan = replace(plan, least_age=self._least_age)
         if algorithm.has_critic and algorithm.reward_kl_coefficient:
             plan = replace(plan, token_kl=self._state.kl.coefficient)
         return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan

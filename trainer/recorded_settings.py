@@ -70,4 +70,8 @@ def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) ->
 
 def what_steps_read(settings: Flat) -> Flat:
     """Return the settings that the weights of a step depend on: lives that agree in them can be one."""
-    return {key: v for key, v in settings.items() if key.split(".")[0] in _SECTIONS and key not in _NO_MATTER}
+    return {
+        key: value
+        for key, value in settings.items()
+        if (key.split(".")[0] in _SECTIONS and key not in _NO_MATTER) or key == "data.from_run"
+    }

@@ -65,6 +65,11 @@ class DataSettings(Section):
         default=[], description="JSONL, JSON, CSV or Parquet file with the training prompts, or a list of them."
     )
     eval: Files = Field(default=[], description="Held-out prompts, same forms; none: no evaluation.")
+    from_run: Identifier | None = Field(
+        default=None,
+        description="Train on this output of `penstock rescore` instead of generating: no engine, no rewards, no evaluation; "
+        "data.train and data.eval are not read.",
+    )
     format: Format = Field(default="auto", description="Form of the rows; auto recognises it by the columns.")
     map: dict[str, str] = Field(
         default={}, description='Column names that differ, as ours = "theirs": data.map.prompt = "instruction".'
@@ -87,6 +92,11 @@ class DataSettings(Section):
         if unknown:
             raise ValueError(f"data.map.{unknown[0]} maps a column we do not read; ours are {', '.join(COLUMNS)}")
         return value
+
+    @property
+    def least_age(self) -> int:
+        """How many versions old the youngest token is: 1 where another run sampled it, whatever its version says."""
+        return 0 if self.from_run is None else 1
 
     @property
     def train_files(self) -> tuple[Path, ...]:
@@ -293,6 +303,11 @@ class TrainerSettings(Section):
         if self.eval.every and not self.data.eval_files:
             raise ValueError(
                 f"eval.every = {self.eval.every} but data.eval names no file; set data.eval, or eval.every = 0"
+            )
+        if self.eval.every and self.data.from_run:
+            raise ValueError(
+                f"eval.every = {self.eval.every} with data.from_run = {self.data.from_run}: nobody generates what would be "
+                "evaluated; set eval.every = 0, and evaluate the model that comes out"
             )
         self._check_critic()
         self._check_lora()

@@ -76,6 +76,7 @@ class StepPlan:
     version: int = 0  # of the weights that are trained; tokens of older ones have an age
     skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
     token_kl: float = 0.0  # coefficient of the KL in every token's reward, where a critic credits tokens
+    least_age: int = 0  # of any token: 1 where no version of this run sampled it
     kl_coefficient: float | None = None  # of the KL in the loss, where it is steered; None: as the objective has it
 
     def to_wire(self) -> list[Any]:
@@ -88,12 +89,13 @@ class StepPlan:
             [list(pair) for pair in self.skipped],
             self.kl_coefficient,
             self.token_kl,
+            self.least_age,
         ]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
         """Rebuild what `to_wire` wrote."""
-        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl = wire
+        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age = wire
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
@@ -102,6 +104,7 @@ class StepPlan:
             skipped=tuple((reason, count) for reason, count in skipped),
             kl_coefficient=kl_coefficient,
             token_kl=token_kl,
+            least_age=least_age,
         )
 
 
@@ -206,16 +209,16 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
                 behaviour_logprobs=trajectory.behaviour_logprobs,
                 advantage=planned.advantage,
                 weight=planned.weight,
-                ages=_ages(trajectory, plan.version),
+                ages=_ages(trajectory, plan.version, plan.least_age),
                 sft_weight=planned.sft_weight,
             )
         )
     return rows
 
 
-def _ages(trajectory: Trajectory, version: int) -> npt.NDArray[np.int32]:
+def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:
     """Return how many versions old each token is, [T]; 0 where the policy did not sample it."""
     ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
     for run in trajectory.version_runs:
-        ages[run.start : run.end] = max(0, version - run.version)
+        ages[run.start : run.end] = max(least, version - run.version)
     return ages

@@ -32,6 +32,7 @@ from trainer.ledger import Ledger
 from trainer.metrics import StepTiming, step_fields
 from trainer.mismatch import fresh
 from trainer.model_folder import write_model_folder
+from trainer.offline import StoredCollector, StoredIssuer
 from trainer.planning import Planner, learn
 from trainer.policy import StepFigures
 from trainer.publication import Publication
@@ -54,8 +55,8 @@ class Training:
 
     settings: TrainerSettings
     crew: Crew
-    issuer: Issuer
-    collector: Collector
+    issuer: Issuer | StoredIssuer
+    collector: Collector | StoredCollector
     publisher: Publisher
     evaluator: Evaluator | None
     recorder: Recorder
@@ -151,7 +152,7 @@ class Training:
         crash_points.reach(CrashPoint.STEPPED)
         self._compare_engine(learned.figures)
         timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
-        ages = staleness_tokens(batch, self.version)
+        ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
         ids = [group.group_id for group in batch]
         self._fields = step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing)
         self._fields["mismatch_unseen_steps"] = self.engine_check.steps_since

@@ -25,6 +25,7 @@ VERBS = (
     "replay",
     "lineage",
     "dead-letters",
+    "rescore",
     "watch",
     "chat",
     "version",
@@ -70,7 +71,7 @@ def test_help_names_every_verb_and_the_first_thing_to_type():
             ["reward", "test"],
             ["reward", "remove"],
         ),
-        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"], ["lineage"]),
+        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"], ["lineage"], ["rescore"]),
     ],
     ids=" ".join,
 )

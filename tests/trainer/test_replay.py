@@ -4,90 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.quickstart_task import write_data, write_model
-from deploy.servers import NatsServer, S3Server
-from protocol.checkpoint_state import committed
-from protocol.stored_record import StoredRecord
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from tests.trainer.commands import Command
-from tests.trainer.producer import ScriptedProducer, write_run_file
+from deploy.quickstart_task import write_model
+from tests.trainer.conftest import StoredRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-RUN = "replayed"
 
-
-@dataclass
-class Run:
-    """A run that is over, and where it lies."""
-
-    folder: Path
-    blobs: Blobs
-    run_file: Path
-
-    @property
-    def home(self) -> Path:
-        return self.folder / "runs" / RUN
-
-    @property
-    def record(self) -> StoredRecord:
-        return StoredRecord.read(RUN, committed(self.home / "checkpoints")[-1][1].record, self.blobs.get)
-
-    def replay(self, *options: str, expected: int = 0) -> dict:
-        """Replay it; returns the verdict."""
-        said = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
-        return json.loads(said)
-
-    def refusal(self, *options: str, expected: int) -> str:
-        """Ask for a replay that cannot be; returns what it says."""
-        command = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options)
-        assert command.wait(expected) == ""
-        return command.err
-
-
-@pytest.fixture(scope="module")
-def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Nine steps in three lives: the first is killed two steps after its checkpoint, the third has other settings."""
-    folder = tmp_path_factory.mktemp("replay")
-    write_model(folder / "model", seed=0)
-    write_data(folder, seed=0, num_sft=8, num_train=200, num_eval=8)
-    run_file = write_run_file(
-        folder / "run.toml", nats=nats_server.settings, s3=s3_server.settings,
-        sections={
-            "run": {"id": RUN, "dir": str(folder / "runs"), "seed": 3},
-            "model": {"path": str(folder / "model")},
-            "data": {"train": [str(folder / "train.jsonl")], "max_prompt_tokens": 64},
-            "rollout": {"group_size": 4, "groups_per_step": 4, "groups_per_message": 2, "max_new_tokens": 8},
-            "algorithm": {"name": "ppo", "dynamic_sampling": True, "max_trained_count": 2, "reward_norm": "running"},
-            "critic": {"lr": 1e-3, "updates": 2, "head_start_steps": 1},
-            "trainer": {
-                "steps": 7, "lr": 1e-3, "schedule": "linear", "weight_decay": 0.01, "micro_batch_tokens": 256,
-                "checkpoint_every": 3, "max_mismatch": "None",
-            },
-        },
-    )  # fmt: skip
-    blobs = Blobs(s3_server.settings)
-    with Bus.connect(nats_server.settings, name="test") as bus:
-        bootstrap(bus, blobs, RUN)
-        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN):
-            Command(folder, "train", str(run_file), "trainer.kill_at=stepped:5").wait(-9)
-            Command(folder, "train", str(run_file)).wait()
-            Command(folder, "train", str(run_file), "trainer.steps=9", "algorithm.clip_high=0.4").wait()
-        yield Run(folder, blobs, run_file)
-        delete_run(bus, RUN)
-
-
-def test_every_version_comes_out_the_same(run: Run) -> None:
+def test_every_version_comes_out_the_same(run: StoredRun) -> None:
     """A replay without faults makes the digests that three lives made, through a crash, a resume and a change."""
     record = run.record
     assert [life.step for life in record.lives] == [0, 3, 7]
@@ -102,19 +28,10 @@ def test_every_version_comes_out_the_same(run: Run) -> None:
     assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.lives}
 
 
-def lineage(run: Run, *options: str, expected: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "console.main", "lineage", RUN, str(run.run_file), *options],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == expected, done.stderr
-    return done.stdout if expected == 0 else done.stderr
-
-
-def test_a_version_is_told_back_to_the_first(run: Run) -> None:
+def test_a_version_is_told_back_to_the_first(run: StoredRun) -> None:
     """Its groups with prompts, rewards and who scored them, and every version before it, through crash and resume."""
     record = run.record
-    told = json.loads(lineage(run, "--json"))
+    told = json.loads(run.console("lineage", "--json"))
     versions = {step.made_version for step in record.steps} | {life.version for life in record.lives}
     assert [link["version"] for link in told["chain"]] == sorted(versions, reverse=True)
     assert [link["step"] for link in told["chain"] if link["step"]] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
@@ -125,26 +42,26 @@ def test_a_version_is_told_back_to_the_first(run: Run) -> None:
         assert group["rewards"] == list(recorded.scored.rewards)
         assert "sort " in group["prompt_text"]
         assert len(group["completions"]) == 4
-    shown = lineage(run, "--version", str(record.steps[4].made_version))
+    shown = run.console("lineage", "--version", str(record.steps[4].made_version))
     assert f"step 5 on version {record.steps[4].trained_version}" in shown
     assert "the model that the run began with" in shown
-    assert "no version 99" in lineage(run, "--version", "99", expected=1)
+    assert "no version 99" in run.console("lineage", "--version", "99", expected=1)
 
 
-def test_a_group_is_followed_from_its_issue(run: Run) -> None:
+def test_a_group_is_followed_from_its_issue(run: StoredRun) -> None:
     """Where it was trained, again where it was used again, or why it was dropped; an unknown id is an error."""
     record = run.record
     group = record.steps[2].groups[0].group_id
-    told = json.loads(lineage(run, "--group", group, "--json"))
+    told = json.loads(run.console("lineage", "--group", group, "--json"))
     assert [use["step"] for use in told["uses"]] == [use.step.step for use in record.uses_of(group)]
     assert told["dropped"] is None
     dropped = [drop for chapter in record.told for drop in chapter.dropped if drop.reason == "no_signal"]
     assert dropped
-    assert json.loads(lineage(run, "--group", dropped[0].group_id, "--json"))["dropped"] == "no_signal"
-    assert "no group e9.p9.a9" in lineage(run, "--group", "e9.p9.a9", expected=1)
+    assert json.loads(run.console("lineage", "--group", dropped[0].group_id, "--json"))["dropped"] == "no_signal"
+    assert "no group e9.p9.a9" in run.console("lineage", "--group", "e9.p9.a9", expected=1)
 
 
-def test_a_part_is_replayed_from_a_stored_checkpoint(run: Run) -> None:
+def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
     """Asked for the last versions only, it begins with the newest checkpoint before them."""
     record = run.record
     last = record.last_version
@@ -156,7 +73,7 @@ def test_a_part_is_replayed_from_a_stored_checkpoint(run: Run) -> None:
     assert "no version 99 in its record" in run.refusal("--to", "99", expected=1)
 
 
-def test_an_altered_pack_is_named(run: Run) -> None:
+def test_an_altered_pack_is_named(run: StoredRun) -> None:
     """One flipped bit of one stored group ends the replay at the step that used it, after the versions before it."""
     step = run.record.steps[4]
     pack = step.packs[0]
@@ -172,7 +89,7 @@ def test_an_altered_pack_is_named(run: Run) -> None:
     assert verdict["same"][-1] < step.made_version
 
 
-def test_a_missing_pack_is_named_before_anything_is_trained(run: Run) -> None:
+def test_a_missing_pack_is_named_before_anything_is_trained(run: StoredRun) -> None:
     """Every pack that is gone is listed with the groups that are lost with it."""
     pack = run.record.steps[-1].packs[0]
     data = run.blobs.get(pack)
@@ -185,7 +102,7 @@ def test_a_missing_pack_is_named_before_anything_is_trained(run: Run) -> None:
     assert verdict["num_steps"] == 0
 
 
-def test_an_altered_record_is_named(run: Run) -> None:
+def test_an_altered_record_is_named(run: StoredRun) -> None:
     """A chapter that somebody rewrote is not the one that the next chapter vouches for."""
     second = run.record.told[1].parent
     assert second is not None
@@ -197,7 +114,7 @@ def test_an_altered_record_is_named(run: Run) -> None:
         run.blobs.put(second.key, data)
 
 
-def test_settings_that_drifted_are_named(run: Run) -> None:
+def test_settings_that_drifted_are_named(run: StoredRun) -> None:
     """The replay goes by the settings of the record, and names the key in which config.json is another."""
     path = run.home / "config.json"
     kept = path.read_text()
@@ -211,12 +128,12 @@ def test_settings_that_drifted_are_named(run: Run) -> None:
     assert "= 0.002, recorded 0.001" in verdict["findings"][0]
 
 
-def test_what_is_in_the_record_cannot_be_set(run: Run) -> None:
+def test_what_is_in_the_record_cannot_be_set(run: StoredRun) -> None:
     """An override that a replay would have to ignore is refused."""
     assert "trainer.lr cannot be set" in run.refusal("trainer.lr=1", expected=2)
 
 
-def test_another_model_differs_in_the_first_version(run: Run) -> None:
+def test_another_model_differs_in_the_first_version(run: StoredRun) -> None:
     """The folder that training began with must hold the same weights; a model of another seed does not."""
     write_model(run.folder / "other", seed=1)
     try:

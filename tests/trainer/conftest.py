@@ -1,0 +1,96 @@
+"""A run that is over, shared by the tests that read what it has stored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deploy.bootstrap import bootstrap, delete_run
+from deploy.quickstart_task import write_data, write_model
+from deploy.servers import NatsServer, S3Server
+from protocol.checkpoint_state import committed
+from protocol.connection import NatsSettings, S3Settings
+from protocol.stored_record import StoredRecord
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.trainer.commands import Command
+from tests.trainer.producer import ScriptedProducer, write_run_file
+
+RUN = "replayed"
+
+
+@dataclass
+class StoredRun:
+    """A run that is over, and where it lies."""
+
+    folder: Path
+    blobs: Blobs
+    run_file: Path
+    nats: NatsSettings
+    s3: S3Settings
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "runs" / RUN
+
+    @property
+    def record(self) -> StoredRecord:
+        return StoredRecord.read(RUN, committed(self.home / "checkpoints")[-1][1].record, self.blobs.get)
+
+    def replay(self, *options: str, expected: int = 0) -> dict:
+        """Replay it; returns the verdict."""
+        said = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
+        return json.loads(said)
+
+    def console(self, verb: str, *options: str, run: str = RUN, expected: int = 0) -> str:
+        """Type a verb of the console about it; returns what it says: stdout, or stderr when it fails."""
+        done = subprocess.run(
+            [sys.executable, "-m", "console.main", verb, run, str(self.run_file), *options],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == expected, done.stderr
+        return done.stdout if expected == 0 else done.stderr
+
+    def refusal(self, *options: str, expected: int) -> str:
+        """Ask for a replay that cannot be; returns what it says."""
+        command = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options)
+        assert command.wait(expected) == ""
+        return command.err
+
+
+@pytest.fixture(scope="session")
+def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
+    """Nine steps in three lives: the first is killed two steps after its checkpoint, the third has other settings."""
+    folder = tmp_path_factory.mktemp("replay")
+    write_model(folder / "model", seed=0)
+    write_data(folder, seed=0, num_sft=8, num_train=200, num_eval=8)
+    run_file = write_run_file(
+        folder / "run.toml", nats=nats_server.settings, s3=s3_server.settings,
+        sections={
+            "run": {"id": RUN, "dir": str(folder / "runs"), "seed": 3},
+            "model": {"path": str(folder / "model")},
+            "data": {"train": [str(folder / "train.jsonl")], "max_prompt_tokens": 64},
+            "rollout": {"group_size": 4, "groups_per_step": 4, "groups_per_message": 2, "max_new_tokens": 8},
+            "algorithm": {"name": "ppo", "dynamic_sampling": True, "max_trained_count": 2, "reward_norm": "running"},
+            "critic": {"lr": 1e-3, "updates": 2, "head_start_steps": 1},
+            "trainer": {
+                "steps": 7, "lr": 1e-3, "schedule": "linear", "weight_decay": 0.01, "micro_batch_tokens": 256,
+                "checkpoint_every": 3, "max_mismatch": "None",
+            },
+        },
+    )  # fmt: skip
+    blobs = Blobs(s3_server.settings)
+    with Bus.connect(nats_server.settings, name="test") as bus:
+        bootstrap(bus, blobs, RUN)
+        with ScriptedProducer(nats_server.settings, s3_server.settings, RUN):
+            Command(folder, "train", str(run_file), "trainer.kill_at=stepped:5").wait(-9)
+            Command(folder, "train", str(run_file)).wait()
+            Command(folder, "train", str(run_file), "trainer.steps=9", "algorithm.clip_high=0.4").wait()
+        yield StoredRun(folder, blobs, run_file, nats_server.settings, s3_server.settings)
+        delete_run(bus, RUN)
