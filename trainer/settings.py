@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
+from protocol.facts import Identifier
 from protocol.retention import RetentionSettings
 from protocol.reward_settings import RewardSettings
 from trainer.algorithm_settings import AlgorithmSettings
