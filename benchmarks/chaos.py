@@ -36,7 +36,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from benchmarks.chaos_plan import PlannedKill, plan_kills, plan_points
+from benchmarks.chaos_plan import POINTS, PlannedKill, plan_kills, plan_points
 from benchmarks.chaos_report import Kill, Outcome, late_ones, measure, notice_silence, show
 from benchmarks.chaos_watch import Observer, Seen
 from console.account_proof import Proof, prove
@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kills", type=int, default=35, help="at random moments, over all victims")
-    parser.add_argument("--points", type=int, default=len(CrashPoint), help="crash points of the trainer besides")
+    parser.add_argument("--points", type=int, default=len(POINTS), help="crash points of the trainer besides")
     parser.add_argument("--without-ids", action="store_true", help="the control: the audit must fail")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time for one run")

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import GROUPS_PER_STEP, VICTIMS, ChaosRun
-from benchmarks.chaos_plan import LAST_STEPS, plan_kills, plan_points
+from benchmarks.chaos_plan import LAST_STEPS, POINTS, plan_kills, plan_points
 from tests.servers import require
-from trainer.crash_points import CrashPoint
 
 STEPS = 12
 
@@ -40,6 +39,6 @@ def test_a_plan_spares_nobody_and_is_the_same_for_the_same_seed() -> None:
         assert set(counts) <= {4, 5}
         assert [kill.step for kill in kills] == sorted(kill.step for kill in kills)
         assert 1 <= kills[0].step <= kills[-1].step <= 60 - LAST_STEPS
-        points = plan_points(seed, len(CrashPoint))
-        assert {point for point, _ in points} == set(CrashPoint)
+        points = plan_points(seed, len(POINTS))
+        assert {point for point, _ in points} == set(POINTS)
     assert plan_kills(0, VICTIMS, num_kills=30, steps=60) != plan_kills(1, VICTIMS, num_kills=30, steps=60)

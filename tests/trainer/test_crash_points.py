@@ -135,20 +135,22 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
     Groups that dead lives had issued overtake one another, so the order of the steps is this run's own.
     """
     run_file = scene.run_file(run_id)
+    # So that few words change: only then are patches sparse, and anchors stored beside them.
+    sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
     with scene.producer(run_id):
         for point in CrashPoint:
-            lives.append(Life(run_file, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
+            lives.append(Life(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
             lives[-1].wait(expected=-9)
             proof = scene.audit(run_id)
             assert proof.closes, (point, proof.breaches)
-        lives.append(Life(run_file))
+        lives.append(Life(run_file, *sparse))
         lives[-1].wait()
     assert_whole(scene, run_id)
     assert scene.state(run_id).epoch == len(CrashPoint) + 1
     delete_run(scene.bus, run_id)
 
 
-@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, CrashPoint.COMMITTED])
+@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
 def test_one_kill_changes_no_weight(scene: Scene, run_id: str, lives: list[Life], point: CrashPoint) -> None:
     """Before or after the rename: the steps are the undisturbed run's, and so is every version, hash for hash."""
     run_file = scene.run_file(run_id)
