@@ -16,8 +16,9 @@ quickstart: $(STAMP)  ## watch a language model learn, through every service, on
 test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 	$(BIN)/python -m pytest
 
-test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes (minutes)
-	PENSTOCK_TEST_RING_EXAMPLES=5000 $(BIN)/python -m pytest --timeout 3600 tests/trainer/test_exactly_once.py
+test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes, outages of a minute (minutes)
+	PENSTOCK_TEST_RING_EXAMPLES=5000 PENSTOCK_TEST_OUTAGE_S=60 $(BIN)/python -m pytest --timeout 3600 \
+		tests/trainer/test_exactly_once.py tests/trainer/test_collect.py
 
 chaos: $(STAMP)  ## kill everything at any moment, three seeds; audit and replay; and the control that must fail (half an hour)
 	$(BIN)/python -m pytest -m chaos --timeout 900

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 
@@ -47,6 +48,7 @@ def commit(
 
     Raises:
         LeaseLost: A checkpoint of a newer epoch is there.
+        CheckpointError: It could not be written; the one before it stands.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
     data = state.model_dump_json(indent=1).encode()
@@ -59,8 +61,10 @@ def commit(
         write(partial)
         (partial / STATE_FILE).write_bytes(data)
         _sync_tree(partial)
-    except Exception:
+    except Exception as err:
         confirm()  # a new holder of the run clears our folder away: then this says so
+        if isinstance(err, (OSError, RuntimeError)):  # the latter is torch's word for a disk that is full
+            _refuse(partial, err)
         raise
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
@@ -97,6 +101,17 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
     if state.run_id != run_id:
         raise CheckpointError(f"{folder} belongs to run {state.run_id}, this is run {run_id}")
     return folder, state
+
+
+def _refuse(partial: Path, err: Exception) -> NoReturn:
+    """Give back the space of a checkpoint that could not be written, and say what is to be done."""
+    shutil.rmtree(partial, ignore_errors=True)
+    free = shutil.disk_usage(partial.parent).free
+    raise CheckpointError(
+        f"{partial.name.split('.')[0]} could not be written below {partial.parent} ({type(err).__name__}: {err}); "
+        f"{free / 1e6:.0f} MB are free there. The checkpoint before it stands, and nothing of this one was acknowledged: "
+        "make room (trainer.keep_checkpoints, run.dir) and start the trainer again, nothing is lost"
+    ) from err
 
 
 def _is_ours(folder: Path, state: CheckpointState) -> bool:

@@ -11,7 +11,7 @@ import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
 
-from protocol.errors import BusError, MissingStream, WireError
+from protocol.errors import BusError, MalformedFact, MissingStream, WireError
 from protocol.facts import Fact, decode
 from protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from protocol.transport.delivery import Delivery, bury
@@ -80,6 +80,7 @@ class Inbox(Generic[F]):
             return None
         try:
             fact = decode(msg.data, self._fact)
+            _require_run(fact, self.spec)
         except WireError as err:
             log.warning("poison message", subject=msg.subject, error=str(err))
             self._connection.spawn(self._bury_poison(msg, err))
@@ -106,6 +107,13 @@ class Inbox(Generic[F]):
             for delivery in list(self._held.values()):
                 if self._connection.is_up:  # else the next round renews
                     await delivery.keep_alive()
+
+
+def _require_run(fact: Fact, spec: ConsumerSpec) -> None:
+    """Raise MalformedFact for a message that says it is another run's: its objects and ids are not ours."""
+    run_id = getattr(fact, "run_id", spec.run_id)
+    if run_id != spec.run_id:
+        raise MalformedFact(f"it is a message of run {run_id!r}, in a stream of run {spec.run_id!r}")
 
 
 async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:

@@ -19,6 +19,8 @@ from deploy.servers import HOST, S3Server
 from protocol.connection import S3Settings
 from protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from protocol.transport.blobs import Blobs
+from tests.refusing_s3 import RefusingS3
+from tests.servers import wait_for
 
 
 def test_what_was_stored_comes_back(blobs: Blobs, run_id: str) -> None:
@@ -249,3 +251,46 @@ def test_a_server_that_only_fails_is_given_up(flaky: Callable[[dict[str, int]], 
     """Endless 500s end at the deadline with what the server said."""
     with pytest.raises(BlobStoreUnreachable, match=r"gave no usable answer within 1 s.*500"):
         Blobs(flaky({"PUT": 10_000}), deadline_s=1.0).put("x", b"data")
+
+
+# ── a server that refuses what writes ─────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
+    """The session's S3 server, behind a proxy that can refuse writes."""
+    with RefusingS3(s3_settings) as proxy:
+        yield proxy
+
+
+def test_a_write_outlasts_a_store_that_is_full_for_a_while(refusing: RefusingS3, run_id: str) -> None:
+    """507 is tried again until there is room; reading goes on meanwhile."""
+    blobs = Blobs(refusing.settings, deadline_s=30.0)
+    before = blobs.put(f"runs/{run_id}/before", b"here")
+    refusing.refusal = (507, "InsufficientStorage")
+    writing = threading.Thread(target=blobs.put, args=(f"runs/{run_id}/x", b"payload"))
+    writing.start()
+    wait_for(lambda: refusing.num_refused >= 2, "two refusals")
+    assert blobs.get(before) == b"here"
+    assert not blobs.exists(f"runs/{run_id}/x")
+    refusing.refusal = None
+    writing.join(20.0)
+    assert blobs.exists(f"runs/{run_id}/x")
+
+
+def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> None:
+    """After the deadline the error says which store, which object, and what it answered."""
+    refusing.refusal = (507, "InsufficientStorage")
+    with pytest.raises(
+        BlobStoreUnreachable, match=rf"put runs/{run_id}/x: {refusing.settings.endpoint}.*InsufficientStorage"
+    ):
+        Blobs(refusing.settings, deadline_s=0.5).put(f"runs/{run_id}/x", b"payload")
+
+
+def test_a_forbidden_write_is_refused_at_once(refusing: RefusingS3, run_id: str) -> None:
+    """403 is nobody's to wait for: each client asks once, and the error says which key to check."""
+    blobs = Blobs(refusing.settings, deadline_s=30.0)
+    refusing.refusal = (403, "AccessDenied")
+    with pytest.raises(BlobStoreRefused, match=r"AccessDenied; check s3\.access_key"):
+        blobs.put(f"runs/{run_id}/x", b"payload")
+    assert refusing.num_refused <= 2

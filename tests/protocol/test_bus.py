@@ -23,7 +23,17 @@ from protocol.errors import (
     MissingStream,
     StreamFull,
 )
-from protocol.facts import DeadLetter, RunEvent, TaskIssued, WeightsPublished, decode
+from protocol.facts import (
+    DeadLetter,
+    Fact,
+    GroupGenerated,
+    GroupScored,
+    RunEvent,
+    TaskIssued,
+    WeightsPublished,
+    decode,
+    encode,
+)
 from protocol.streams import ConsumerSpec, StreamLimits, StreamSpec
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -31,7 +41,7 @@ from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
 from protocol.transport.pending import Pending
 from protocol.transport.publication import Receipt
-from tests.groups import make_task, make_task_issued
+from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import wait_for
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
@@ -271,6 +281,45 @@ def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams:
     assert "expected task_issued.v1, got 'run_event.v1'" in letter.detail
     assert decode(letter.payload, RunEvent) == event
     wait_for(lambda: bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0, "the poison to be gone")
+
+
+@pytest.mark.parametrize(
+    ("stage", "consumer", "kind"),
+    [
+        ("tasks", lambda run: streams.tasks_consumer(run, "train"), TaskIssued),
+        ("generated", streams.generated_consumer, GroupGenerated),
+        ("scored", lambda run: streams.scored_consumer(run, "train"), GroupScored),
+    ],
+)
+def test_poison_of_every_kind_ends_in_every_queue(
+    bus: Bus, ring_streams: str, stage: str, consumer: Callable, kind: type[Fact]
+) -> None:
+    """Garbage, another tag and another run's message: each is a dead letter with its reason and bytes, delivered once."""
+    run = ring_streams
+    subject = f"penstock.{run}.{stage}.train"
+    foreign = {
+        "tasks": make_task_issued("other", "p"),
+        "generated": make_generated("other", [make_group()]),
+        "scored": make_scored(make_generated("other", [make_group()])),
+    }[stage]
+    poison = [
+        b"\xc1 garbage \x00\xff" * 9,
+        b"",
+        encode(RunEvent(run_id=run, source="t", kind="log", at=0.0)),
+        encode(foreign),
+    ]
+    for data in poison:
+        bus._connection.call(bus._connection.js.publish(subject, data), "poison").wait()
+    inbox = bus.inbox(consumer(run), kind).wait()
+    wait_for(
+        lambda: not inbox.fetch(9, 0.1).wait() and bus.stream_state(f"{run}-{stage}").wait().num_messages == 0,
+        "the poison to be gone",
+    )
+    letters = dead_letters(bus, run, len(poison))
+    assert sorted(letter.payload for letter in letters) == sorted(poison)
+    assert {letter.reason for letter in letters} == {"MalformedFact", "UnknownSchema"}
+    assert all((letter.num_delivered, letter.stage) == (1, stage) for letter in letters)
+    assert any("a message of run 'other'" in letter.detail for letter in letters)
 
 
 def test_poison_does_not_hold_up_the_messages_beside_it(bus: Bus, ring_streams: str) -> None:

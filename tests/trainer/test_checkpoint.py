@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from protocol.checkpoint_state import CheckpointState
 from protocol.facts import BlobRef
@@ -109,3 +113,45 @@ def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     (folder / "state.json").write_text('{"run_id": "r"}')
     with pytest.raises(CheckpointError, match=r"not readable .*step00000002.*epoch: Field required.*remove its folder"):
         checkpoint.newest(tmp_path, "r")
+
+
+@pytest.fixture(params=["a limit on files", "a full disk"])
+def tight(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder that takes one megabyte: by the process's limit, and by a file system of that size."""
+    if request.param == "a limit on files":
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+        yield tmp_path
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("writer", ["plain", "torch"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(tight: Path, writer: str) -> None:
+    """The error names place and free space; the half-written one is cleared away, so that the space is there again."""
+
+    def write_too_much(folder: Path) -> None:
+        if writer == "plain":
+            (folder / "weights.bin").write_bytes(bytes(3_000_000))
+        else:
+            torch.save({"weights": torch.zeros(1_000_000)}, folder / "weights.pt")
+
+    checkpoint.commit(tight, state(2), write, keep=2)
+    with pytest.raises(
+        CheckpointError, match=r"step00000004 could not be written below .*\(.*MB are free.*start the trainer again"
+    ):
+        checkpoint.commit(tight, state(4), write_too_much, keep=2)
+    assert [path.name for path in tight.iterdir()] == ["step00000002"]
+    found = checkpoint.newest(tight, "r")
+    assert found is not None
+    assert found[1] == state(2)
+    checkpoint.commit(tight, state(4), write, keep=2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from deploy.bootstrap import bootstrap
 from deploy.quickstart_task import write_data, write_model
+from deploy.servers import NatsServer, S3Server
 from protocol import streams, subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import BlobStoreUnreachable
@@ -423,3 +427,70 @@ def test_storage_that_is_away_ends_the_wait_with_its_name(
         hand.answer(messages[0])
         with pytest.raises(BlobStoreUnreachable, match=storage.settings.endpoint):
             intake.collector.collect(V0)
+
+
+# ── servers that are away for a while ─────────────────────────────────────────────────────────────
+
+OUTAGE_S = float(os.environ.get("PENSTOCK_TEST_OUTAGE_S", "2"))
+
+
+@pytest.fixture
+def own_doors(own_nats: Callable, own_s3: Callable, run_id: str) -> Iterator[tuple[Doors, NatsServer, S3Server]]:
+    """A bootstrapped run on servers that may be killed, with doors that wait for them."""
+    nats, storage = own_nats(), own_s3()
+    with Bus.connect(nats.settings, name="trainer") as bus:
+        blobs = Blobs(storage.settings, deadline_s=120.0)
+        bootstrap(bus, blobs, run_id)
+        yield Doors(run_id, bus, blobs), nats, storage
+
+
+def test_nats_away_for_a_while_is_waited_for_and_loses_nothing(
+    own_doors: tuple[Doors, NatsServer, S3Server], prompts: PromptSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed with messages held and packs unsent, back on the same store: every group is trained once, acknowledged after."""
+    doors, nats, storage = own_doors
+    producer = ScriptedProducer(nats.settings, storage.settings, doors.run_id)
+    hand = Answering(doors, producer)
+    with Intake(doors, prompts, deadline_s=300.0) as intake:
+        intake.issuer.advance(V0, 100)
+        messages = hand.tasks(4)
+        hand.answer(messages[0])
+        wait_for(lambda: intake.tally.groups_scored == 2, "the first pack")
+        nats.kill()
+        wait_for(lambda: doors.bus.down_s > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
+        nats.restart()
+        for message in messages[1:]:
+            hand.answer(message)
+        assert intake.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        intake.issuer.advance(V1, 100)
+        assert len(hand.tasks(2)) == 2
+        assert intake.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
+        intake.collector.acknowledge(intake.collector.settled())
+        assert not intake.tally.dropped_groups
+        assert doors.bus.stream_state(f"{doors.run_id}-scored").wait().num_messages == 0
+    producer.close()
+    assert "NATS is away" in capsys.readouterr().out
+
+
+def test_s3_away_for_a_while_is_waited_for_and_loses_nothing(
+    own_doors: tuple[Doors, NatsServer, S3Server], prompts: PromptSet
+) -> None:
+    """Killed before the packs are fetched, back on the same store: the collector goes on with the very same packs."""
+    doors, nats, storage = own_doors
+    producer = ScriptedProducer(nats.settings, storage.settings, doors.run_id)
+    hand = Answering(doors, producer)
+    with Intake(doors, prompts, deadline_s=300.0) as intake:
+        intake.issuer.advance(V0, 100)
+        answers = [hand.scored(message) for message in hand.tasks(4)]
+        storage.kill()
+        started = time.monotonic()
+        for answer in answers:
+            producer.announce(answer)
+        wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
+        assert intake.tally.groups_trained == 0
+        assert intake.collector.settled() == []
+        storage.restart()
+        assert intake.train(V0) == [f"e0.p{i}.a0" for i in range(4)]
+        assert intake.train(V1) == [f"e0.p{i}.a0" for i in range(4, 8)]
+        assert not intake.tally.dropped_groups
+    producer.close()
