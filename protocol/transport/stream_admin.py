@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _MAX_BUCKET_BYTES = 64 * 1024 * 1024
+_ERR_NO_ROOM = (10047, 10023, 10002)  # storage of the server, resources, storage of the account
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 
@@ -101,6 +102,11 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
             raise BusError(f"{what}: {err}") from None
         await _ask(connection, lambda: connection.js.update_stream(config), what)
     except nats.js.errors.APIError as err:
+        if err.err_code in _ERR_NO_ROOM:
+            raise BusError(
+                f"NATS has no room for {what}, which reserves {spec.max_bytes / 1e6:.0f} MB ({err.description}): remove "
+                "runs that are over (penstock runs rm RUN), or raise max_file_store of the server or of the account"
+            ) from None
         raise BusError(f"{what}: {err}") from None
 
 

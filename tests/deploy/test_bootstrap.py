@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from deploy import bootstrap as command
 from deploy.bootstrap import bootstrap, delete_run
+from deploy.servers import NatsServer
 from protocol import streams, subjects
 from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import ConfigError
+from protocol.errors import BusError, ConfigError
 from protocol.streams import StreamLimits
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -94,3 +97,18 @@ def test_the_command_says_its_mistakes_in_one_line(
     ):
         assert command.main(extra) == 1
         assert text in capsys.readouterr().err
+
+
+def test_a_server_without_room_says_whose_room_it_wants(tmp_path: Path, blobs: Blobs, run_id: str):
+    """Its quota is reached: the error names stream, size and cure; with room made, smaller streams go through."""
+    server = NatsServer(tmp_path / "nats", log=tmp_path / "nats.log", max_store_gb=1)
+    server.start()
+    try:
+        with Bus.connect(server.settings, name="test") as bus:
+            with pytest.raises(BusError, match=r"no room for stream .*, which reserves 537 MB .*penstock runs rm"):
+                bootstrap(bus, blobs, run_id)
+            delete_run(bus, run_id)
+            bootstrap(bus, blobs, run_id, StreamLimits(max_bytes=10_000_000))
+            assert set(streams.stream_names(run_id)) <= set(bus.stream_names().wait())
+    finally:
+        server.stop()
