@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.facts import RewardRequest
 from protocol.group_pack import GroupTexts
 from reward_service.built_in import BUILT_INS, Graders
 from reward_service.grader_pool import GraderPool
+from reward_service.rewards import choice, classification, numeric, quantity
+from reward_service.rewards.math_answer import Graded
 from reward_service.scores import GroupScores
 
 TABLE: list[dict[str, Any]] = [
@@ -67,3 +74,90 @@ async def _differing(
 def _group(name: str, row: dict[str, Any]) -> GroupTexts:
     truth = None if row["truth"] is None else json.dumps(row["truth"])
     return GroupTexts("g", "", (row["answer"],), ("stop",), RewardRequest(name=name, ground_truth=truth))
+
+
+HOSTILE = {
+    "boxes": "\\boxed{" * 25_000,
+    "digits": "9" * 125_000,
+    "commas": "1,234" * 25_000,
+    "fractions": "1/" * 50_000,
+    "signs": "-" * 125_000,
+    "spaces": " " * 125_000,
+    "tabs after a phrase": "the answer is" + "\t*" * 50_000,
+    "phrases": "answer is answer: " * 10_000,
+    "Chinese phrases": "答案是" * 37_000,
+    "hashes": "#### " * 25_000,
+    "tags": "<think>" * 17_000 + "<answer>" * 15_000,
+    "closing tags": "</answer>" * 15_000,
+    "fences": "```" * 37_000,
+    "letters": "A) " * 37_000,
+    "labels": "not positive " * 10_000,
+    "superscripts": "⁹" * 125_000,
+    "ligatures": "ﷺ" * 50_000,
+    "frac": "\\frac" * 25_000,
+    "text": "\\text{" * 20_000,
+    "powers": "10^" * 37_000,
+    "times": "1 × 10^" * 17_000,
+    "lines": "\n" * 125_000,
+}
+PURE = {name: one for name, one in BUILT_INS.items() if name not in {"code", "length", "overlong"}}
+SET = {
+    "classification": {"labels": ["positive", "negative"], "where": "whole"},
+    "multiple_choice": {"where": "whole"},
+    "numeric": {"where": "last_number"},
+    "qa_f1": {"where": "whole"},
+}
+
+
+def _truth(name: str) -> str:
+    return {"multiple_choice": '"B"', "classification": '"positive"', "json_schema": "{}"}.get(name, '"42"')
+
+
+async def _grade(gold: str, answer: str) -> Graded:
+    """Stand where a grader process stands, whose own limits are tested beside it."""
+    return Graded.WRONG
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) -> None:
+    """A hundred thousand hostile characters cost every reward less than a CPU second in the service's own process."""
+    slow = {}
+    pool = cast("GraderPool", SimpleNamespace(equal=_grade))
+    for name, built_in in PURE.items():
+        for chosen in ({}, SET.get(name, {})):
+            scorer = built_in.make(
+                built_in.parameters.model_validate_json(json.dumps(chosen)), Graders(pool, pool, None)
+            )
+            assert scorer is not None
+            row = {"answer": HOSTILE[attack], "truth": json.loads(_truth(name))}
+            began = time.process_time()
+            (outcome,) = await scorer.score([_group(name, row)], attempt=1)
+            slow[name] = max(slow.get(name, 0.0), time.process_time() - began)
+            assert isinstance(outcome, GroupScores), (name, outcome)
+    assert {name: cost for name, cost in slow.items() if cost > 1.0} == {}
+
+
+@given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
+def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, number: str) -> None:
+    """Whatever a policy writes, the pure rules give a verdict; a number read is finite."""
+    for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
+        for parameters in (
+            numeric.Parameters(),
+            numeric.Parameters(units="convert", percent="value", where="last_number"),
+        ):
+            (verdict,) = numeric.judge(parameters, (completion,), "50% ")
+            assert verdict.reward in {0.0, 1.0}
+        assert choice.judge(choice.Parameters(), (completion,), "B")[0].reward in {0.0, 1.0}
+        labels = classification.Parameters(labels=("yes", "no"))
+        assert classification.judge(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
+
+
+@given(
+    st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
+)
+def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
+    """What was written is read back exactly, and the next fraction is another number."""
+    written = form.format(value.numerator, value.denominator)
+    read = quantity.read(written)
+    assert read is not None
+    assert read.number == value
