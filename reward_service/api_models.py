@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from secrets import token_hex
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from reward_service import signature
 from reward_service.endpoint import Endpoint, EndpointSpec
@@ -153,6 +153,30 @@ class Spread(BaseModel):
             num_distinct=distinct,
             warning=same if distinct == 1 and len(values) > 1 else "",
         )
+
+
+class GroupByHand(GroupToScore):
+    """A group that somebody wants to see scored."""
+
+    completion_tokens: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[], description="How many tokens each completion has, for rewards of length; none: unknown."
+    )
+
+    @model_validator(mode="after")
+    def _one_each(self) -> GroupByHand:
+        if self.completion_tokens and len(self.completion_tokens) != len(self.completions):
+            raise ValueError(
+                f"{len(self.completion_tokens)} completion_tokens for {len(self.completions)} completions; give one for "
+                "each, or none"
+            )
+        return self
+
+
+class ScoreByHand(BaseModel):
+    """What is to be scored, and by which reward."""
+
+    reward: str = Field(description="The reward's name.")
+    groups: list[GroupByHand] = Field(min_length=1, max_length=1024)
 
 
 class ScoreAnswer(BaseModel):

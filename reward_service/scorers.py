@@ -54,8 +54,8 @@ class LengthReward:
     def _verdicts(self, group: GroupTexts) -> list[Verdict]:
         if self.unit == "tokens" and len(group.completion_tokens) != len(group.completions):
             raise LengthsUnknown(
-                f"{self.name} counts the policy's tokens, and group {group.group_id} is text that was sent by hand; "
-                'try it with the parameter unit = "words" or "characters"'
+                f"{self.name} counts the policy's tokens, and group {group.group_id} was sent by hand without them: "
+                'send completion_tokens, or try it with the parameter unit = "words"'
             )
         return self.judge(length.measure(group.completions, group.completion_tokens, self.unit))
 

@@ -12,13 +12,12 @@ from protocol.facts import RewardRequest
 from protocol.group_pack import GroupTexts
 from reward_service import definitions
 from reward_service.access import Caller, Role
-from reward_service.api_models import RewardList, RewardRecord, ScoreAnswer
+from reward_service.api_models import GroupByHand, RewardList, RewardRecord, ScoreAnswer, ScoreByHand
 from reward_service.built_in import BUILT_INS, BuiltIn
 from reward_service.catalogue import Catalogue
 from reward_service.registry import Registry
 from reward_service.rewards.data_sources import AUTO
 from reward_service.scoring import score_groups
-from reward_service.wire import GroupToScore, ScoreRequest
 
 
 def add(app: FastAPI, registry: Registry, catalogue: Catalogue, needs: Callable[[Role], Callable[..., Caller]]) -> None:
@@ -46,7 +45,7 @@ def add(app: FastAPI, registry: Registry, catalogue: Catalogue, needs: Callable[
         return RewardList(rewards=sorted(rows, key=lambda row: row.name), by_source=catalogue.by_source())
 
     @app.post("/v1/score", dependencies=[Depends(needs(Role.REGISTER))])
-    async def score(request: ScoreRequest) -> ScoreAnswer:
+    async def score(request: ScoreByHand) -> ScoreAnswer:
         """Score groups by any reward, by the same code that scores the run's groups."""
         texts = [_texts(request.reward, group) for group in request.groups]
         outcomes = await score_groups(catalogue, texts)
@@ -57,7 +56,7 @@ def _needs(built_in: BuiltIn) -> str:
     return "; needs parameters (reward.define)" if built_in.default is None else ""
 
 
-def _texts(reward: str, group: GroupToScore) -> GroupTexts:
+def _texts(reward: str, group: GroupByHand) -> GroupTexts:
     truth = None if group.ground_truth is None else json.dumps(group.ground_truth)
     try:
         request = RewardRequest(
@@ -71,4 +70,5 @@ def _texts(reward: str, group: GroupToScore) -> GroupTexts:
         completions=tuple(group.completions),
         finish_reasons=("stop",) * len(group.completions),
         reward=request,
+        completion_tokens=tuple(group.completion_tokens),
     )

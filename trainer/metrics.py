@@ -100,7 +100,7 @@ def step_fields(
         "staleness_max": max(staleness_tokens),
         "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
         "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
-        **_reward_parts(batch),
+        **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
         "completion_tokens_mean": fmean(lengths),
         "truncated_share": fmean(cut),
         "tokens_trained": int(num_tokens),
@@ -110,12 +110,13 @@ def step_fields(
     }
 
 
-def _reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, Any]:
+def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
+    """Return the mean of every part of the rewards over the trajectories that have it, baselines aside."""
     values: dict[str, list[float]] = {}
     for group in batch:
         for name, column in group.scored.parts.items():
             values.setdefault(name, []).extend(column[: group.scored.generated.num_trained])
-    return {"reward_parts": {name: fmean(column) for name, column in sorted(values.items())}} if values else {}
+    return {name: fmean(column) for name, column in sorted(values.items())}
 
 
 def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:

@@ -98,6 +98,13 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert rows["mine"]["kind"] == "defined"
     assert "0.2 x form (tags, else -0.5 where below 1)" in rows["mine"]["description"]
     assert rows["overlong"]["description"].endswith("needs parameters (reward.define)")
+    counted = {"completions": [RIGHT, BARE], "ground_truth": "4", "completion_tokens": [75, 75]}
+    known = service.post("/v1/score", {"reward": "mine", "groups": [counted]}).json()
+    assert [score["score"] for score in known["results"][0]["scores"]] == pytest.approx([0.7, -0.5])
+    assert (
+        service.post("/v1/score", {"reward": "mine", "groups": [{**counted, "completion_tokens": [1]}]}).status_code
+        == 422
+    )
     by_hand = service.post(
         "/v1/score", {"reward": "mine", "groups": [{"completions": ["4"], "ground_truth": "4"}]}
     ).json()

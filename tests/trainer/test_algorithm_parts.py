@@ -22,6 +22,7 @@ from trainer.credit import Scored, credit_rule
 from trainer.drops import DropReason
 from trainer.filters import Skipped
 from trainer.ledger import Ledger
+from trainer.metrics import reward_parts
 from trainer.step_plan import ReadyGroup, StepPlan, make_plan, rows_of
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
@@ -209,6 +210,18 @@ def remax_group(number: int, rewards: tuple[float, ...], greedy: float) -> Ready
     group = dataclasses.replace(group, trajectories=trajectories)
     scored = ScoredGroup(generated=group.summary(number), rewards=(*rewards, greedy), scorer="test")
     return ReadyGroup(scored, PACK, group)
+
+
+def test_a_step_reports_the_mean_of_every_part_of_its_rewards() -> None:
+    """Parts count over the trajectories that have them, without baselines; a batch without parts reports none."""
+    made = [remax_group(0, (1.0, 0.0), 0.5), ready(1, (1.0, 1.0)), ready(2, (0.0, 0.0))]
+    columns = [{"form": (1.0, 0.0, 9.0)}, {"form": (1.0, 1.0), "short": (-0.5, 0.0)}, {}]
+    batch = [
+        dataclasses.replace(one, scored=one.scored.model_copy(update={"parts": parts}))
+        for one, parts in zip(made, columns, strict=True)
+    ]
+    assert reward_parts(batch) == {"form": 0.75, "short": -0.25}
+    assert reward_parts(batch[2:]) == {}
 
 
 def test_remax_compares_with_the_greedy_completion_and_never_trains_on_it() -> None:
