@@ -7,7 +7,7 @@ from reward_service.wire import Score, ScoreRequest, ScoreResponse
 
 
 class PenstockDialect(Dialect):
-    """`ScoreRequest` and `ScoreResponse`, as the OpenAPI document describes them; it has no options."""
+    """`ScoreRequest` and `ScoreResponse` of `reward_service/wire.py`; it has no options."""
 
     def request(self, call: Call) -> Payload:
         """Return a `ScoreRequest` as JSON."""

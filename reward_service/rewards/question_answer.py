@@ -80,6 +80,8 @@ def words(text: str) -> str:
 
 
 def _accepted(truth: Any, reward: str) -> set[str]:
+    if isinstance(truth, dict) and truth.keys() == {"target"}:  # as verl's rows of Search-R1 have it
+        truth = truth["target"]
     alternatives = truth if isinstance(truth, list) else [truth]
     if not alternatives:
         raise BadGroundTruth(f"{reward}: the row's ground_truth is an empty list of alternatives")
