@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: bench-plane
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-patches fuzz-patches bench-sandbox bench-reward test-faults
+.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
@@ -48,6 +48,9 @@ check: $(STAMP)  ## style, types, and who may import whom
 
 bench-sandbox: $(STAMP)  ## programs a second per core in each sandbox, beside a bare subprocess
 	$(BIN)/python -m benchmarks.sandbox
+
+bench-replay: $(STAMP)  ## the quickstart, and its replay from the record: versions, wall and CPU seconds (minutes)
+	$(BIN)/python -m benchmarks.replay --steps 30
 
 bench-quickstart: $(STAMP)  ## the quickstart for seeds 0, 1, 2: learning, wall and CPU seconds
 	$(BIN)/python benchmarks/quickstart.py

@@ -1,0 +1,79 @@
+"""How long a replay takes beside the run that it makes again: the quickstart, then its replay, in one go.
+
+python -m benchmarks.replay [--steps N] [--folder DIR]
+
+Prints one JSON object. The peer is the run itself: the same steps with workers, rewards, queues and publication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
+    """Run a command in a folder; returns its JSON object and the CPU seconds of all its processes."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "console.main", *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        text=True, check=True,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return json.loads(done.stdout.splitlines()[-1]), spent
+
+
+def measure(steps: int, folder: Path) -> dict[str, Any]:
+    """Run and replay; returns the figures of both."""
+    ran, ring_cpu_s = penstock(folder, "quickstart", "--steps", str(steps), "--json")
+    home = folder / "runs" / "quickstart"
+    trainer = json.loads((home / "trainer.json").read_text())
+    rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["kind"] == "step"]
+    replayed, replay_cpu_s = penstock(folder, "replay", "quickstart", "--json")
+    return {
+        "steps": ran["steps"],
+        "groups": replayed["num_groups"],
+        "tokens": replayed["num_tokens"],
+        "versions_same": len(replayed["same"]),
+        "holds": replayed["holds"],
+        "run": {
+            "wall_s": trainer["wall_s"],
+            "trainer_cpu_s": trainer["cpu_s"],
+            "steps_and_waits_s": sum(row["step_s"] + row["wait_s"] for row in rows),
+            "all_processes_cpu_s": ring_cpu_s,
+        },
+        "replay": {
+            "wall_s": replayed["wall_s"],
+            "cpu_s": replayed["cpu_s"],
+            "all_processes_cpu_s": replay_cpu_s,
+        },
+        "ratio": {
+            "wall": replayed["wall_s"] / trainer["wall_s"],
+            "all_processes_cpu": replay_cpu_s / ring_cpu_s,
+        },
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--folder", type=Path, help="where the run is left (default: a temporary folder)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(json.dumps(measure(options.steps, options.folder or Path(scratch)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
