@@ -23,6 +23,7 @@ from console.verb_parts import Flag, Raw
 from protocol.errors import PenstockError
 
 _REWARD_URL = "http://127.0.0.1:8700"
+_OWN_HELP = ()  # no flags of ours: --help goes to the process that the command becomes, which lists its options
 
 app = App(
     name="penstock",
@@ -125,7 +126,7 @@ def service(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", *arguments))
 
 
-@reward.command
+@reward.command(help_flags=_OWN_HELP)
 def serve(*arguments: Raw) -> None:
     """Turn a Python file with a reward function (verl's, TRL's, OpenRLHF's, a class) into a registered endpoint.
 
@@ -135,7 +136,7 @@ def serve(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", "serve", *arguments))
 
 
-@reward.command(name="serve-judge")
+@reward.command(name="serve-judge", help_flags=_OWN_HELP)
 def serve_judge(*arguments: Raw) -> None:
     """Turn a language model into a registered reward endpoint: a judge, by score or by pairs.
 
@@ -145,7 +146,7 @@ def serve_judge(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", "serve-judge", *arguments))
 
 
-@reward.command(name="serve-grader")
+@reward.command(name="serve-grader", help_flags=_OWN_HELP)
 def serve_grader(*arguments: Raw) -> None:
     """Turn a grader in OpenAI's JSON form into a registered reward endpoint.
 
@@ -155,7 +156,7 @@ def serve_grader(*arguments: Raw) -> None:
     launch.become(launch.module("reward_service", "serve-grader", *arguments))
 
 
-@reward.command(name="serve-model")
+@reward.command(name="serve-model", help_flags=_OWN_HELP)
 def serve_model(*arguments: Raw) -> None:
     """Turn a reward model's folder into a registered reward endpoint.
 

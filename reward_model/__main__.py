@@ -21,8 +21,8 @@ logit is the score) or several (--label N: the probability of label N).
 The prompt that the policy saw is rendered with the policy's chat template. For a reward model with a template of its
 own, name the row's column that holds the question (--prompt-column), so that it is rendered only once.
 
-  penstock reward serve-model rm/ --prompt-column question --register http://127.0.0.1:8700
-  penstock reward test rm
+Example:  penstock reward serve-model rm/ --prompt-column question --register http://127.0.0.1:8700
+          penstock reward test rm
 """
 
 

@@ -34,9 +34,9 @@ The file holds one of these (or several, and you say which with --function); eac
 Raise when something cannot be judged: that is the error of its score, and its group waits and comes again.
 An error is never a 0. The traceback of the first of a kind is shown here.
 
-  penstock reward serve my_reward.py --register http://127.0.0.1:8700
-  penstock reward test my_reward
-  penstock train run.toml reward.name=my_reward
+Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
+          penstock reward test my_reward
+          penstock train run.toml reward.name=my_reward
 
 Ctrl-C unregisters it and lets calls under way end; a second Ctrl-C ends at once.
 """

@@ -36,7 +36,7 @@ The file is a grader as OpenAI's guide describes it: string_check, text_similari
 item holds the row's columns, prompt, data_source, and the ground truth as reference_answer (--reference-key).
 score_model asks a chat endpoint: --base-url, and --api-key-env or --api-key-file. python graders are refused.
 
-  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
+Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
 """
 _ROUNDS = 4.0
 

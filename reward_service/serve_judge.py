@@ -31,8 +31,8 @@ The file says who judges and how; every key is described in reward_service/judge
 A verdict that cannot be read, is cut off or missing is an error: its group waits and comes again. It is never a 0.
 What a policy writes stands between marks it cannot know, and the judge is told not to obey it; see docs/rewards.md.
 
-  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
-  penstock reward test judge "a good answer" "a bad one"
+Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
+          penstock reward test judge "a good answer" "a bad one"
 """
 _ROUNDS = 4.0  # a call holds a group or several, and its questions queue behind those of others
 

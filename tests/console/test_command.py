@@ -66,6 +66,8 @@ def test_help_names_every_verb_and_the_first_thing_to_type():
         *(
             ["reward", "serve"],
             ["reward", "serve-judge"],
+            ["reward", "serve-model"],
+            ["reward", "serve-grader"],
             ["reward", "service"],
             ["reward", "list"],
             ["reward", "test"],
