@@ -73,7 +73,7 @@ def commit(
     partial.rename(final)
     _sync(root)
     for old, _ in committed(root)[:-keep]:
-        shutil.rmtree(old)
+        _set_aside(old)
     return data
 
 
@@ -133,6 +133,7 @@ def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> No
 
 
 def _set_aside(folder: Path) -> None:
+    """Remove a checkpoint by a rename first: killed in the midst of it, half a checkpoint would stand in the way."""
     doomed = folder.with_name(folder.name + ".doomed" + PARTIAL)
     folder.rename(doomed)
     shutil.rmtree(doomed)

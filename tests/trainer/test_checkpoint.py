@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.checkpoint_state import CheckpointState
+from protocol.checkpoint_state import STATE_FILE, CheckpointState
 from protocol.facts import BlobRef
 from protocol.lineage import AccountState
 from trainer import checkpoint
@@ -58,6 +58,28 @@ def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> No
     assert found is not None
     assert found[1].step == 2
     assert not checkpoint.partial_of(tmp_path, state(4)).exists()
+
+
+def test_a_crash_while_an_old_checkpoint_is_removed_leaves_the_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a removed checkpoint does not count and does not stand in the way; the rest of it is cleared away."""
+    for step in (2, 4):
+        checkpoint.commit(tmp_path, state(step), write, keep=2)
+
+    def crash(folder: Path, **_: object) -> None:
+        if (folder / STATE_FILE).exists():
+            (folder / STATE_FILE).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as half_way:
+        half_way.setattr(checkpoint.shutil, "rmtree", crash)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.commit(tmp_path, state(6), write, keep=2)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1].step == 6
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000006"]
 
 
 def test_what_happened_without_a_step_replaces_the_state(tmp_path: Path) -> None:
