@@ -142,7 +142,8 @@ def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str) -> dict[str, int]:
 
 def _pack_faults(run_id: str, blobs: Blobs, told: Iterable[LineageChapter], *, reads_packs: bool) -> dict[str, str]:
     packs = {pack.key: pack for chapter in told for step in chapter.steps for pack in step.packs}
-    stored = {found.key: found.size_bytes for found in blobs.list(blob_keys.groups_prefix(run_id))}
+    owners = {run_id, *(blob_keys.owner_of_pack(key) for key in packs)}  # a run may train on another one's input
+    stored = {f.key: f.size_bytes for owner in sorted(owners) for f in blobs.list(blob_keys.groups_prefix(owner))}
     faults = {key: "missing" for key in packs if key not in stored}
     faults |= {key: "altered" for key, pack in packs.items() if key in stored and stored[key] != pack.size_bytes}
     if reads_packs:

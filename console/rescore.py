@@ -59,8 +59,8 @@ def rescore(run: str, arguments: Sequence[str], environ: Mapping[str, str], how:
         )
         return 1
     written = _write(into, record, outcomes, how.rule, blobs)
-    own = connections.find(arguments, environ, run_id=run)
-    _say(written, as_json=as_json, store=None if connections.is_configured(own) else own.settings.run.folder)
+    store = connections.find(arguments, environ).settings.run.dir / run / connections.STORE
+    _say(written, as_json=as_json, store=store if store.is_dir() else None)
     return 0
 
 
@@ -145,7 +145,5 @@ def _say(written: RescoredInput, *, as_json: bool, store: Path | None) -> None:
     left = f", {len(written.left_out)} left out" if written.left_out else ""
     print(f"{written.run_id}: {written.num_groups} groups of run {written.source} with new rewards{left}")
     if store is not None:
-        print(
-            f"next: penstock up --data {store}/store --run NEW, and with the lines that it prints, in another terminal:"
-        )
+        print(f"next: penstock up --data {store} --run NEW, and with the lines that it prints, in another terminal:")
     print(f"next: penstock train run.toml run.id=NEW data.from_run={written.run_id}")

@@ -90,6 +90,11 @@ def rescored_sha256(run_id: str, key: str) -> str:
     return name[6:70] if name.startswith("input.") and name.endswith(".msgpack") and len(name) == 78 else ""
 
 
+def owner_of_pack(key: str) -> str:
+    """Return the run below whose prefix a pack lies."""
+    return key.partition("/groups/")[0].removeprefix("runs/")
+
+
 def copied_pack(run_id: str, key: str) -> str:
     """Return the key of a run's copy of another run's pack."""
     return groups_prefix(run_id) + key.partition("/groups/")[2]

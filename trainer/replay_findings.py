@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from protocol import blob_keys
 from protocol.lineage import RecordedStep
 from protocol.runfile import config_document, load
 from protocol.transport.blobs import Blobs
@@ -51,8 +52,8 @@ def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:
     """Name every pack that is not in the object store, with the groups that cannot be trained without it."""
     packs = {pack.key: pack for step in steps for pack in step.packs}
     stored: set[str] = set()
-    for prefix in sorted({key.rpartition("/groups/")[0] + "/groups/" for key in packs}):
-        stored |= {found.key for found in blobs.list(prefix)}
+    for owner in sorted({blob_keys.owner_of_pack(key) for key in packs}):
+        stored |= {found.key for found in blobs.list(blob_keys.groups_prefix(owner))}
     return [f"pack {key} is not in the object store: {_groups_of(key, steps)}" for key in packs if key not in stored]
 
 

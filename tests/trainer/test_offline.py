@@ -139,6 +139,7 @@ def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
         arguments = ("train", str(run.run_file), f"run.id={OFFLINE}", "data.from_run=scored-again", *TRAINING)
         Command(run.folder, *arguments, "trainer.kill_at=stepped:4").wait(-9)
         Command(run.folder, *arguments).wait()
+        assert "the account closes" in run.console("audit", run=OFFLINE)
         delete_run(bus, OFFLINE)
     home = run.folder / "runs" / OFFLINE
     own = StoredRecord.read(OFFLINE, committed(home / "checkpoints")[-1][1].record, run.blobs.get)
