@@ -499,7 +499,8 @@ def rescore(
     reward
         Reward to score by; none: the stored rewards, weighed anew.
     weights
-        What each named part counts, part=NUMBER, comma-separated; "reward" is the reward itself.
+        What each named part counts, part=NUMBER, comma-separated; "reward" is the reward itself. In a reward that the
+        run file made of parts the other weights and the gates stay.
     into
         Name of the input; made of the run's and the reward's by default.
     url

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from console import connections
@@ -19,6 +19,7 @@ from protocol.errors import ConfigError, PackError, RecordBroken
 from protocol.facts import BlobRef, ScoredGroup, encode_unbounded
 from protocol.lineage import LineageChapter, RecordedGroup
 from protocol.rescored import RescoredInput, RescoredPiece
+from protocol.reward_settings import RewardDefinition, RewardSettings
 from protocol.stored_record import StoredRecord
 from protocol.subjects import check_run_id
 from protocol.transport.blobs import Blobs
@@ -45,9 +46,10 @@ def rescore(run: str, arguments: Sequence[str], environ: Mapping[str, str], how:
     if any(blobs.list(blob_keys.run_prefix(into))):
         raise ConfigError(f"runs/{into}/ holds objects already, and nothing is overwritten; choose another --into")
     service = RewardService(how.url, how.token_file)
+    rule = replace(how.rule, define=_definitions(record, blobs)) if how.rule.weights else how.rule
     outcomes: dict[str, Outcome] = {}
     for chapter in record.told:
-        outcomes |= score_again(list(_asked(chapter, blobs)), how.rule, service)
+        outcomes |= score_again(list(_asked(chapter, blobs)), rule, service)
     failed = {group_id: why for group_id, why in outcomes.items() if isinstance(why, str)}
     for group_id, why in failed.items():
         print(f"penstock: group {group_id}: {why}", file=sys.stderr)
@@ -118,6 +120,17 @@ def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rul
     data = encode_unbounded(written)
     blobs.put(blob_keys.rescored_input(into, hashlib.sha256(data).hexdigest()), data)
     return written
+
+
+def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefinition]:
+    """Return the rewards that the run's last life made of parts; raises RecordBroken when its settings are unreadable."""
+    if not record.lives:
+        return {}
+    try:
+        settings = json.loads(blobs.get(record.lives[-1].config))["settings"]
+        return dict(RewardSettings.model_validate(settings.get("reward", {})).define)
+    except (ValueError, KeyError, TypeError) as err:
+        raise RecordBroken(f"run {record.run_id}: its recorded settings of [reward] cannot be read ({err})") from None
 
 
 def _temperature(record: StoredRecord, blobs: Blobs) -> float:

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from protocol.errors import ConfigError
 from protocol.facts import BlobRef, ScoredGroup
 from protocol.group_pack import GroupTexts
 from protocol.lineage import RecordedGroup
+from protocol.reward_settings import RewardDefinition
 
 WHOLE = "reward"  # the name under which weights mean the reward itself
 _ATTEMPTS = 3  # for failures that a run would try again
@@ -27,6 +29,7 @@ class Rule:
 
     reward: str | None
     weights: dict[str, float] = field(default_factory=dict)
+    define: Mapping[str, RewardDefinition] = field(default_factory=dict)  # of the run: what its rewards were made of
 
     def __post_init__(self) -> None:
         if self.reward is None and not self.weights:
@@ -72,20 +75,33 @@ def score_again(asked: Sequence[Asked], rule: Rule, service: Service) -> dict[st
         found = {}
         for start in range(0, len(asked), _CALL_GROUPS):
             found |= _from_service(asked[start : start + _CALL_GROUPS], rule.reward, service)
-    return {i: weigh(o, rule.weights) if isinstance(o, ScoredGroup) else o for i, o in found.items()}
+    define = rule.define if rule.reward is None else {}
+    return {i: weigh(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in found.items()}
 
 
-def weigh(scored: ScoredGroup, weights: Mapping[str, float]) -> Outcome:
-    """Return a group whose rewards are the weighed sum of its parts, or say which part it does not have."""
+def weigh(
+    scored: ScoredGroup, weights: Mapping[str, float], define: Mapping[str, RewardDefinition] = MappingProxyType({})
+) -> Outcome:
+    """Return a group with the rewards that other weights give, or say which part it does not have.
+
+    A reward that the run file made of parts (``define``) stays what it was but for the weights that are given: the
+    others and the gates hold. Any other is the weighed sum of the parts that are named; ``reward`` is the reward itself.
+    """
     if not weights:
         return scored
     columns = {**scored.parts, WHOLE: scored.rewards}
+    definition = None if WHOLE in weights else define.get(scored.scorer.partition("(")[0])
     missing = sorted(set(weights) - set(columns))
-    if missing:
+    if missing and definition is None:
         return f"it has no part {missing[0]}; it has {', '.join(sorted(columns))}"
-    rewards = tuple(
-        sum(weight * columns[name][place] for name, weight in weights.items()) for place in range(len(scored.rewards))
-    )
+    if definition is not None:
+        try:
+            rewards = definition.reweighted(weights).totals(scored.parts)
+        except ConfigError as err:
+            return str(err)
+    else:
+        rows = range(len(scored.rewards))
+        rewards = tuple(sum(weight * columns[name][row] for name, weight in weights.items()) for row in rows)
     shown = ",".join(f"{name}={weight:g}" for name, weight in weights.items())
     return scored.model_copy(update={"rewards": rewards, "scorer": f"{scored.scorer} weighed {shown}"})
 
@@ -96,7 +112,7 @@ def _from_service(asked: Sequence[Asked], reward: str, service: Service) -> dict
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_RETRY_S * 2 ** (attempt - 1))
-        answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(one.text) for one in waiting]})
+        answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(one) for one in waiting]})
         again = []
         for one, result in zip(waiting, answer["results"], strict=True):
             found[one.member.group_id] = _outcome(one, result)
@@ -108,12 +124,13 @@ def _from_service(asked: Sequence[Asked], reward: str, service: Service) -> dict
     return found
 
 
-def _wire(text: GroupTexts) -> dict[str, Any]:
-    truth = text.reward.ground_truth
+def _wire(one: Asked) -> dict[str, Any]:
+    text, truth = one.text, one.text.reward.ground_truth
     return {
         "group_id": text.group_id,
         "prompt": text.prompt_text,
         "completions": list(text.completions),
+        "completion_tokens": list(one.member.scored.generated.completion_tokens),
         "data_source": text.reward.data_source,
         "ground_truth": None if truth is None else json.loads(truth),
         "extra_info": json.loads(text.reward.extra_info),
