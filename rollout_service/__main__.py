@@ -98,7 +98,12 @@ async def _wire(
     news = WeightNews(bus, run_id=run_id, worker_id=worker_id)
     turns = SwapTurns(bus, run_id=run_id, worker_id=worker_id, max_share=settings.worker.max_paused_share)
     swap = WeightSwap(
-        engine=engine, turns=turns, news=news, figures=figures, check_every=settings.worker.check_weights_every
+        engine=engine,
+        turns=turns,
+        news=news,
+        figures=figures,
+        check_every=settings.worker.check_weights_every,
+        update_mode=settings.worker.update_mode,
     )
     weights = WeightFollower(bus=bus, mirror=mirror, engine=engine, gate=gate, news=news, swap=swap, run_id=run_id)
     settlement = Settlement(

@@ -15,8 +15,10 @@ from protocol.versions import PolicyVersion
 from rollout_service.check_task import ModelLimits
 from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.errors import EngineError, EngineMisconfigured, EngineRefused, EngineUnreachable, WeightsNotApplied
+from rollout_service.read_reply import EngineChecksum
 from rollout_service.server_check import TESTED_VERSIONS, context_length, is_tested, objections
-from rollout_service.sglang_client import EngineChecksum, SglangClient
+from rollout_service.sglang_client import SglangClient
+from rollout_service.update_mode import UpdateMode
 
 log = structlog.get_logger("rollout.engine")
 
@@ -51,14 +53,14 @@ class AttachedEngine:
         self._loading = asyncio.Lock()
         self._seen = time.monotonic()
 
-    async def load(self, folder: Path, version: PolicyVersion) -> None:
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have the server serve ``version`` from a folder, waiting for the server when it is not there yet.
 
         Raises WeightsNotApplied when it does not confirm the version: what it serves is then unknown.
         """
         self._wanted = (folder, version)
         async with self._loading:
-            await self._load()
+            await self._load(mode)
 
     async def _inspect(self, folder: Path) -> None:
         """Refuse a server that was started in a way the contract does not allow; note its limits."""
@@ -108,7 +110,7 @@ class AttachedEngine:
                     log.warning("the engine forgot its weights, loading them again", url=self.client.url)
                     self.client.distrust(f"it was given version {self.version} but serves {served}")
                     self.ready.clear()
-                    await self._load()
+                    await self._load("drain")
             except (WeightsNotApplied, EngineMisconfigured):
                 raise
             except EngineError as err:
@@ -120,14 +122,15 @@ class AttachedEngine:
             self.ready.set()
             return None
 
-    async def _load(self) -> None:
+    async def _load(self, mode: UpdateMode) -> None:
         assert self._wanted is not None
         folder, version = self._wanted
+        self.applied.add(version)
         for attempt in range(1, _LOAD_ATTEMPTS + 1):
             await wait_until_it_answers(self.client, self._start_deadline_s)
             await self._inspect(folder)
             try:
-                await self.client.load_weights(folder, version)
+                await self.client.load_weights(folder, version, mode)
             except EngineError as err:
                 self.client.distrust(f"version {version} was not applied: {err}")
                 if attempt == _LOAD_ATTEMPTS:
@@ -136,6 +139,5 @@ class AttachedEngine:
             else:
                 break
         self.version = version
-        self.applied.add(version)
         self.client.trust()
         self.ready.set()

@@ -9,7 +9,7 @@ import numpy as np
 from protocol.facts import Task
 from protocol.trajectory import Group, Trajectory
 from protocol.versions import VersionRun
-from rollout_service.sglang_client import Completion
+from rollout_service.read_reply import Completion
 
 
 def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:

@@ -18,7 +18,9 @@ from protocol.facts import Sampling
 from protocol.versions import PolicyVersion
 from rollout_service.engine_figures import read_figures
 from rollout_service.errors import EngineError, EngineUnreachable
-from rollout_service.sglang_client import Completion, EngineChecksum, SglangClient
+from rollout_service.read_reply import Completion, EngineChecksum
+from rollout_service.sglang_client import SglangClient
+from rollout_service.update_mode import UpdateMode
 
 _POLL_S = 0.05
 
@@ -58,7 +60,7 @@ class Engine(Protocol):
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version it ever confirmed to us."""
+        """Every version it was ever given: tokens of a version may be here before its load is confirmed to us."""
         ...
 
     @property
@@ -66,8 +68,11 @@ class Engine(Protocol):
         """Set while it can be asked to generate."""
         ...
 
-    async def load(self, folder: Path, version: PolicyVersion) -> None:
-        """Serve ``version`` from a model folder, starting the engine if there is none."""
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        """Serve ``version`` from a model folder, starting the engine if there is none.
+
+        ``mode`` says what becomes of what runs; see `update_mode.py`.
+        """
         ...
 
     async def weights_checksum(self) -> EngineChecksum | None:

@@ -16,7 +16,8 @@ from protocol.versions import PolicyVersion, is_newer
 from rollout_service.engine import Engine
 from rollout_service.engine_figures import add_figures
 from rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
-from rollout_service.sglang_client import Completion, EngineChecksum
+from rollout_service.read_reply import Completion, EngineChecksum
+from rollout_service.update_mode import UpdateMode
 
 
 class EnginePool:
@@ -41,13 +42,13 @@ class EnginePool:
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version that one of them ever confirmed."""
+        """Every version that one of them was ever given."""
         return set().union(*(engine.applied for engine in self._engines))
 
-    async def load(self, folder: Path, version: PolicyVersion) -> None:
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have all of them serve ``version``; raises the error of the first that does not."""
         outcomes = await asyncio.gather(
-            *(engine.load(folder, version) for engine in self._engines), return_exceptions=True
+            *(engine.load(folder, version, mode) for engine in self._engines), return_exceptions=True
         )
         for outcome in outcomes:
             if outcome is not None:

@@ -17,7 +17,9 @@ from rollout_service.check_task import ModelLimits
 from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.engine_process import EngineProcess, LaunchCommand
 from rollout_service.errors import EngineError, EngineKeepsDying, EngineUnreachable, WeightsUnusable
-from rollout_service.sglang_client import EngineChecksum, SglangClient
+from rollout_service.read_reply import EngineChecksum
+from rollout_service.sglang_client import SglangClient
+from rollout_service.update_mode import UpdateMode
 
 log = structlog.get_logger("rollout.engine")
 
@@ -63,7 +65,7 @@ class ManagedEngine:
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
 
-    async def load(self, folder: Path, version: PolicyVersion) -> None:
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
 
         An engine that does not confirm the version twice is not believed any more: it is killed and started anew
@@ -72,6 +74,7 @@ class ManagedEngine:
         started from: then it serves the one before again.
         """
         self._wanted = (folder, version)
+        self.applied.add(version)
         if self._process is None:
             await self._start()
             return
@@ -80,7 +83,7 @@ class ManagedEngine:
             if self.version == version:  # restarted from it meanwhile
                 return
             try:
-                await self.client.load_weights(folder, version)
+                await self.client.load_weights(folder, version, mode)
             except EngineError as err:
                 self.client.distrust(f"version {version} was not applied: {err}")
                 log.warning("weights were not applied", policy_version=version, error=str(err))
@@ -231,7 +234,6 @@ class ManagedEngine:
 
     def _confirm(self, version: PolicyVersion) -> None:
         self.version, self._served = version, self._wanted
-        self.applied.add(version)
         self.client.trust()
 
 

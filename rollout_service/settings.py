@@ -14,6 +14,7 @@ from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
 from protocol.errors import ConfigError
 from protocol.facts import Split
 from rollout_service.sglang_settings import SglangSettings
+from rollout_service.update_mode import UpdateMode
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -64,6 +65,12 @@ class WorkerSettings(Section):
         gt=0,
         le=1,
         description="Share of the run's living workers whose engines may stop for a new version at once; at least one.",
+    )
+    update_mode: UpdateMode = Field(
+        "drain",
+        description="What becomes of running generations when a newer version is loaded: 'drain': the load waits for "
+        "them; 'retract': they are computed again under the new weights and go on; 'in_place': they go on with the keys "
+        "and values of the old weights; 'abort': the worker takes what they have and asks for the rest.",
     )
     check_weights_every: int = Field(
         1, ge=0, description="Every so many versions the engine is asked for a checksum of its weights; 0: never."

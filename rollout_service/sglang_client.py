@@ -1,9 +1,8 @@
-"""SGLang's HTTP contract, spoken in this file and nowhere else.
+"""SGLang's HTTP contract, spoken in this file and nowhere else; what it answers is read by `read_reply.py`.
 
-Here ``weight_version`` strings become policy versions, and here every reply is held against its
-request before anything is built from it. What the log-probabilities are: ``log softmax(logits /
-temperature)`` over the full vocabulary, of the token that was sampled, as long as ``top_p`` and
-``top_k`` are off.
+Every reply is held against its request before anything is built from it. What the log-probabilities are:
+``log softmax(logits / temperature)`` over the full vocabulary, of the token that was sampled, as long as
+``top_p`` and ``top_k`` are off.
 
 The embedded engine speaks the same contract, so nothing here knows which of the two it talks to.
 """
@@ -11,33 +10,42 @@ The embedded engine speaks the same contract, so nothing here knows which of the
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from protocol.facts import FinishReason, Sampling
-from protocol.versions import PolicyVersion, VersionRun
+from protocol.facts import Sampling
+from protocol.versions import PolicyVersion
 from rollout_service.check_task import ModelLimits, check_request
+from rollout_service.embedded_engine.text import Text
 from rollout_service.errors import (
-    EngineAborted,
     EngineDistrusted,
+    EngineMisconfigured,
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
     ReplyRefused,
     WeightsNotApplied,
 )
+from rollout_service.read_reply import (
+    Completion,
+    EngineChecksum,
+    read_checksum,
+    read_completion,
+    read_version,
+    shorten,
+)
+from rollout_service.resumption import Resumption
+from rollout_service.update_mode import UpdateMode
 
 _CONNECT_S = 5.0
 _PROBE_S = 10.0  # a question that costs the engine nothing: model_info
 _HEALTH_S = 30.0  # a token of its own at most; SGLang itself gives up after 20 s
+_PAUSE_S = 60.0  # at most a step that is under way
 _LOAD_S = 600.0  # draining what runs, then reading the weights
 
 
@@ -48,25 +56,6 @@ _NEUTRAL = {
     "repetition_penalty": 1.0,
     "min_new_tokens": 0,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled continuation; positions of ``version_runs`` count from its first token."""
-
-    token_ids: list[int]  # [C] as sampled, the matched stop token included
-    logprobs: list[float]  # [C] of the sampled tokens under the policy that sampled them
-    version_runs: tuple[VersionRun, ...]  # cover [0, C) without gap or overlap
-    finish_reason: FinishReason
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineChecksum:
-    """What an engine says of the weights it serves; comparable among engines of one ``layout``."""
-
-    value: str
-    layout: str  # how many ranks hold the weights, and how they are cut
 
 
 class SglangClient:
@@ -80,6 +69,11 @@ class SglangClient:
         self._weights_turn = asyncio.Lock()
         self._num_doubts = 0
         self._doubt: str | None = None
+        self._aborting = False  # a pause that ends what runs is under way
+        self._num_aborts = 0  # counted when such a pause begins and when it ends
+        self._cache_key: str | None = None  # keeps prefixes of different versions apart, where nothing flushes them
+        self._folder: Path | None = None  # of the last weights, whose tokenizer decodes what was put together
+        self._text: Text | None = None
         self.limits = ModelLimits(None, None)  # of the model that is served; requests beyond them are refused here
         self._http = httpx.AsyncClient(
             base_url=url,
@@ -96,41 +90,74 @@ class SglangClient:
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt in one request.
 
-        Returns one list of ``n`` for each prompt, in order. Raises EngineError of the kind that fits;
-        a reply is used as a whole or not at all. Raises TaskRefused, and sends nothing, for what no engine could
-        serve, or would die of.
+        What an update of ours cuts short is asked for again from where it was, until it is whole. Returns one list
+        of ``n`` for each prompt, in order. Raises EngineError of the kind that fits; a reply is used as a whole or
+        not at all. Raises TaskRefused, and sends nothing, for what no engine could serve, or would die of.
         """
         for prompt in prompts:
             check_request(prompt, sampling, self.limits)
-        num_doubts = self._num_doubts
+        num_doubts, deadline_s = self._num_doubts, self._request_deadline_s
+        sequences = [Resumption(prompt, sampling.max_new_tokens) for prompt in prompts for _ in range(n)]
+        try:
+            async with asyncio.timeout(deadline_s):  # for all parts together
+                await self._sample(sequences, sampling, n, num_doubts)
+                while cut := [sequence for sequence in sequences if sequence.is_cut]:
+                    await self._sample(cut, sampling, 1, num_doubts)
+        except TimeoutError:
+            raise EngineTimeout(f"{self.url}/generate gave no answer within {deadline_s:g} s") from None
+        completions = [await self._whole(sequence) for sequence in sequences]
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+    async def _sample(self, sequences: Sequence[Resumption], sampling: Sampling, n: int, num_doubts: int) -> None:
+        """Add one part to each sequence, in one request; ``n`` that follow one another share their prompt."""
         self._refuse_if_doubted(num_doubts)
-        body = {
+        num_aborts = self._num_aborts
+        prompts = [[*one.prompt, *one.sampled] for one in sequences[::n]]
+        params = [_sampling_params(sampling, n, one.room) for one in sequences[::n]]
+        body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts],  # aborts match by prefix, so all of one length
-            "input_ids": [list(prompt) for prompt in prompts],
-            "sampling_params": {
-                "n": n,
-                "max_new_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                # said although they are off: a server may have been started with other preferences
-                **_NEUTRAL,
-                "stop_token_ids": list(sampling.stop_token_ids),
-            },
+            "input_ids": prompts,
+            "sampling_params": params[0] if all(one == params[0] for one in params) else params,
             "return_logprob": True,
         }
+        if self._cache_key is not None:
+            body["extra_key"] = self._cache_key
         rows = await self._call("POST", "/generate", body, self._request_deadline_s)
         self._refuse_if_doubted(num_doubts)
         if isinstance(rows, dict):
             rows = [rows]
-        if not isinstance(rows, list) or len(rows) != n * len(prompts):
+        if not isinstance(rows, list) or len(rows) != len(sequences):
             got = f"{len(rows)} rows" if isinstance(rows, list) else type(rows).__name__
-            raise ReplyRefused(f"{self.url}: expected {n * len(prompts)} completions, got {got}")
-        completions = [
-            read_completion(row, num_prompt_tokens=len(prompts[i // n]), max_new_tokens=sampling.max_new_tokens)
-            for i, row in enumerate(rows)
-        ]
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
+            raise ReplyRefused(f"{self.url}: expected {len(sequences)} completions, got {got}")
+        interrupted = self._aborting or num_aborts != self._num_aborts
+        for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
+            part = read_completion(
+                row,
+                num_prompt_tokens=len(prompts[index // n]),
+                max_new_tokens=sequence.room,
+                interrupted=interrupted,
+            )
+            sequence.parts.append(part)
+
+    async def _whole(self, sequence: Resumption) -> Completion:
+        """Return a sequence's completion; the text of several parts is decoded anew, from all of its tokens.
+
+        A character may lie across the cut, so texts of parts cannot be strung together.
+        """
+        if len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
+            return sequence.parts[0]
+        return sequence.joined(await asyncio.to_thread(self._decode, sequence))
+
+    def _decode(self, sequence: Resumption) -> str:
+        if self._text is None:
+            assert self._folder is not None  # nothing is cut but by an update
+            self._text = Text(self._folder)
+        if not self._text.has_tokenizer and any(part.text for part in sequence.parts):
+            raise EngineMisconfigured(
+                f"worker.update_mode = 'abort' needs a tokenizer.json among the published weights ({self._folder}): "
+                "the text of a completion that was cut must be decoded as a whole; use 'retract' without one"
+            )
+        return self._text.decode([sequence.visible], skip_special_tokens=True)[0]
 
     def distrust(self, why: str) -> None:
         """Refuse what is under way, and whatever is asked until `trust`: nobody knows which weights sample it."""
@@ -159,32 +186,54 @@ class SglangClient:
         """Return the engine's figures in Prometheus' text format; raises EngineError where it has none."""
         return await self._call("GET", "/metrics", None, self._probe_s, parse=False)
 
-    async def load_weights(self, folder: Path, version: PolicyVersion) -> None:
-        """Swap the weights and read back that it happened.
+    async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        """Swap the weights and read back that it happened; ``mode`` says what becomes of what runs.
 
-        The engine finishes what runs, holds back what is new, and drops its prefix cache. Raises
-        WeightsNotApplied when it says no or afterwards names another version: then nobody knows
-        what it serves, and it must be loaded again or started anew.
+        The engine drops its prefix cache, except ``in_place``: then later requests name the version, so that they
+        meet no keys and values of another. Raises WeightsNotApplied when it says no or afterwards names another
+        version: then nobody knows what it serves, it computes nothing if it was paused, and it must be loaded again
+        or started anew.
         """
         async with self._weights_turn:
-            body = {
-                "model_path": str(folder),
-                "load_format": "auto",
-                "weight_version": str(version),
-                "flush_cache": True,
-                "abort_all_requests": False,
-            }
-            try:
-                answer = await self._call("POST", "/update_weights_from_disk", body, _LOAD_S)
-            except EngineRefused as err:
-                raise WeightsNotApplied(f"version {version}: {err}") from None
-            if not isinstance(answer, dict) or answer.get("success") is not True:
-                raise WeightsNotApplied(f"{self.url} did not load version {version} from {folder}: {_shorten(answer)}")
-            served = await self._read_version()
-            if served != version:
-                raise WeightsNotApplied(
-                    f"{self.url} said it loaded version {version}, but its model_info names {served}"
-                )
+            self._folder = folder
+            if mode == "drain":
+                await self._continue()  # whoever was killed in the middle of an update may have left it paused
+            else:
+                await self._pause(mode)
+            await self._update(folder, version, flush=mode != "in_place")
+            self._cache_key = str(version) if mode == "in_place" else None
+            if mode != "drain":
+                await self._continue()
+
+    async def _update(self, folder: Path, version: PolicyVersion, *, flush: bool) -> None:
+        body = {
+            "model_path": str(folder),
+            "load_format": "auto",
+            "weight_version": str(version),
+            "flush_cache": flush,
+            "abort_all_requests": False,
+        }
+        try:
+            answer = await self._call("POST", "/update_weights_from_disk", body, _LOAD_S)
+        except EngineRefused as err:
+            raise WeightsNotApplied(f"version {version}: {err}") from None
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise WeightsNotApplied(f"{self.url} did not load version {version} from {folder}: {shorten(answer)}")
+        served = await self._read_version()
+        if served != version:
+            raise WeightsNotApplied(f"{self.url} said it loaded version {version}, but its model_info names {served}")
+
+    async def _pause(self, mode: UpdateMode) -> None:
+        self._aborting = mode == "abort"
+        self._num_aborts += self._aborting
+        try:
+            await self._call("POST", "/pause_generation", {"mode": mode}, _LOAD_S)
+        finally:
+            self._num_aborts += self._aborting
+            self._aborting = False
+
+    async def _continue(self) -> None:
+        await self._call("POST", "/continue_generation", {}, _PAUSE_S)
 
     async def served_version(self) -> PolicyVersion | None:
         """Ask which version is served; None when the engine's label is not a version of ours."""
@@ -215,97 +264,25 @@ class SglangClient:
                 raise
             raise EngineUnreachable(f"{self.url}{path}: {type(err).__name__} {err}".rstrip()) from None
         if response.status_code != httpx.codes.OK:
-            raise EngineRefused(f"{self.url}{path} answered {response.status_code}: {_shorten(response.text)}")
+            raise EngineRefused(f"{self.url}{path} answered {response.status_code}: {shorten(response.text)}")
         if not parse:
             return response.text
         try:
             return json.loads(response.content)
         except ValueError as err:
             raise ReplyRefused(
-                f"{self.url}{path} answered what is not JSON ({err}): {_shorten(response.text)}"
+                f"{self.url}{path} answered what is not JSON ({err}): {shorten(response.text)}"
             ) from None
 
 
-def read_version(label: object) -> PolicyVersion | None:
-    """Translate ``weight_version`` into a policy version; None for a label that is not one of ours."""
-    if isinstance(label, str) and label.isascii() and label.isdecimal():
-        return PolicyVersion(int(label))
-    return None
-
-
-def read_checksum(answer: Any) -> EngineChecksum | None:
-    """Read the reply to ``/weights_checker``; None when it holds no checksum."""
-    if not isinstance(answer, dict) or answer.get("success") is not True:
-        return None
-    value, ranks = answer.get("per_engine_checksum"), answer.get("ranks")
-    if not isinstance(value, str) or not value or not isinstance(ranks, list):
-        return None
-    cut = [rank.get("parallelism_info") for rank in ranks if isinstance(rank, dict)]
-    digest = hashlib.sha256(json.dumps(cut, sort_keys=True).encode()).hexdigest()
-    return EngineChecksum(value, f"{len(ranks)}-{digest[:12]}")
-
-
-def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int) -> Completion:
-    """Read one row of a reply; raises ReplyRefused or EngineAborted, naming what does not fit."""
-    try:
-        meta = row["meta_info"]
-        token_ids: list[int] = row["output_ids"]
-        text = row.get("text")
-        triples = meta["output_token_logprobs"]
-        finish = meta["finish_reason"]["type"]
-        logprobs = [triple[0] for triple in triples]
-        logprob_ids = [triple[1] for triple in triples]
-        echoed = meta.get("prompt_tokens", num_prompt_tokens)
-    except (KeyError, TypeError, IndexError, AttributeError) as err:
-        raise ReplyRefused(
-            f"a completion does not have SGLang's form ({type(err).__name__}: {err}): {_shorten(row)}"
-        ) from None
-    if finish == "abort":
-        raise EngineAborted(f"the engine aborted a generation: {_shorten(meta['finish_reason'])}")
-    if finish not in ("stop", "length"):
-        raise ReplyRefused(f"unknown finish reason {_shorten(finish)}")
-    if echoed != num_prompt_tokens:
-        raise ReplyRefused(f"a completion belongs to a prompt of {echoed} tokens, expected {num_prompt_tokens}")
-    if not 1 <= len(token_ids) <= max_new_tokens:
-        raise ReplyRefused(f"{len(token_ids)} completion tokens, expected 1 to {max_new_tokens}")
-    if logprob_ids != token_ids:
-        raise ReplyRefused(
-            f"log-probabilities are of other tokens than the sampled ones: {len(logprobs)} for {len(token_ids)} tokens"
-        )
-    if not all(type(value) is int and value >= 0 for value in token_ids):
-        raise ReplyRefused(f"output_ids are not token ids: {_shorten(token_ids)}")
-    if not all(type(value) in (float, int) and math.isfinite(value) and value <= _LOGPROB_SLACK for value in logprobs):
-        raise ReplyRefused(f"log-probabilities are missing, not finite or above 0: {_shorten(logprobs)}")
-    if not isinstance(text, str):
-        raise ReplyRefused("a completion has no text; start the server without --skip-tokenizer-init")
-    runs = _read_version_runs(meta.get("weight_versions"), len(token_ids))
-    return Completion(token_ids, logprobs, runs, finish, text)
-
-
-_LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
-
-
-def _read_version_runs(spans: Any, num_tokens: int) -> tuple[VersionRun, ...]:
-    runs: list[VersionRun] = []
-    position = 0
-    for span in spans if isinstance(spans, list) else ():
-        try:
-            version, start, end = read_version(span["version"]), span["start"], span["end"]
-        except (KeyError, TypeError) as err:
-            raise ReplyRefused(f"weight_versions do not have SGLang's form ({err!r}): {_shorten(spans)}") from None
-        if start == end:  # an update before the first token leaves an empty span
-            continue
-        if version is None:
-            raise ReplyRefused(f"tokens of unknown version {_shorten(span['version'])} are never trained on")
-        if start != position or not isinstance(end, int) or end < start:
-            raise ReplyRefused(f"weight_versions have a gap or overlap at token {position}: {_shorten(spans)}")
-        runs.append(VersionRun(version, start, end))
-        position = end
-    if position != num_tokens:
-        raise ReplyRefused(f"weight_versions cover {position} of {num_tokens} tokens: {_shorten(spans)}")
-    return tuple(runs)
-
-
-def _shorten(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 300 else f"{text[:300]}…"
+def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[str, Any]:
+    return {
+        "n": n,
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        # said although they are off: a server may have been started with other preferences
+        **_NEUTRAL,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }

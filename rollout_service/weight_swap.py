@@ -11,8 +11,9 @@ from rollout_service.engine import Engine
 from rollout_service.errors import EngineError
 from rollout_service.figures import Figures
 from rollout_service.mirror import MirroredVersion
-from rollout_service.sglang_client import EngineChecksum
+from rollout_service.read_reply import EngineChecksum
 from rollout_service.swap_turns import SwapTurns
+from rollout_service.update_mode import UpdateMode, mode_of
 from rollout_service.weight_news import WeightNews
 
 log = structlog.get_logger("rollout.weights")
@@ -24,14 +25,25 @@ class WeightSwap:
     """The only one who makes this worker's engine load any weights."""
 
     def __init__(
-        self, *, engine: Engine, turns: SwapTurns, news: WeightNews, figures: Figures, check_every: int
+        self,
+        *,
+        engine: Engine,
+        turns: SwapTurns,
+        news: WeightNews,
+        figures: Figures,
+        check_every: int,
+        update_mode: UpdateMode,
     ) -> None:
-        """Every ``check_every``-th version the engine is asked for its checksum; 0: never."""
+        """Every ``check_every``-th version the engine is asked for its checksum; 0: never.
+
+        ``update_mode`` says what becomes of running generations when a newer version is loaded.
+        """
         self._engine = engine
         self._turns = turns
         self._news = news
         self._figures = figures
         self._check_every = check_every
+        self._update_mode: UpdateMode = update_mode
 
     async def to(self, mirrored: MirroredVersion) -> None:
         """Have the engine serve a version, and say so; nothing is done when it does already."""
@@ -43,7 +55,8 @@ class WeightSwap:
         else:
             async with self._turns.turn():
                 started = time.monotonic()
-                await self._engine.load(mirrored.folder, mirrored.version)
+                mode = mode_of(self._update_mode, previous, mirrored.version)
+                await self._engine.load(mirrored.folder, mirrored.version, mode)
                 pause_s = time.monotonic() - started
         self._figures.weights_applied += 1
         log.info(

@@ -71,6 +71,7 @@ class GenerateBody(Body):
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     stream: bool = False
+    extra_key: str | None = None  # sequences share what was computed of a prompt only under the same key
     return_prompt_token_ids: bool = False
     return_text_in_logprobs: Literal[False] = False
     top_logprobs_num: Literal[0] | None = None

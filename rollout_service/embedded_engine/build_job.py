@@ -54,7 +54,7 @@ def build_job(body: GenerateBody, model: ServedModel) -> Asked:
         for index in range(num_samples):
             sampling = _sampling(asked, index, len(prompt), model)
             name = rid if num_samples == 1 else f"{rid}-{index}"
-            sequences.append(Sequence(name, prompt, sampling, input_logprobs_from=start))
+            sequences.append(Sequence(name, prompt, sampling, extra_key=body.extra_key, input_logprobs_from=start))
             their_params.append(asked)
     return Asked(
         sequences,

@@ -111,18 +111,19 @@ class Runner:
 
     def start(self, newcomers: list[Sequence]) -> list[Sequence]:
         """Compute the prompts of ``newcomers`` and sample one token each; returns those that finished."""
-        groups: dict[tuple[int, ...], list[Sequence]] = {}
+        groups: dict[tuple[str | None, tuple[int, ...]], list[Sequence]] = {}
         for sequence in newcomers:
-            groups.setdefault(sequence.tokens(), []).append(sequence)
-        prompts = sorted(groups, key=len)
-        ordered = [sequence for prompt in prompts for sequence in groups[prompt]]
+            groups.setdefault(sequence.prefix(), []).append(sequence)
+        sharers = sorted(groups.items(), key=lambda item: len(item[0][1]))
+        prompts = [tokens for (_, tokens), _ in sharers]
+        ordered = [sequence for _, same in sharers for sequence in same]
         first = len(self.running)
         self._cache.ensure(padded_rows(first + len(ordered)), len(prompts[-1]) + 1)
-        copies = [len(groups[prompt]) for prompt in prompts]
+        copies = [len(same) for _, same in sharers]
         hidden = self._model.prefill(self.weights, self._pack(prompts, copies, first), self._cache)
         ends = np.cumsum([len(prompt) for prompt in prompts])
-        for prompt, end in zip(prompts, ends.tolist(), strict=True):
-            self._report_prompt(groups[prompt], hidden[end - len(prompt) : end])
+        for ((_, tokens), same), end in zip(sharers, ends.tolist(), strict=True):
+            self._report_prompt(same, hidden[end - len(tokens) : end])
         for row, sequence in enumerate(ordered, start=first):
             self._rows.put(row, sequence)
             self._rows.position[row] = sequence.num_tokens

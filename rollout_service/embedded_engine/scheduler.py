@@ -5,7 +5,7 @@ First come, first served: nobody overtakes, so nobody starves. Three rules:
 1. The KV rectangle must hold the worst case: (padded rows x longest possible sequence) <= ``max_total_tokens``.
    A sequence once admitted is therefore never thrown out for lack of memory.
 2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
-   goes alone). Sequences with the same tokens are computed once and cost nothing more.
+   goes alone). Sequences with the same tokens and key are computed once and cost nothing more.
 3. While sequences run, newcomers are let in by an eighth of the rows at a time (or all that wait, if
    fewer): a prompt pass stalls every running sequence, so it should be worth it.
 """
@@ -52,17 +52,18 @@ def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], lim
         return []
     longest = max((sequence.max_tokens for sequence in current), default=0)
     chosen: list[Sequence] = []
-    prompts: set[tuple[int, ...]] = set()
+    prefixes: set[tuple[str | None, tuple[int, ...]]] = set()
     prefill_tokens = 0
     for sequence in waiting:
         longest = max(longest, sequence.max_tokens)
         if len(chosen) == free or padded_rows(len(current) + len(chosen) + 1) * longest > limits.max_total_tokens:
             break
-        tokens = sequence.tokens()
-        if tokens not in prompts:
-            if chosen and prefill_tokens + len(tokens) > limits.max_prefill_tokens:
+        prefix = sequence.prefix()
+        if prefix not in prefixes:
+            num_tokens = len(prefix[1])
+            if chosen and prefill_tokens + num_tokens > limits.max_prefill_tokens:
                 break
-            prompts.add(tokens)
-            prefill_tokens += len(tokens)
+            prefixes.add(prefix)
+            prefill_tokens += num_tokens
         chosen.append(sequence)
     return chosen

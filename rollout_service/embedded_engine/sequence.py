@@ -61,6 +61,7 @@ class Sequence:
     rid: str
     prompt: tuple[int, ...]
     sampling: Sampling
+    extra_key: str | None = None  # shares a computed prompt only with sequences of the same key
     input_logprobs_from: int | None = None  # report prompt logprobs from this position on; None: do not
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -85,6 +86,10 @@ class Sequence:
     def tokens(self) -> tuple[int, ...]:
         """Return prompt and completion so far."""
         return (*self.prompt, *self.output_ids) if self.output_ids else self.prompt
+
+    def prefix(self) -> tuple[str | None, tuple[int, ...]]:
+        """Return what sequences must have alike to be computed together: their key and their tokens."""
+        return self.extra_key, self.tokens()
 
     def close_span(self, version: str) -> None:
         """Attribute every token since the last span to ``version``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -132,3 +134,40 @@ class Dense:
         for _ in range(num_tokens):
             tokens.append(int(self.logprobs(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
+
+    def extend(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
+        """Return [len(tokens), vocab] as `logprobs`, of tokens that stand behind those whose keys and values are held."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0].float()
+        return logits.log_softmax(-1)
+
+
+def logprobs_by_version(
+    models: Mapping[int, Dense], prompt: list[int], completion: list[int], runs: Iterable[tuple[int, int, int]]
+) -> list[float]:
+    """Return each token's logprob under its own version's weights, everything before it computed by them too.
+
+    ``runs`` are (version, start, end) of the completion.
+    """
+    return [
+        logprob
+        for version, start, end in runs
+        for logprob in models[version].of_completion(prompt, completion[:end])[start:]
+    ]
+
+
+def logprobs_over_kept_cache(
+    models: Mapping[int, Dense], prompt: list[int], completion: list[int], runs: Iterable[tuple[int, int, int]]
+) -> list[float]:
+    """Return each token's logprob under its own version's weights, which read what older versions left behind.
+
+    A token's keys and values are of the version that sampled the token after it: it is computed then.
+    """
+    tokens, cache, computed = prompt + completion, DynamicCache(), 0
+    found: list[float] = []
+    for version, start, end in runs:
+        upto = len(prompt) + end - 1
+        table = models[version].extend(tokens[computed:upto], cache)[len(prompt) + start - 1 - computed :]
+        found += [table[index, token].item() for index, token in enumerate(completion[start:end])]
+        computed = upto
+    return found

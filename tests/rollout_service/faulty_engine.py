@@ -28,6 +28,7 @@ class FaultyEngine:
         self.api_key = api_key
         self.folder: Path | None = None  # of the last weights loaded
         self.loads: list[tuple[str, str]] = []  # every (weight_version, model_path) asked for
+        self.pauses: list[str] = []  # every pause asked for, by its mode, and every "continue"
         self.requests: list[dict[str, Any]] = []  # every body of /generate
         self.num_running = 0
         self.info: dict[str, Any] = {}  # what server_info says
@@ -108,6 +109,9 @@ class FaultyEngine:
             return self._update(body)
         if path == "/generate":
             return self._generate(body)
+        if path in ("/pause_generation", "/continue_generation"):
+            self.pauses.append(body.get("mode", "continue"))
+            return 200, {"status": "ok"}
         if path == "/weights_checker" and self.checksum:
             ranks = [{"parallelism_info": {"tp_size": 1}}]
             return 200, {"success": True, "ranks": ranks, "per_engine_checksum": self.checksum}

@@ -15,7 +15,7 @@ from protocol import group_pack
 from protocol.versions import PolicyVersion, VersionRun
 from rollout_service.build_trajectory import build_group, build_trajectory
 from rollout_service.errors import EngineAborted, ReplyRefused
-from rollout_service.sglang_client import Completion, read_completion, read_version
+from rollout_service.read_reply import Completion, read_completion, read_version
 from tests.groups import make_task
 
 Row = dict[str, Any]

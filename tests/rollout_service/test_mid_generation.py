@@ -1,0 +1,165 @@
+"""The engine under updates in mid-generation: each token is of the version that its span names, recomputed one by one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_service.embedded_engine.checkpoint import read_checkpoint
+from rollout_service.embedded_engine.engine import Engine, Update
+from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.model_config import read_model_config
+from rollout_service.embedded_engine.runner import Runner
+from rollout_service.embedded_engine.scheduler import Limits
+from rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
+from rollout_service.embedded_engine.transformer import Transformer, Weights, prepare_weights
+from tests.contracts.tiny_model import (
+    Dense,
+    build_model,
+    logprobs_by_version,
+    logprobs_over_kept_cache,
+    write_changed_copy,
+)
+
+PROMPTS = ([5, 17, 88, 250, 31, 9], [44], [5, 17, 88, 250, 31, 9], [7] * 40)
+NUM_TOKENS = 24
+NUM_VERSIONS = 4
+TOLERANCE = 1e-5  # nats; float32 against float32
+DEADLINE_S = 60.0
+
+
+class Bench:
+    """An engine in this process, with weights to give it."""
+
+    def __init__(self, folder: Path) -> None:
+        build_model(folder / "v0")
+        folders = [folder / "v0"]
+        folders += [write_changed_copy(folders[0], folder / f"v{i}", seed=i, scale=0.1) for i in range(1, NUM_VERSIONS)]
+        config, device = read_model_config(folders[0]), torch.device("cpu")
+        with torch.inference_mode():
+            self.weights: list[Weights] = [
+                prepare_weights(config, read_checkpoint(one, config), device=device, dtype=torch.float32)
+                for one in folders
+            ]
+            cache = KVCache(config, max_tokens=4000, device=device, dtype=torch.float32)
+            model = Transformer(config, device=device, dtype=torch.float32)
+            runner = Runner(model, self.weights[0], cache, max_running=8, find_stop_string=lambda _: None)
+        self.dense = {version: Dense(one) for version, one in enumerate(folders)}
+        limits = Limits(max_running=8, max_total_tokens=4000, max_prefill_tokens=1000)
+        self.engine = Engine(runner, limits, version="0", model_path="", on_failure=lambda: None)
+        self.engine.start()
+
+    def update(self, version: int, *, flush: bool) -> None:
+        """Have the engine take a version as soon as it may; nobody waits for it here."""
+        self.engine.update(Update(self.weights[version], str(version), "", flush, abort_all=False))
+
+    def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
+        """Run sequences to their end; at so many tokens, the engine pauses and takes versions one after another."""
+        ended = threading.Event()
+
+        def on_step(counts: list[int]) -> None:
+            versions = moments.pop(sampled + max(counts), None)
+            if versions is None or all(one.finish is not None for one in sequences):
+                return
+            self.engine.pause(mode)
+            for version in versions[:-1]:
+                self.update(version, flush=mode != "in_place")
+            last = Update(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place", abort_all=False)
+            self.engine.update(last).add_done_callback(lambda _: self.engine.resume())
+
+        self.engine.submit(Job(sequences, lambda _: ended.set(), on_step))
+        assert ended.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One engine for all examples."""
+    bench = Bench(tmp_path_factory.mktemp("bench"))
+    yield bench
+    bench.engine.stop()
+
+
+def runs_of(sequence: Sequence) -> list[tuple[int, int, int]]:
+    """A sequence's spans, as versions."""
+    return [(int(span.version), span.start, span.end) for span in sequence.spans]
+
+
+def expected_runs(moments: dict[int, list[int]]) -> list[tuple[int, int, int]]:
+    """What the spans must be: versions that sampled nothing leave no trace."""
+    cuts = [(0, 0), *((at, versions[-1]) for at, versions in sorted(moments.items()))]
+    ends = [at for at, _ in cuts[1:]] + [NUM_TOKENS]
+    runs: list[tuple[int, int, int]] = []
+    for (start, version), end in zip(cuts, ends, strict=True):
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1], end)
+        else:
+            runs.append((version, start, end))
+    return runs
+
+
+MOMENTS = st.dictionaries(
+    st.integers(1, NUM_TOKENS - 1), st.lists(st.integers(0, NUM_VERSIONS - 1), min_size=1, max_size=2), max_size=5
+)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+@settings(max_examples=25, deadline=None)
+@given(moments=MOMENTS, seed=st.integers(0, 2**32))
+def test_every_token_is_of_the_version_of_its_span(
+    bench: Bench, mode: str, moments: dict[int, list[int]], seed: int
+) -> None:
+    """Whenever and however often weights change: spans are exact, logprobs those of the span's weights.
+
+    After ``retract`` everything before a token was computed by its own version; ``in_place`` it is what each
+    version left in the cache, and a forward over a cache mixed in the same way gives the same number.
+    """
+    sampling = [Sampling(NUM_TOKENS, seed=seed + index) for index in range(len(PROMPTS))]
+    sequences = [Sequence(f"{i:032}", tuple(prompt), sampling[i]) for i, prompt in enumerate(PROMPTS)]
+    bench.update(0, flush=True)
+    bench.generate(sequences, dict(moments), mode)
+    recompute = logprobs_by_version if mode == "retract" else logprobs_over_kept_cache
+    for sequence, prompt in zip(sequences, PROMPTS, strict=True):
+        assert runs_of(sequence) == expected_runs(moments)
+        expected = recompute(bench.dense, prompt, sequence.output_ids, runs_of(sequence))
+        assert sequence.output_logprobs == pytest.approx(expected, abs=TOLERANCE)
+        assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(moments=MOMENTS, seed=st.integers(0, 2**32))
+def test_what_an_abort_cut_goes_on_exactly(bench: Bench, moments: dict[int, list[int]], seed: int) -> None:
+    """Cut at any tokens and asked for again from there, each part is wholly of one version, and so are its logprobs."""
+    left = dict(moments)
+    bench.update(0, flush=True)
+    parts: list[list[Sequence]] = []
+    done = 0
+    while done < NUM_TOKENS:
+        sampled = [[token for part in parts for token in part[i].output_ids] for i in range(len(PROMPTS))]
+        parts.append(
+            [
+                Sequence(f"{i:032}", (*prompt, *sampled[i]), Sampling(NUM_TOKENS - done, seed=seed + i + 99 * done))
+                for i, prompt in enumerate(PROMPTS)
+            ]
+        )
+        bench.generate(parts[-1], left, "abort", done)
+        done += len(parts[-1][0].output_ids)
+    for index, prompt in enumerate(PROMPTS):
+        pieces = [part[index] for part in parts]
+        tokens = list(itertools.chain.from_iterable(piece.output_ids for piece in pieces))
+        runs, start = [], 0
+        for piece in pieces:
+            runs += [(version, start + a, start + b) for version, a, b in runs_of(piece)]
+            start += len(piece.output_ids)
+        assert len(tokens) == NUM_TOKENS
+        assert [version for version, a, b in runs for _ in range(a, b)] == [
+            version for version, a, b in expected_runs(moments) for _ in range(a, b)
+        ]
+        logprobs = list(itertools.chain.from_iterable(piece.output_logprobs for piece in pieces))
+        assert logprobs == pytest.approx(logprobs_by_version(bench.dense, prompt, tokens, runs), abs=TOLERANCE)
