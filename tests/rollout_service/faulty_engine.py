@@ -29,6 +29,8 @@ class FaultyEngine:
         self.folder: Path | None = None  # of the last weights loaded
         self.loads: list[tuple[str, str]] = []  # every (weight_version, model_path) asked for
         self.pauses: list[str] = []  # every pause asked for, by its mode, and every "continue"
+        self.flushes: list[tuple[str, str, bool]] = []  # every (weight_version, model_path, flush_cache) asked for
+        self.texts = True  # whether completions have a text
         self.requests: list[dict[str, Any]] = []  # every body of /generate
         self.num_running = 0
         self.info: dict[str, Any] = {}  # what server_info says
@@ -41,6 +43,7 @@ class FaultyEngine:
         self.flow.set()
         self._drained = threading.Condition()
         self._updating = False
+        self._paused = False
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -95,6 +98,10 @@ class FaultyEngine:
         """Wait until so many /generate requests have arrived."""
         wait_for(lambda: len(self.requests) >= count, f"{count} requests at the engine")
 
+    def wait_for_pauses(self, count: int) -> None:
+        """Wait until so many pauses and ends of pauses were asked for."""
+        wait_for(lambda: len(self.pauses) >= count, f"{count} pauses at the engine")
+
     def _get(self, path: str) -> tuple[int, Any]:
         if path == "/model_info":
             return 200, {"weight_version": self.version, "model_path": str(self.folder), "is_generation": True}
@@ -111,6 +118,9 @@ class FaultyEngine:
             return self._generate(body)
         if path in ("/pause_generation", "/continue_generation"):
             self.pauses.append(body.get("mode", "continue"))
+            with self._drained:
+                self._paused = path == "/pause_generation"
+                self._drained.notify_all()
             return 200, {"status": "ok"}
         if path == "/weights_checker" and self.checksum:
             ranks = [{"parallelism_info": {"tp_size": 1}}]
@@ -119,6 +129,7 @@ class FaultyEngine:
 
     def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.loads.append((body["weight_version"], body["model_path"]))
+        self.flushes.append((body["weight_version"], body["model_path"], body["flush_cache"]))
         with self._drained:
             self._updating = True
             self._drained.wait_for(lambda: self.num_running == 0)
@@ -139,7 +150,7 @@ class FaultyEngine:
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self._drained:
-            self._drained.wait_for(lambda: not self._updating)
+            self._drained.wait_for(lambda: not self._updating and not self._paused)
             self.num_running += 1
         self.requests.append(body)
         version = self.version
@@ -156,10 +167,11 @@ class FaultyEngine:
 
     def rows(self, body: dict[str, Any], version: str) -> list[dict[str, Any]]:
         """The good reply to a request: what is said about it depends on prompt and sample alone."""
-        sampling = body["sampling_params"]
-        stops = sampling["stop_token_ids"]
+        params = body["sampling_params"]
+        each = params if isinstance(params, list) else [params] * len(body["input_ids"])
         rows = []
-        for rid, prompt in zip(body["rid"], body["input_ids"], strict=True):
+        for rid, prompt, sampling in zip(body["rid"], body["input_ids"], each, strict=True):
+            stops = sampling["stop_token_ids"]
             for sample in range(sampling["n"]):
                 wanted = 1 + (sum(prompt) + sample) % 7
                 ids = [3 + (sum(prompt) + 5 * sample + k) % 40 for k in range(min(wanted, sampling["max_new_tokens"]))]
@@ -168,7 +180,7 @@ class FaultyEngine:
                     ids.append(stops[0])
                 rows.append(
                     {
-                        "text": " ".join(map(str, ids)),
+                        "text": " ".join(map(str, ids)) if self.texts else "",
                         "output_ids": ids,
                         "meta_info": {
                             "id": rid,

@@ -110,7 +110,7 @@ MOMENTS = st.dictionaries(
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_every_token_is_of_the_version_of_its_span(
     bench: Bench, mode: str, moments: dict[int, list[int]], seed: int
@@ -132,7 +132,7 @@ def test_every_token_is_of_the_version_of_its_span(
         assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_what_an_abort_cut_goes_on_exactly(bench: Bench, moments: dict[int, list[int]], seed: int) -> None:
     """Cut at any tokens and asked for again from there, each part is wholly of one version, and so are its logprobs."""
