@@ -60,7 +60,7 @@ class Engine(Protocol):
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version it was ever given: tokens of a version may be here before its load is confirmed to us."""
+        """Every version it took, or is about to take: its tokens may be here before its load is confirmed to us."""
         ...
 
     @property

@@ -42,7 +42,7 @@ class EnginePool:
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version that one of them was ever given."""
+        """Every version that one of them took, or is about to take."""
         return set().union(*(engine.applied for engine in self._engines))
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:

@@ -5,7 +5,7 @@ PenstockError
 │   ├── EngineUnreachable     no connection, or it broke in the middle of a request
 │   ├── EngineTimeout         no answer within worker.request_deadline_s
 │   ├── EngineRefused         an HTTP error; the text holds the engine's words
-│   ├── EngineAborted         the engine cut the generation short: partial samples are not data
+│   ├── EngineAborted         the engine cut the generation short, and not for an update of ours
 │   ├── ReplyRefused          lengths, ids, log-probabilities or versions do not fit together
 │   ├── EngineDistrusted      sampled while nobody knew by which weights: an update failed, or versions disagree
 │   └── WeightsNotApplied     the engine did not confirm the version it was told to load

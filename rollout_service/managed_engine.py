@@ -74,6 +74,7 @@ class ManagedEngine:
         started from: then it serves the one before again.
         """
         self._wanted = (folder, version)
+        is_new = version not in self.applied
         self.applied.add(version)
         if self._process is None:
             await self._start()
@@ -93,6 +94,8 @@ class ManagedEngine:
         self._discard()
         await self.ready.wait()
         if self.version != version:
+            if is_new:
+                self.applied.discard(version)
             raise WeightsUnusable(
                 f"the engine neither took version {version} nor started from it; see {self._log_file}"
             )

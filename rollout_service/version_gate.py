@@ -1,7 +1,7 @@
 """Who may generate and who may swap weights, when evaluation wants one exact version.
 
-Ordinary generation takes whatever version is served; the engine itself makes a swap wait for what
-runs. A *pin* holds one version for as long as somebody evaluates with it: swaps wait, and so does
+Ordinary generation takes whatever version is served; what runs during a swap is the update mode's
+to say (`update_mode.py`). A *pin* holds one version for as long as somebody evaluates with it: swaps wait, and so does
 ordinary generation while an older version than the newest is served, since its samples would be
 stale from birth.
 """

@@ -81,7 +81,8 @@ async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
     """In place, requests name the version as their cache's key; after a load that flushes, they need none."""
-    for version, mode in ((V1, "in_place"), (V2, "in_place"), (V1, "drain")):
+    loads: list[tuple[PolicyVersion, UpdateMode]] = [(V1, "in_place"), (V2, "in_place"), (V1, "drain")]
+    for version, mode in loads:
         await client.load_weights(model, version, mode)
         await client.generate([[5]], SAMPLING, 1)
     assert [body.get("extra_key") for body in faulty_engine.requests] == ["1", "2", None]

@@ -19,7 +19,7 @@ from tests.servers import wait_for
 
 StartWorker = Callable[..., Child]
 PROMPT = [5, 17, 88, 250, 31, 9]
-LONG = 3000  # tokens: seconds of generation
+LONG = 2000  # tokens: seconds of generation
 
 
 @pytest.fixture
