@@ -80,7 +80,7 @@ name = "exact_match"
 steps = {steps}
 lr = 5e-4
 betas = [0.9, 0.98]
-warmup_steps = 10
+warmup_steps = {warmup_steps}
 schedule = "linear"
 
 [eval]
@@ -178,6 +178,7 @@ def _make(options: Options, say: _Voice) -> Path:
             folder=options.folder,
             seed=options.seed,
             steps=options.steps,
+            warmup_steps=min(10, options.steps // 2),
             groups_per_step=GROUPS_PER_STEP,
             group_size=GROUP_SIZE,
             max_new_tokens=task.MAX_NEW_TOKENS,
