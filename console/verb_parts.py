@@ -13,3 +13,6 @@ START = Group("Start here", sort_key=0)
 TRAIN = Group("Train", sort_key=1)
 SERVE = Group("Services", sort_key=2)
 LOOK = Group("Look at it", sort_key=3)
+
+OWN_HELP = ()  # no flags of ours: --help goes to the process that the command becomes, which lists its options
+REWARD_URL = "http://127.0.0.1:8700"
