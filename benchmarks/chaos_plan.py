@@ -16,7 +16,7 @@ from trainer.crash_points import CrashPoint
 # All but one: every step changes every word of this float32 model, and so no anchor is ever stored *beside* a patch.
 POINTS = tuple(point for point in CrashPoint if point is not CrashPoint.ANCHOR_STORED)
 LAST_STEPS = 5  # too late for a kill: the groups of these steps may all be issued and scored already
-_LONGEST_DELAY_S = 2.0
+LONGEST_DELAY_S = 2.0
 
 # The first version a life publishes passes these before anything was trained: the second time is in the midst of it.
 _PASSED_AT_THE_START = {
@@ -33,7 +33,9 @@ class PlannedKill:
     victim: str
 
 
-def plan_kills(seed: int, victims: Sequence[str], *, num_kills: int, steps: int) -> list[PlannedKill]:
+def plan_kills(
+    seed: int, victims: Sequence[str], *, num_kills: int, steps: int, longest_delay_s: float = LONGEST_DELAY_S
+) -> list[PlannedKill]:
     """Return kills in order of their steps: every victim equally often (the rest by lot), at random moments."""
     rng = random.Random(f"kills {seed}")
     chosen = [victim for _ in range(num_kills // len(victims)) for victim in victims]
@@ -41,7 +43,7 @@ def plan_kills(seed: int, victims: Sequence[str], *, num_kills: int, steps: int)
     rng.shuffle(chosen)
     moments = sorted(rng.randint(1, steps - LAST_STEPS) for _ in chosen)
     return [
-        PlannedKill(step, rng.uniform(0.0, _LONGEST_DELAY_S), victim)
+        PlannedKill(step, rng.uniform(0.0, longest_delay_s), victim)
         for step, victim in zip(moments, chosen, strict=True)
     ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.chaos_watch import Seen
+from deploy.ring import TRAINER
 from deploy.supervise import ProcessEvent
 
 DETECTED_WITHIN_S = 10.0
@@ -26,6 +27,7 @@ class Kill:
     silence_noticed_s: float | None = None  # until the watchers of heartbeats said so, where it took that long
     restarted_s: float | None = None  # until the next life was started
     productive_s: float | None = None  # from there until it did its work again; None: the run was over first
+    is_disturbed: bool = False  # it, or the trainer that gives everybody work, was killed again before that
 
 
 @dataclass(slots=True)
@@ -60,7 +62,11 @@ def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -
         if restarted is not None:
             kill.restarted_s = round(restarted - kill.at, 3)
             productive = seen.productive_at(kill.victim, restarted)
-            kill.productive_s = None if productive is None else round(productive - restarted, 2)
+            if productive is not None:
+                kill.productive_s = round(productive - restarted, 2)
+                kill.is_disturbed = any(
+                    kill.at < other.at < productive and other.victim in {kill.victim, TRAINER} for other in kills
+                )
 
 
 def notice_silence(kills: Sequence[Kill], lost: Sequence[tuple[float, str]]) -> None:
@@ -74,7 +80,8 @@ def notice_silence(kills: Sequence[Kill], lost: Sequence[tuple[float, str]]) -> 
 def late_ones(kills: Sequence[Kill]) -> list[str]:
     """Return what was noticed or made good too late."""
     noticed = max((kill.detected_s for kill in kills if kill.detected_s is not None), default=0.0)
-    productive = max((kill.productive_s for kill in kills if kill.productive_s is not None), default=0.0)
+    undisturbed = [kill.productive_s for kill in kills if not kill.is_disturbed]
+    productive = max((seconds for seconds in undisturbed if seconds is not None), default=0.0)
     late = []
     if noticed >= DETECTED_WITHIN_S:
         late.append(f"a dead peer was noticed only after {noticed:.1f} s")

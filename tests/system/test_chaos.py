@@ -10,7 +10,7 @@ from benchmarks.chaos import GROUPS_PER_STEP, VICTIMS, ChaosRun
 from benchmarks.chaos_plan import LAST_STEPS, POINTS, plan_kills, plan_points
 from tests.servers import require
 
-STEPS = 12
+STEPS, KILL_WITHIN = 18, 12  # a fast machine must not be done before the last kill
 
 
 @pytest.mark.slow
@@ -19,7 +19,8 @@ def test_every_process_dies_once_and_nothing_is_lost_or_counted_twice(tmp_path: 
     """Seven kills at random moments and one at a crash point: the audit closes, and a replay makes every version again."""
     require("nats-server")
     require("rclone")
-    run = ChaosRun(tmp_path, seed=0, steps=STEPS, kills=len(VICTIMS), points=1, overrides=["trainer.lease_s=2"])
+    kills = plan_kills(0, VICTIMS, num_kills=len(VICTIMS), steps=KILL_WITHIN, longest_delay_s=0.2)
+    run = ChaosRun(tmp_path, seed=0, steps=STEPS, kills=kills, points=1, overrides=["trainer.lease_s=2"])
     outcome = run.go(deadline_s=400.0)
     assert outcome.failures == []
     assert outcome.by_victim() == {**dict.fromkeys(VICTIMS, 1), "trainer, at a point": 1}
