@@ -80,8 +80,10 @@ def check_versions(
     assert [run.version for run in runs] == sorted({run.version for run in runs})
     assert (runs[0].start, runs[-1].end) == (0, len(one.token_ids))
     if mode == "in_place" and engine.kind != "embedded":  # where exactly its cache turns is not told
+        if runs[0].version != 0:  # its prompt may have been computed, for a sample beside it, before the update
+            return
         end = runs[0].end - SPAN_SLACK if len(runs) > 1 else runs[0].end
-        expected = logprobs_by_version(models, prompt, one.token_ids[:end], [(runs[0].version, 0, end)])
+        expected = logprobs_by_version(models, prompt, one.token_ids[:end], [(0, 0, end)])
     else:
         recompute = logprobs_over_kept_cache if mode == "in_place" else logprobs_by_version
         expected = recompute(models, prompt, one.token_ids, runs)
