@@ -67,6 +67,9 @@ class DispatchState:
     outstanding: frozenset[GroupKey] = frozenset()  # issued, and neither trained nor dropped
     again: tuple[GroupKey, ...] = ()  # to be issued before new prompts
     ahead: frozenset[Place] = frozenset()  # arrived from an earlier life before their position was reached
+    refused: frozenset[GroupKey] = (
+        frozenset()
+    )  # attempts refused while an older one is here: the broker knows their ids
     dead: tuple[GroupKey, ...] = ()  # closed as dead letters, the newest last: they may be sent again
     num_issued: int = 0
     num_issued_again: int = 0
@@ -81,6 +84,7 @@ class DispatchState:
             "outstanding": [str(key) for key in sorted(self.outstanding)],
             "again": [str(key) for key in self.again],
             "ahead": [list(place) for place in sorted(self.ahead)],
+            "refused": [str(key) for key in sorted(self.refused)],
             "dead": [str(key) for key in self.dead],
             "num_issued": self.num_issued,
             "num_issued_again": self.num_issued_again,
@@ -104,6 +108,7 @@ class DispatchState:
             outstanding=frozenset(GroupKey.parse(text) for text in document["outstanding"]),
             again=tuple(GroupKey.parse(text) for text in document["again"]),
             ahead=frozenset(Place(*place) for place in document["ahead"]),
+            refused=frozenset(GroupKey.parse(text) for text in document.get("refused", ())),
             dead=tuple(GroupKey.parse(text) for text in document.get("dead", ())),
             num_issued=document["num_issued"],
             num_issued_again=document["num_issued_again"],
@@ -215,14 +220,15 @@ def expect(
 
 def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
     """Close groups that were trained on or dropped for good; raises ValueError for one that is not outstanding."""
-    return replace(state, outstanding=state.outstanding - _outstanding(state, group_ids))
+    closed = _outstanding(state, group_ids)
+    return replace(state, outstanding=state.outstanding - closed, refused=_without(state.refused, closed))
 
 
 def bury(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
     """Close groups that went to the dead letters: their prompts do not come again, unless the letters are sent again."""
     closed = _outstanding(state, group_ids)
     dead = (*state.dead, *sorted(closed))[-MAX_DEAD_KNOWN:]
-    return replace(state, outstanding=state.outstanding - closed, dead=dead)
+    return replace(state, outstanding=state.outstanding - closed, refused=_without(state.refused, closed), dead=dead)
 
 
 def send_back(
@@ -230,18 +236,41 @@ def send_back(
 ) -> tuple[DispatchState, tuple[str, ...]]:
     """Close groups that came back too stale, and queue their prompts for another attempt.
 
+    An attempt that was refused because this one was here is passed over: issued again under the same id, the broker
+    would take it for a repetition, and it would be in no queue.
+
     Returns:
         The state, and the ids of the groups that had their last attempt and are given up.
     """
     closed = sorted(_outstanding(state, group_ids))
-    again = [key._replace(attempt=key.attempt + 1) for key in closed if key.attempt + 1 < max_attempts]
-    given_up = tuple(str(key) for key in closed if key.attempt + 1 >= max_attempts)
+    following = {key: _next_attempt(state, key) for key in closed}
+    again = [key for key in following.values() if key.attempt < max_attempts]
+    given_up = tuple(str(key) for key, later in following.items() if later.attempt >= max_attempts)
     return replace(
         state,
         outstanding=state.outstanding.difference(closed),
         again=(*state.again, *again),
+        refused=_without(state.refused, closed),
         num_given_up=state.num_given_up + len(given_up),
     ), given_up
+
+
+def refuse_attempt(state: DispatchState, group_id: str) -> DispatchState:
+    """Take note of a further attempt that came while an older one is here, if this is one."""
+    key = GroupKey.parse(group_id)
+    if any(k.place == key.place and k.attempt < key.attempt for k in state.outstanding):
+        return replace(state, refused=state.refused | {key})
+    return state
+
+
+def _next_attempt(state: DispatchState, key: GroupKey) -> GroupKey:
+    refused = [k.attempt for k in state.refused if k.place == key.place]
+    return key._replace(attempt=max(key.attempt, *refused) + 1 if refused else key.attempt + 1)
+
+
+def _without(refused: frozenset[GroupKey], closed: Iterable[GroupKey]) -> frozenset[GroupKey]:
+    places = {key.place for key in closed} if refused else set()
+    return frozenset(key for key in refused if key.place not in places)
 
 
 def _outstanding(state: DispatchState, group_ids: Iterable[str]) -> frozenset[GroupKey]:
@@ -305,10 +334,8 @@ class Dispatch:
     def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
         """Take note of a group that arrived; False: a duplicate or an abandoned attempt, not to be used."""
         state = expect(self.state, group_id, order=self.order, holds=holds)
-        if state is None:
-            return False
-        self.state = state
-        return True
+        self.state = refuse_attempt(self.state, group_id) if state is None else state
+        return state is not None
 
     def settle(self, group_ids: Iterable[str]) -> None:
         """Close groups that were trained on or dropped for good."""

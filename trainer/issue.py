@@ -105,7 +105,7 @@ class Issuer:
                 self._account.revive(group_id)
                 self._tally.revive()
                 log.info("alive again", group_id=group_id)
-            elif self._dispatch.state is not before:
+            elif expected and self._dispatch.state is not before:
                 self._account.issue("train", [group_id])
                 for key in sorted(before.outstanding - self._dispatch.state.outstanding):
                     self._close(Drop(str(key), DropReason.SUPERSEDED, 0))

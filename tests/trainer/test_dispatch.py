@@ -18,7 +18,17 @@ from protocol.versions import PolicyVersion
 from trainer.chat_template import ChatTokenizer
 from trainer.data_order import DataOrder
 from trainer.dataset import Prompt, PromptSet
-from trainer.dispatch import Dispatch, DispatchState, GroupKey, expect, order_id, plan, send_back, settle
+from trainer.dispatch import (
+    Dispatch,
+    DispatchState,
+    GroupKey,
+    expect,
+    order_id,
+    plan,
+    refuse_attempt,
+    send_back,
+    settle,
+)
 from trainer.errors import CheckpointError
 from trainer.settings import DataSettings, RolloutSettings
 from trainer.task_packs import choose_groups_per_message, make_task, pack_tasks, task_bytes
@@ -318,6 +328,24 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
     assert again[0].tasks[0].attempt == 1
     assert again[0].tasks[0].issued_version == 1
     assert not second.expects(done[1])
+
+
+def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
+    """The broker would take it for a repetition: the next attempt passes it over, or the prompt is given up."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
+    order = DataOrder(10, seed=0, shuffle=False)
+    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
+    state = refuse_attempt(state, "e0.p1.a1")
+    assert refuse_attempt(state, "e0.p7.a1") is state
+    resumed = DispatchState.from_document(json.loads(json.dumps(state.to_document())), order_id=state.order_id)
+    assert resumed == state
+    again, given_up = send_back(resumed, ["e0.p0.a0", "e0.p1.a0"], max_attempts=3)
+    assert again.again == (GroupKey(0, 0, 1), GroupKey(0, 1, 2))
+    assert given_up == ()
+    assert not again.refused
+    _, given_up = send_back(resumed, ["e0.p1.a0"], max_attempts=2)
+    assert given_up == ("e0.p1.a0",)
+    assert not settle(resumed, ["e0.p1.a0"]).refused
 
 
 def test_the_next_attempt_of_an_earlier_life_takes_the_older_ones_place():
