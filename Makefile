@@ -18,7 +18,7 @@ test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 
 test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes, outages of a minute (minutes)
 	PENSTOCK_TEST_RING_EXAMPLES=5000 PENSTOCK_TEST_OUTAGE_S=60 $(BIN)/python -m pytest --timeout 3600 \
-		tests/trainer/test_exactly_once.py tests/trainer/test_collect.py
+		tests/trainer/test_exactly_once.py tests/trainer/test_collect.py tests/system/test_misfortunes.py
 
 chaos: $(STAMP)  ## kill everything at any moment, three seeds; audit and replay; and the control that must fail (half an hour)
 	$(BIN)/python -m pytest -m chaos --timeout 900

@@ -125,7 +125,7 @@ class NatsServer(Server):
         user: str = "penstock",
         password: str = "",
         port: int = 0,
-        max_store_gb: int = 50,
+        max_store_gb: float = 50,
         keep_open: Sequence[int] = (),
     ) -> None:
         """``password`` empty: a new one is made. ``max_store_gb`` bounds what all streams may reserve."""
@@ -140,6 +140,10 @@ class NatsServer(Server):
         """How to connect."""
         return NatsSettings(url=f"nats://{HOST}:{self.port}", user=self._user, password=self._password)
 
+    def resize(self, max_store_gb: float) -> None:
+        """Let the next life of the server store so much; what it holds already stays, even if it is more."""
+        self._max_store_gb = max_store_gb
+
     def _new_child(self) -> Child:
         for old in self.store.glob("nats-server_*.ports"):
             old.unlink()
@@ -152,7 +156,7 @@ class NatsServer(Server):
             "jetstream {\n"
             f"  store_dir: {json.dumps(str(self.store / 'jetstream-store'))}\n"
             "  sync_interval: always\n"  # by default an acknowledged message is two minutes from the disk
-            f"  max_file_store: {self._max_store_gb}GB\n"  # by default: 75 % of what happens to be free
+            f"  max_file_store: {round(self._max_store_gb * 2**30)}\n"  # by default: 75 % of what happens to be free
             "  max_memory_store: 64MB\n"
             "}\n"
             f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"

@@ -24,6 +24,15 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
+_READERS = {"tasks": "a rollout worker", "generated": "the reward service", "scored": "the trainer"}
+
+
+def reader(subject: str) -> str:
+    """Return who takes messages of a subject away, in words: a publisher that finds its stream full waits for it."""
+    stage = subject.removeprefix(f"{PREFIX}.").split(".")[1]
+    return _READERS.get(stage, f"a reader of {subject}")
+
+
 def tasks(run_id: str, split: Split | str = "*") -> str:
     """Return the subject of `TaskIssued`; `*` for both splits."""
     return f"{PREFIX}.{run_id}.tasks.{split}"

@@ -72,6 +72,7 @@ class PackProgress:
 
 
 _FRESH = PackProgress()
+_CLOCK_SET = time.time() - time.monotonic()
 
 
 class Progress:
@@ -119,8 +120,12 @@ class Progress:
 
 
 def now() -> float:
-    """Return the clock that records are written by, in seconds since the epoch."""
-    return time.time()
+    """Return the clock that records are written by, in seconds since the epoch.
+
+    It is set once, when this process starts: a wall clock that is put back and then right again would
+    otherwise end the patience of a group that was refused in between, an hour early if that was the step.
+    """
+    return _CLOCK_SET + time.monotonic()
 
 
 def _newest(own: PackProgress, stored: PackProgress) -> PackProgress:

@@ -72,7 +72,7 @@ class VitalSigns:
             role=ROLE,
             service_id=self.replica,
             at=time.time(),
-            state=self.activity.state,
+            state=f"waiting for {whom}" if (whom := self.bus.waits_for) else self.activity.state,
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=cpu_seconds(),

@@ -76,7 +76,7 @@ class HeartbeatWriter:
             role="rollout",
             service_id=self._worker_id,
             at=time.time(),
-            state=self._activity.state if self._engine.ready.is_set() else "waiting for the engine",
+            state=self._state(),
             version=self._engine.version,
             needs_version=self._needs_version(),
             busy_s=busy_s,
@@ -84,3 +84,10 @@ class HeartbeatWriter:
             cpu_s=self._engine.cpu_seconds(),
             figures={**self._figures.reading(), "packs_held": float(self._packs_held()), **self._engine_figures},
         )
+
+    def _state(self) -> str:
+        if not self._engine.ready.is_set():
+            return "waiting for the engine"
+        if whom := self._bus.waits_for:
+            return f"waiting for {whom}"
+        return self._activity.state

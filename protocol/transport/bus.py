@@ -67,6 +67,11 @@ class Bus:
         return self._connection.down_s
 
     @property
+    def waits_for(self) -> str:
+        """Whom publications that find no room wait for, in words; empty while there is room."""
+        return self._connection.waits_for
+
+    @property
     def url(self) -> str:
         """Where this bus is connected to, for messages."""
         return self._connection.url

@@ -12,7 +12,7 @@ from nats.js.kv import KeyValue as NatsKeyValue
 
 from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream
 from protocol.transport.direct_get import direct_get
-from protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, Connection
+from protocol.transport.nats_connection import ERR_NO_ROOM, NO_ANSWER, REQUEST_S, Connection
 from protocol.transport.pending import Pending
 
 T = TypeVar("T")
@@ -80,6 +80,12 @@ class KeyValue:
                     return await action()
             except nats.js.errors.NoStreamResponseError:
                 raise MissingStream(f"{what}: the bucket is gone; create it with: python -m deploy.bootstrap") from None
+            except nats.js.errors.APIError as err:
+                if err.err_code not in ERR_NO_ROOM:
+                    raise
+                raise BusUnreachable(
+                    f"{what}: NATS at {self._connection.url} has no room in its store: {err.description}"
+                ) from None
             except NO_ANSWER as err:
                 raise BusUnreachable(self._connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
 

@@ -6,10 +6,11 @@ Everything here but `call`, `close` and the properties runs on the connection's 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import nats.errors
@@ -38,6 +39,7 @@ NO_ANSWER = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,
 )
+ERR_NO_ROOM = (10023, 10047)  # the server's or the account's storage quota is reached, or its disk is full
 _MAX_IN_FLIGHT = 64  # requests at a time: more makes the server slower, not faster
 
 
@@ -62,6 +64,7 @@ class Connection:
         self._down_since: float | None = None
         self._last_error = ""
         self._denials = 0
+        self._waited_for: collections.Counter[str] = collections.Counter()
         self.client = Client()
         self.js: JetStreamContext = None  # type: ignore[assignment]
         self.num_lives = 0
@@ -94,6 +97,23 @@ class Connection:
         """Whether a message that is sent now leaves at once."""
         return self.client.is_connected
 
+    @property
+    def waits_for(self) -> str:
+        """Whom most publications that find no room wait for; empty while there is room."""
+        waited_for = self._waited_for.copy()
+        return max(waited_for, key=lambda name: waited_for[name], default="")
+
+    @contextlib.contextmanager
+    def waiting_for(self, whom: str) -> Iterator[None]:
+        """Count a publication that waits for ``whom`` during the block."""
+        self._waited_for[whom] += 1
+        try:
+            yield
+        finally:
+            self._waited_for[whom] -= 1
+            if not self._waited_for[whom]:
+                del self._waited_for[whom]
+
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float = CALL_S) -> Pending[T]:
         """Run a coroutine on the connection's loop; raises BusUnreachable when it is closed."""
         return self._thread.call(action, what, deadline_s)
@@ -117,6 +137,8 @@ class Connection:
     def explain(self, text: str) -> str:
         """Add to an error's text for how long NATS has been away, and what it said last."""
         away = f"; NATS at {self._settings.url} has been away for {self.down_s:.0f} s" if self._down_since else ""
+        if self.is_up:
+            away = f"; NATS at {self._settings.url} is there but does not answer: is its disk full? Its log says why"
         last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
         return f"{text}{away}{last}"
 

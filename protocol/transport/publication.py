@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import nats.js.errors
 import structlog
 
+from protocol import subjects
 from protocol.errors import BusError, MissingStream, StreamFull
 from protocol.facts import Fact, encode
-from protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
+from protocol.transport.nats_connection import ATTEMPT_S, ERR_NO_ROOM, RETRY_MAX_S, RETRY_S, Connection
 
 log = structlog.get_logger("protocol.bus")
 
 FULL_DEADLINE_S = 24 * 3600.0
 _MISSING_GRACE_S = 1.0
 _WARN_EVERY_S = 10.0
-_ERR_STREAM_FULL = (10077, 10023, 10047)  # maximum messages or bytes, insufficient resources
+_ERR_STREAM_FULL = 10077  # the stream's own bound on messages or bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,8 @@ async def publish(
     headers = {"Nats-Msg-Id": msg_id}
     if traceparent:
         headers["traceparent"] = traceparent
-    give_up = time.monotonic() + full_deadline_s
     missing_since = 0.0
-    warned = 0.0
-    pause = RETRY_S
+    backlog = _Backlog(connection, subject, full_deadline_s)
     while True:
         try:
             ack = await connection.retry(
@@ -67,17 +66,38 @@ async def publish(
                 ) from None
             await asyncio.sleep(RETRY_S)
         except nats.js.errors.APIError as err:
-            if err.err_code not in _ERR_STREAM_FULL:
+            if err.err_code == _ERR_STREAM_FULL:
+                await backlog.wait(f"stream is full: {err.description}", subjects.reader(subject))
+            elif err.err_code in ERR_NO_ROOM:
+                await backlog.wait(f"{err.description}", f"room in the store of NATS at {connection.url}")
+            else:
                 raise BusError(f"publication to {subject} was refused: {err}") from None
-            if time.monotonic() > give_up:
-                raise StreamFull(
-                    f"{subject} stayed full for {full_deadline_s:.0f} s ({err.description}); "
-                    "its readers are down or too slow"
-                ) from None
-            if time.monotonic() - warned > _WARN_EVERY_S:
-                warned = time.monotonic()
-                log.warning("waiting: stream is full", subject=subject, reason=err.description)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RETRY_MAX_S)
         else:
             return Receipt(ack.seq, bool(ack.duplicate))
+
+
+class _Backlog:
+    """The pauses of one publication that finds no room, and what is said meanwhile."""
+
+    def __init__(self, connection: Connection, subject: str, deadline_s: float) -> None:
+        self._connection = connection
+        self._subject = subject
+        self._deadline_s = deadline_s
+        self._started = time.monotonic()
+        self._warned = float("-inf")
+        self._pause_s = RETRY_S
+
+    async def wait(self, reason: str, waits_for: str) -> None:
+        """Pause before the next try; raises StreamFull when this has gone on for too long."""
+        now = time.monotonic()
+        if now - self._started > self._deadline_s:
+            raise StreamFull(
+                f"{self._subject} stayed full for {self._deadline_s:.0f} s ({reason}); "
+                f"its readers are down or too slow: waited for {waits_for}"
+            )
+        if now - self._warned > _WARN_EVERY_S:
+            self._warned = now
+            log.warning("waiting: no room", subject=self._subject, waits_for=waits_for, reason=reason)
+        with self._connection.waiting_for(waits_for):
+            await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)

@@ -263,11 +263,14 @@ def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
         yield proxy
 
 
-def test_a_write_outlasts_a_store_that_is_full_for_a_while(refusing: RefusingS3, run_id: str) -> None:
-    """507 is tried again until there is room; reading goes on meanwhile."""
+@pytest.mark.parametrize("refusal", [(507, "InsufficientStorage"), (403, "RequestTimeTooSkewed")])
+def test_a_write_outlasts_a_store_that_is_full_or_finds_the_clocks_apart(
+    refusing: RefusingS3, run_id: str, refusal: tuple[int, str]
+) -> None:
+    """It is tried again until there is room, or the clock is set right; reading goes on meanwhile."""
     blobs = Blobs(refusing.settings, deadline_s=30.0)
     before = blobs.put(f"runs/{run_id}/before", b"here")
-    refusing.refusal = (507, "InsufficientStorage")
+    refusing.refusal = refusal
     writing = threading.Thread(target=blobs.put, args=(f"runs/{run_id}/x", b"payload"))
     writing.start()
     wait_for(lambda: refusing.num_refused >= 2, "two refusals")

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 
 from deploy.servers import S3Server
 from protocol import rewards_offered, streams
@@ -20,6 +21,7 @@ from protocol.group_pack import GroupTexts
 from protocol.streams import StreamLimits
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
+from reward_service import progress
 from reward_service.errors import RewardCrashed
 from reward_service.rewards.verdict import Verdict
 from reward_service.scorers import PureReward
@@ -156,6 +158,13 @@ async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
     assert isinstance(good, GroupScores)
     assert isinstance(bad, RewardCrashed)
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)
+
+
+def test_a_stepping_wall_clock_ends_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of how long nobody was asked goes on by the second while the wall clock is put back an hour."""
+    before, wall = progress.now(), time.time()
+    monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
+    assert before <= progress.now() < before + 60.0
 
 
 def test_a_killed_service_loses_no_group(

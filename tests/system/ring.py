@@ -1,0 +1,144 @@
+"""A whole ring without a trainer: own servers, a worker process and a reward service process, for tests of misfortunes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from deploy.bootstrap import bootstrap
+from deploy.servers import NatsServer, S3Server
+from protocol import streams
+from protocol.facts import Heartbeat, decode
+from protocol.streams import StreamLimits
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from tests.groups import make_task
+from tests.reward_service.conftest import Wire
+from tests.reward_service.processes import Service
+from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.ring_end import RingEnd, attached, worker_process
+from tests.servers import wait_for
+
+SMALL = 1024 * 1024
+
+
+class Ring:
+    """Issues tasks at one end, takes rewards at the other, and reads what the services say meanwhile."""
+
+    def __init__(
+        self, nats: NatsServer, s3: S3Server, run_id: str, folder: Path, limits: StreamLimits, bus: Bus
+    ) -> None:
+        """Bootstrap the run with ``limits`` and publish the first weights; `serve` starts the services."""
+        self.nats, self.s3, self.run_id, self.folder = nats, s3, run_id, folder
+        blobs = Blobs(s3.settings)
+        bootstrap(bus, blobs, run_id, limits)
+        self.bus = bus
+        self.end = RingEnd(bus, blobs, run_id, folder)
+        self.wire = Wire(bus, blobs, run_id)
+        self.end.publish(0)
+        self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+        self._num_issued = 0
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[None]:
+        """Run both services; a failed test shows their logs."""
+        with FaultyEngine() as engine:
+            self.engine = engine
+            worker = worker_process(
+                self.folder,
+                self.run_id,
+                "w0",
+                self.nats.settings,
+                self.s3.settings,
+                *attached(engine),
+                "worker.packs_in_flight=2",
+            )
+            reward = Service(self.run_id, self.nats.settings, self.s3.settings, self.folder, ["reward_service.id=r0"])
+            try:
+                reward.ready()
+                self.worker, self.reward = worker, reward
+                self.end.wait_applied("w0", 0, deadline_s=60.0)
+                yield
+                assert worker.alive, "the worker died"
+                assert reward.alive(), "the reward service died"
+            finally:
+                worker.kill()
+                reward.kill()
+                print(f"── worker ──\n{worker.log_tail(60)}\n── reward service ──\n{reward.output[-6000:]}")
+
+    def issue(self, num_packs: int) -> list[str]:
+        """Issue packs of one group each; returns the groups' ids."""
+        first, self._num_issued = self._num_issued, self._num_issued + num_packs
+        ids = [f"e0.p{number}.a0" for number in range(first, self._num_issued)]
+        for group_id in ids:
+            self.end.issue(f"pack-{group_id}", [make_task(group_id, group_size=2)])
+        return ids
+
+    def holds(self, stage: str) -> int:
+        """How many messages the stream of a stage holds."""
+        return self.bus.stream_state(f"{self.run_id}-{stage}").wait().num_messages
+
+    def state(self, role: str, service_id: str) -> str:
+        """What a service's last heartbeat says it does; empty when it has none."""
+        beat = self._beat(role, service_id)
+        return "" if beat is None else beat.state
+
+    def beat_at(self, role: str, service_id: str) -> float:
+        """When a service wrote its last heartbeat, by its own clock; 0 when it has none."""
+        beat = self._beat(role, service_id)
+        return 0.0 if beat is None else beat.at
+
+    def _beat(self, role: str, service_id: str) -> Heartbeat | None:
+        entry = self._live.get(streams.heartbeat_key(role, service_id)).wait()
+        return None if entry is None else decode(entry.value, Heartbeat)
+
+    def wait_complete(self, deadline_s: float = 60.0) -> None:
+        """Wait for the reward of every group ever issued, and see that each came exactly once and none died."""
+        ids = [f"e0.p{number}.a0" for number in range(self._num_issued)]
+        found = self.wire.wait_scored(*ids, deadline_s=deadline_s)
+        wait_for(lambda: self.holds("tasks") == self.holds("generated") == 0, "the queues to be empty", deadline_s)
+        found = self.wire.take()
+        assert {group_id: len(rewards) for group_id, rewards in found.items()} == dict.fromkeys(ids, 1)
+        assert self.wire.dead == []
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A file system of a size of its own at ``folder``; the test is skipped where nobody may mount one."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or not sys.platform.startswith("linux"):
+        pytest.skip("a small file system needs Linux and mount")
+    command = [mount, "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Write until nothing more fits; returns the file, whose removal makes room."""
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return ballast
+
+
+def environment_of_clock(library: str, clock: Path) -> Mapping[str, str]:
+    """Variables under which a process reads its wall clock's offset from a file, each time anew."""
+    return {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }

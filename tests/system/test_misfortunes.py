@@ -1,0 +1,161 @@
+"""A worker process and a reward service process outlast whoever they depend on; nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from deploy.servers import NatsServer, S3Server
+from protocol.streams import StreamLimits
+from protocol.transport.bus import Bus
+from tests.servers import start_nats, start_s3, wait_for
+from tests.system.ring import SMALL, Ring, environment_of_clock, fill, small_disk
+
+OUTAGE_S = float(os.environ.get("PENSTOCK_TEST_OUTAGE_S", "2"))
+LIMITS = StreamLimits(max_bytes=SMALL, ack_wait_s=3.0)
+
+
+@pytest.fixture
+def ring(
+    own_nats: Callable[[], NatsServer], own_s3: Callable[[], S3Server], run_id: str, tmp_path: Path
+) -> Iterator[Ring]:
+    """A ring on servers of its own, its services not yet started."""
+    nats = own_nats()
+    with Bus.connect(nats.settings, name="test") as bus:
+        yield Ring(nats, own_s3(), run_id, tmp_path, LIMITS, bus)
+
+
+def outage(started: float) -> None:
+    """Wait until the outage that began at ``started`` has lasted long enough."""
+    wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
+
+
+def test_everyone_waits_for_a_dead_trainer(
+    nats_server: NatsServer, s3_server: S3Server, run_id: str, tmp_path: Path
+) -> None:
+    """The bounded streams fill up, both services say whom they wait for, and a trainer that comes gets every group once."""
+    limits = StreamLimits(max_generated=2, max_scored=2)
+    with Bus.connect(nats_server.settings, name="test") as bus:
+        ring = Ring(nats_server, s3_server, run_id, tmp_path, limits, bus)
+        with ring.serve():
+            ring.issue(8)
+            wait_for(lambda: ring.state("reward", "r0") == "waiting for the trainer", "the reward service's heartbeat")
+            wait_for(lambda: ring.state("rollout", "w0") == "waiting for the reward service", "the worker's heartbeat")
+            assert (ring.holds("scored"), ring.holds("generated")) == (2, 2)
+            assert "waiting: no room" in ring.worker.log_tail()
+            assert "waiting: no room" in ring.reward.output
+            ring.wait_complete()
+            wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to go on")
+
+
+def test_killed_servers_are_waited_for(ring: Ring) -> None:
+    """NATS, then S3, SIGKILLed with packs in the engine and restarted: both services name who is away and lose nothing."""
+
+    def away(server: NatsServer | S3Server, logs: Sequence[Path], words: str) -> None:
+        ring.engine.flow.clear()
+        ring.issue(2)
+        wait_for(lambda: ring.engine.num_running > 0, "the engine to be busy")
+        server.kill()
+        ring.engine.flow.set()
+        started = time.monotonic()
+        wait_for(lambda: all(words in log.read_text() for log in logs), f"{words!r} in {logs}")
+        outage(started)
+        server.restart()
+        ring.issue(2)
+        ring.wait_complete()
+
+    with ring.serve():
+        away(ring.nats, [ring.worker.log, ring.reward.log], "NATS is away")
+        away(ring.s3, [ring.worker.log], ring.s3.settings.endpoint)  # without a stored pack nobody asks for rewards
+
+
+def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], run_id: str, tmp_path: Path) -> None:
+    """While the object store's disk takes nothing more, packs are kept; with room made they are stored and scored."""
+    nats = own_nats()
+    with small_disk(tmp_path / "disk", 8 * SMALL) as disk:
+        s3 = start_s3(disk)
+        try:
+            with Bus.connect(nats.settings, name="test") as bus:
+                ring = Ring(nats, s3, run_id, tmp_path, LIMITS, bus)
+                with ring.serve():
+                    ballast = fill(disk)
+                    ring.issue(4)
+                    ring.engine.wait_for_requests(2)
+                    wait_for(lambda: "S3 to store pack-" in ring.worker.log.read_text(), "the worker to say", 60.0)
+                    assert ring.holds("generated") == 0
+                    ballast.unlink()
+                    ring.wait_complete()
+        finally:
+            s3.kill()
+
+
+def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, tmp_path: Path) -> None:
+    """A broker whose disk is full, started again once there is room: both services say so, and every group arrives."""
+    with small_disk(tmp_path / "disk", 16 * SMALL) as disk:
+        nats = start_nats(disk)
+        try:
+            with Bus.connect(nats.settings, name="test") as bus:
+                ring = Ring(nats, s3_server, run_id, tmp_path, LIMITS, bus)
+                with ring.serve():
+                    ring.engine.flow.clear()
+                    ring.issue(4)
+                    ring.engine.wait_for_requests(2)
+                    ballast = fill(disk)
+                    ring.engine.flow.set()
+                    words = "is there but does not answer: is its disk full?"
+                    wait_for(lambda: words in ring.reward.output, "the reward service to say so", 40.0)
+                    if OUTAGE_S > 15.0:  # a publication is tried for so long
+                        wait_for(lambda: words in ring.worker.log.read_text(), "the worker to say so", 60.0)
+                    ballast.unlink()
+                    nats.kill()
+                    nats.restart()
+                    ring.wait_complete()
+        finally:
+            nats.kill()
+
+
+def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
+    """A broker over its storage quota: both services say that it has no room, live on, and lose nothing."""
+    with ring.serve():
+        ring.engine.flow.clear()
+        ring.issue(4)
+        ring.engine.wait_for_requests(2)
+        ring.nats.kill()
+        ring.nats.resize(max_store_gb=0.001 / 1024)
+        ring.nats.restart()
+        ring.engine.flow.set()
+        wait_for(lambda: "room in the store of NATS" in ring.worker.log.read_text(), "the worker to say so")
+        wait_for(lambda: "has no room in its store" in ring.reward.output, "the reward service to say so")
+        ring.nats.kill()
+        ring.nats.resize(max_store_gb=1.0)
+        ring.nats.restart()
+        ring.wait_complete()
+
+
+def test_a_wall_clock_that_steps_back_loses_nothing(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both services' clocks step ten minutes back in mid-pack, and forth again: nothing expires, comes twice or dies."""
+    library = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+    if not library.exists():
+        pytest.skip(f"libfaketime is not installed ({library})")
+    clock = ring.folder / "clock"
+    clock.write_text("+0\n")
+    for name, value in environment_of_clock(str(library), clock).items():
+        monkeypatch.setenv(name, value)
+    with ring.serve():
+        ring.issue(2)
+        ring.wait_complete()
+        ring.engine.flow.clear()
+        ring.issue(3)
+        ring.engine.wait_for_requests(3)
+        clock.write_text("-600\n")
+        wait_for(lambda: ring.beat_at("rollout", "w0") < time.time() - 500, "the worker's clock to step")
+        wait_for(lambda: ring.beat_at("reward", "r0") < time.time() - 500, "the reward service's clock to step")
+        ring.engine.flow.set()
+        ring.wait_complete()
+        clock.write_text("+0\n")
+        ring.issue(2)
+        ring.wait_complete()
