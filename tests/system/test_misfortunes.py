@@ -58,11 +58,11 @@ def test_killed_servers_are_waited_for(ring: Ring) -> None:
     def away(server: NatsServer | S3Server, logs: Sequence[Path], words: str) -> None:
         ring.engine.flow.clear()
         ring.issue(2)
-        wait_for(lambda: ring.engine.num_running > 0, "the engine to be busy")
+        wait_for(lambda: ring.engine.num_running > 0, "the engine to be busy", 60.0)
         server.kill()
         ring.engine.flow.set()
         started = time.monotonic()
-        wait_for(lambda: all(words in log.read_text() for log in logs), f"{words!r} in {logs}")
+        wait_for(lambda: all(words in log.read_text() for log in logs), f"{words!r} in {logs}", 60.0)
         outage(started)
         server.restart()
         ring.issue(2)
