@@ -8,7 +8,7 @@ from protocol import streams
 from protocol.errors import BusUnreachable, CompareAndSwapFailed
 from protocol.facts import Head, decode, encode
 from protocol.transport.bus import Bus
-from protocol.transport.key_value import KeyValue
+from protocol.transport.key_value import Entry, KeyValue
 from trainer.errors import PublicationFailed
 
 _SWAP_DEADLINE_S = 120.0
@@ -36,7 +36,7 @@ class HeadKey:
         """
         value = encode(head)
         deadline = time.monotonic() + _SWAP_DEADLINE_S
-        revision = self._expected_revision()
+        revision = self._expected_revision(deadline)
         while True:
             try:
                 self._state.swap(streams.HEAD_KEY, value, revision).wait()
@@ -53,19 +53,21 @@ class HeadKey:
                 break
         self.value = head
 
-    def _is(self, value: bytes, deadline: float) -> bool:
+    def _read(self, deadline: float) -> Entry | None:
         while True:
             try:
-                entry = self._state.get(streams.HEAD_KEY).wait()
+                return self._state.get(streams.HEAD_KEY).wait()
             except BusUnreachable:
                 if time.monotonic() > deadline:
                     raise
-            else:
-                return entry is not None and entry.value == value
 
-    def _expected_revision(self) -> int | None:
+    def _is(self, value: bytes, deadline: float) -> bool:
+        entry = self._read(deadline)
+        return entry is not None and entry.value == value
+
+    def _expected_revision(self, deadline: float) -> int | None:
         """Return the revision of the head we know; None before the first version."""
-        entry = self._state.get(streams.HEAD_KEY).wait()
+        entry = self._read(deadline)
         if entry is None:
             return None
         if self.value is None or decode(entry.value, Head) != self.value:

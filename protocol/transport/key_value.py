@@ -12,7 +12,7 @@ from nats.js.kv import KeyValue as NatsKeyValue
 
 from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream
 from protocol.transport.direct_get import direct_get
-from protocol.transport.nats_connection import ERR_NO_ROOM, NO_ANSWER, REQUEST_S, Connection
+from protocol.transport.nats_connection import ERR_NO_ROOM, NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from protocol.transport.pending import Pending
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class Entry:
 
 
 class KeyValue:
-    """One key-value bucket. Nothing is tried twice: a swap whose answer was lost may have happened."""
+    """One key-value bucket. A read is repeated while NATS is away; a write is not, since it may have happened."""
 
     def __init__(self, connection: Connection, bucket: str, store: NatsKeyValue) -> None:
         """Use `Bus.key_value` instead."""
@@ -51,7 +51,7 @@ class KeyValue:
 
     def get(self, key: str) -> Pending[Entry | None]:
         """Read a key; None when it is not there."""
-        return self._call(lambda: self._get(key), f"read {self.bucket}/{key}")
+        return self._read(lambda: self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes) -> Pending[int]:
         """Write a key whatever it holds; returns the revision."""
@@ -70,7 +70,11 @@ class KeyValue:
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:
         """Read all keys that are there, or those below a ``prefix`` that ends with a dot."""
-        return self._call(lambda: self._entries(prefix), f"list {self.bucket}/{prefix}")
+        return self._read(lambda: self._entries(prefix), f"list {self.bucket}/{prefix}")
+
+    def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
+        deadline_s = REQUEST_S - RETRY_S  # the error of the last try is the one that is told
+        return self._call(lambda: self._connection.retry(action, what=what, deadline_s=deadline_s), what)
 
     def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
         async def run() -> T:

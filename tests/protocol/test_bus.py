@@ -630,6 +630,26 @@ def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], 
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
 
 
+def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A read that was under way when the server was killed is asked again, and answered by its next life."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.buckets(run_id):
+            bus.ensure_bucket(spec).wait()
+        store = bus.key_value(streams.state_bucket(run_id).bucket).wait()
+        revision = store.put("head", b"1").wait()
+        sent = bus._connection.client.stats["out_msgs"]
+        os.kill(server.child.pid, signal.SIGSTOP)
+        reads = [store.get("head") for _ in range(3)]
+        listing = store.entries()
+        wait_for(lambda: bus._connection.client.stats["out_msgs"] >= sent + 4, "the requests to be under way")
+        server.kill()
+        server.restart()
+        found = {(entry.value, entry.revision) for read in reads if (entry := read.wait()) is not None}
+        assert found == {(b"1", revision)}
+        assert [entry.key for entry in listing.wait()] == ["head"]
+
+
 def test_a_fetch_while_the_server_is_away_is_empty_after_its_time(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
