@@ -54,11 +54,6 @@ def model_file(run_id: str, sha256: str, name: str) -> str:
     return f"runs/{run_id}/model/{sha256[:16]}/{name}"
 
 
-def lineage_prefix(run_id: str) -> str:
-    """Return the prefix below which the record of a run lies."""
-    return f"runs/{run_id}/lineage/"
-
-
 def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> str:
     """Return the key of one chapter of the record; ``attempt_id`` is fresh for every attempt at a checkpoint."""
     return f"runs/{run_id}/lineage/chapter{number:08d}.e{epoch:04d}.{attempt_id}.msgpack"

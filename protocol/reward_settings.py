@@ -136,7 +136,3 @@ class RewardSettings(Section):
                     "write its parts here"
                 )
         return self
-
-    def definition_digests(self) -> dict[str, str]:
-        """Return the digest of every definition by name."""
-        return {name: definition.digest for name, definition in self.define.items()}

@@ -64,7 +64,8 @@ class WorkerSettings(Section):
         0.5,
         gt=0,
         le=1,
-        description="Share of the run's living workers whose engines may stop for a new version at once; at least one.",
+        description="Share of the run's living workers whose engines may stop for a new version at once; at least one. "
+        "Engines that stop for less than half a second do not wait for each other.",
     )
     update_mode: UpdateMode = Field(
         "drain",

@@ -233,9 +233,11 @@ class WeightFollower:
         await self._telling.refused(version, self._known[version], err, serving=self._engine.version)
 
     async def _apply(self, mirrored: MirroredVersion) -> None:
-        await self._swap.to(mirrored)
-        self._applied.set()
+        swapped = await self._swap.load(mirrored)
+        self._applied.set()  # packs wait for the version, not for the news of it
         self._applied = asyncio.Event()
+        if swapped is not None:
+            await self._swap.tell(swapped)
 
     async def _wait_until_known(self, version: PolicyVersion) -> None:
         """Wait for a version's announcement; raises TaskRefused when it is too old to be known."""

@@ -1,12 +1,16 @@
-"""One swap: a turn among the workers, the engine's load, its own checksum, the news of it."""
+"""One swap: a turn among the workers where pauses are long, the engine's load; then its own checksum, and the news."""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from dataclasses import dataclass
 
 import structlog
 
 from protocol.facts import WeightsApplied
+from protocol.versions import PolicyVersion
 from rollout_service.engine import Engine
 from rollout_service.errors import EngineError
 from rollout_service.figures import Figures
@@ -18,7 +22,17 @@ from rollout_service.weight_news import WeightNews
 
 log = structlog.get_logger("rollout.weights")
 
+WORTH_A_TURN_S = 0.5  # a shorter pause costs the run less than that the others wait for its end
 _MIRROR = "mirror"  # layout of a checksum that no engine said
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What an engine serves now, and what it took to get there."""
+
+    mirrored: MirroredVersion
+    previous: PolicyVersion | None
+    pause_s: float
 
 
 class WeightSwap:
@@ -44,26 +58,32 @@ class WeightSwap:
         self._figures = figures
         self._check_every = check_every
         self._update_mode: UpdateMode = update_mode
+        self._pause_s = math.inf  # of the last swap; unknown before the first
 
-    async def to(self, mirrored: MirroredVersion) -> None:
-        """Have the engine serve a version, and say so; nothing is done when it does already."""
-        previous, pause_s = self._engine.version, 0.0  # before the first, nothing pauses
+    async def load(self, mirrored: MirroredVersion) -> Swapped | None:
+        """Have the engine serve a version; None when it does already."""
+        previous = self._engine.version
         if previous == mirrored.version:
-            return
-        if previous is None:
+            return None
+        if previous is None:  # before the first, nothing pauses
             await self._engine.load(mirrored.folder, mirrored.version)
-        else:
-            async with self._turns.turn():
-                started = time.monotonic()
-                mode = mode_of(self._update_mode, previous, mirrored.version)
-                await self._engine.load(mirrored.folder, mirrored.version, mode)
-                pause_s = time.monotonic() - started
+            return Swapped(mirrored, None, 0.0)
+        async with self._turns.turn() if self._pause_s > WORTH_A_TURN_S else contextlib.nullcontext():
+            started = time.monotonic()
+            mode = mode_of(self._update_mode, previous, mirrored.version)
+            await self._engine.load(mirrored.folder, mirrored.version, mode)
+            self._pause_s = time.monotonic() - started
+        return Swapped(mirrored, previous, self._pause_s)
+
+    async def tell(self, swapped: Swapped) -> None:
+        """Say what is served now, with the engine's own checksum; whoever waits for the version need not wait for this."""
+        mirrored = swapped.mirrored
         self._figures.weights_applied += 1
         log.info(
             "weights applied",
             policy_version=mirrored.version,
-            previous=previous,
-            pause_s=round(pause_s, 4),
+            previous=swapped.previous,
+            pause_s=round(swapped.pause_s, 4),
             fetch_s=round(mirrored.fetch_s, 4),
             num_bytes=mirrored.num_bytes,
         )
@@ -73,8 +93,8 @@ class WeightSwap:
                 run_id=self._news.run_id,
                 worker_id=self._news.worker_id,
                 version=mirrored.version,
-                previous_version=previous,
-                pause_s=pause_s,
+                previous_version=swapped.previous,
+                pause_s=swapped.pause_s,
                 fetch_s=mirrored.fetch_s,
                 num_bytes=mirrored.num_bytes,
                 checksum=checksum.value,

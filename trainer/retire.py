@@ -62,7 +62,6 @@ class Retirement:
         self._retired_at: dict[PolicyVersion, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="retirement", daemon=True)
-        self.num_deleted = 0
 
     def __enter__(self) -> Retirement:
         """Begin to sweep."""
@@ -165,7 +164,6 @@ class Retirement:
         doomed = sorted(keys)
         if doomed:
             self._blobs.delete(doomed)
-            self.num_deleted += len(doomed)
             log.info("deleted", num_objects=len(doomed), why=why, first=doomed[0])
 
 
