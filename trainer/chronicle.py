@@ -54,8 +54,8 @@ class Chronicle:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was gathered since the last chapter."""
-        return not (self._lives or self._steps)
+        """Whether nothing was gathered since the last chapter; a step counts from the moment it is entered."""
+        return not (self._lives or self._steps or self._taken)
 
     def close(self) -> None:
         """End the hashing thread."""
