@@ -1,4 +1,4 @@
-"""A proxy before the real S3 server that can be told to refuse what writes."""
+"""A proxy before the real S3 server that can be told to refuse what writes, and to answer parts as S3 does."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class RefusingS3:
         """Use as a context manager; ``settings`` lead through the proxy."""
         self.refusal: tuple[int, str] | None = None
         self.num_refused = 0
+        self.num_gets = 0
+        self.says_partial = False  # 206 for a part, where the server behind says 200
         upstream = urlsplit(behind.endpoint).netloc
         proxy = self
 
@@ -41,7 +43,9 @@ class RefusingS3:
                 connection.request(self.command, self.path, body, dict(self.headers))
                 reply = connection.getresponse()
                 data = reply.read()
-                self.send_response(reply.status)
+                proxy.num_gets += self.command == "GET"
+                is_part = proxy.says_partial and reply.status == 200 and reply.getheader("Content-Range") is not None
+                self.send_response(206 if is_part else reply.status)
                 for name, value in reply.getheaders():
                     if name.lower() not in _HOPS:
                         self.send_header(name, value)

@@ -1,6 +1,6 @@
 """The door to the object store, and the only file that imports minio.
 
-Whole small objects, which is what travels between the services, take a shorter way (`short_way`); what
+Small objects, which is what travels between the services, and their parts take a shorter way (`short_way`); what
 does not go well there is asked again here, where every way of failing has its name.
 
 Only the calls that are safe on every S3 server are here. Tag, legal-hold, retention and policy
@@ -12,6 +12,7 @@ verified against the size and sha256 that its message promised.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import time
@@ -129,17 +130,9 @@ class Blobs:
         A short or altered answer is fetched once more before it is called corrupt: the network may
         be to blame, the stored object may not.
         """
-        data = self._short_way.get(ref)
-        if data is None:
-            data = self._fetch(ref)
-        if not _matches(data, ref):
-            data = self._fetch(ref)
-        if not _matches(data, ref):
-            raise BlobCorrupt(
-                f"{ref.key}: expected {ref.size_bytes} bytes with sha256 {ref.sha256[:12]}…, got {len(data)} bytes "
-                f"with {hashlib.sha256(data).hexdigest()[:12]}…; the object is not what its message promised"
-            )
-        return data
+        first = self._short_way.get(ref)
+        whole = f"{ref.size_bytes} bytes"
+        return _verified(ref, first, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
 
     def get_unverified(self, key: str) -> bytes:
         """Fetch an object that was found in a listing and that nobody vouches for; raises BlobMissing."""
@@ -159,15 +152,10 @@ class Blobs:
 
         As in `get`, what is short or altered is fetched once more before it is called corrupt.
         """
-        data = b""
-        for _ in range(2):
-            data = self._fetch(ref, offset, size_bytes)
-            if len(data) == size_bytes and hashlib.sha256(data).hexdigest() == sha256:
-                return data
-        raise BlobCorrupt(
-            f"{ref.key}: expected {size_bytes} bytes at {offset} with sha256 {sha256[:12]}…, got {len(data)} bytes with "
-            f"{hashlib.sha256(data).hexdigest()[:12]}…; the object is not what its manifest promised"
-        )
+        first = self._short_way.get_range(ref, offset, size_bytes)
+        part = f"{size_bytes} bytes at {offset}"
+        fetch = functools.partial(self._fetch, ref, offset, size_bytes)
+        return _verified(ref, first, fetch, size_bytes, sha256, part, "manifest")
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch an object into a file, verified before the file gets its name."""
@@ -266,5 +254,23 @@ class Blobs:
             pause = min(2 * pause, _RETRY_MAX_S)
 
 
-def _matches(data: bytes, ref: BlobRef) -> bool:
-    return len(data) == ref.size_bytes and hashlib.sha256(data).hexdigest() == ref.sha256
+def _verified(
+    ref: BlobRef,
+    first: bytes | None,
+    fetch: Callable[[], bytes],
+    size_bytes: int,
+    sha256: str,
+    expected: str,
+    promised_by: str,
+) -> bytes:
+    """Return what was read ``first``, or what ``fetch`` brings when that is nothing or wrong; two tries at most."""
+    data, digest = b"", ""
+    for read in (fetch if first is None else lambda: first, fetch):
+        data = read()
+        digest = hashlib.sha256(data).hexdigest()
+        if len(data) == size_bytes and digest == sha256:
+            return data
+    raise BlobCorrupt(
+        f"{ref.key}: expected {expected} with sha256 {sha256[:12]}…, got {len(data)} bytes with {digest[:12]}…; "
+        f"the object is not what its {promised_by} promised"
+    )

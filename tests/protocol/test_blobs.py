@@ -102,6 +102,22 @@ def test_a_part_of_an_object_is_verified_by_itself(blobs: Blobs, run_id: str) ->
         blobs.get_range(ref, 100, 100, digest)
 
 
+@pytest.mark.parametrize(("says_partial", "num_gets"), [(True, 3), (False, 4)])
+def test_a_server_that_has_no_partial_answers_is_asked_for_one_once(
+    s3_settings: S3Settings, run_id: str, says_partial: bool, num_gets: int
+) -> None:
+    """Parts come by one request each, but for the first from a server that answers a range as if it were the whole."""
+    data = bytes(range(256)) * 10
+    with RefusingS3(s3_settings) as proxy:
+        proxy.says_partial = says_partial
+        blobs = Blobs(proxy.settings)
+        ref = blobs.put(f"runs/{run_id}/parts", data)
+        for offset, size in ((100, 100), (256, 700), (0, len(data))):
+            digest = hashlib.sha256(data[offset : offset + size]).hexdigest()
+            assert blobs.get_range(ref, offset, size, digest) == data[offset : offset + size]
+        assert proxy.num_gets == num_gets
+
+
 def test_a_listing_holds_what_lies_below_its_prefix(blobs: Blobs, run_id: str) -> None:
     """Objects are listed with sizes and times, at any depth, and deleted ones are gone."""
     before = datetime.now(UTC)
