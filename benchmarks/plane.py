@@ -126,6 +126,9 @@ class _EveryGroup:
     def expects(self, group_id: str, holds: Callable[[str], bool]) -> bool:
         return not holds(group_id)
 
+    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
+        return ()
+
     def dropped(self, drop: Drop) -> None:
         raise AssertionError(drop)
 

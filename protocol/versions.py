@@ -59,6 +59,11 @@ def is_fresh(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_
     return staleness(trainer_version, oldest_version) <= max_staleness
 
 
+def is_last_chance(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_staleness: int) -> bool:
+    """Say whether a sample may be trained on at ``trainer_version``, but not at the version after it."""
+    return trainer_version - oldest_version == max_staleness
+
+
 def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:
     """Say whether ``candidate`` should replace ``current`` (None: nothing is held yet)."""
     return current is None or candidate > current
@@ -69,14 +74,18 @@ def next_version(version: PolicyVersion) -> PolicyVersion:
     return PolicyVersion(version + 1)
 
 
-def admissible_groups(*, outstanding: int, max_staleness: int, groups_per_step: int) -> int:
+def admissible_groups(*, outstanding: int, max_staleness: int, groups_per_step: int, lag: int = 0) -> int:
     """Return how many more groups may be issued (the AReaL capacity rule, arXiv 2505.24298).
 
     ``outstanding`` counts groups issued and not yet trained or dropped. With at most
     ``(max_staleness + 1) * groups_per_step`` of them in the pipe, a group that is trained in
     order can be at most ``max_staleness`` versions old.
+
+    That holds for a group sampled by the trainer's own version. The newest that workers can have
+    may be ``lag`` versions behind it, where publishing takes longer than a step: so many steps
+    fewer can pass before the group is too old, and so much shorter is the pipe.
     """
-    return max(0, (max_staleness + 1) * groups_per_step - outstanding)
+    return max(0, (max_staleness + 1 - lag) * groups_per_step - outstanding)
 
 
 def runs_from_versions(versions: Sequence[int], start: int) -> tuple[VersionRun, ...]:

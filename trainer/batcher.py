@@ -105,6 +105,11 @@ class Batcher:
         self._ready[group.group_id] = group
         return None
 
+    def is_full(self, version: PolicyVersion) -> bool:
+        """Say whether there is a batch to be taken at ``version``."""
+        num_fresh = sum(self._verdict(group, version) is None for group in self._ready.values())
+        return num_fresh + len(self._again(version)) >= self._groups_per_step
+
     def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
         """Return the batch to train at ``version`` (empty: not enough yet) and what is too old for it.
 

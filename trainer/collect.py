@@ -105,21 +105,30 @@ class Collector:
         self._closing = True
         self._thread.join(_FETCH_WAIT_S + 30.0)
 
-    def collect(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> list[ReadyGroup]:
+    def collect(
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, patience_s: float = 0.0
+    ) -> list[ReadyGroup]:
         """Wait for the batch to train at ``version``; empty when ``should_stop`` says so meanwhile.
+
+        A full batch waits ``patience_s`` for groups under way that would be too old for the next one: whoever
+        overtakes them has them dropped when they come, and sampled again by workers that are late already.
 
         Raises CollectTimeout after the deadline, TooManyDead when everything dies, and whatever
         ended the collecting thread.
         """
         started = time.monotonic()
+        full_since: float | None = None
         while not should_stop():
             with self._changed:
                 self._raise_failure()
-                batch = self._intake.take(version)
-                if batch:
+                rest_s = 0.0
+                if patience_s > 0.0 and self._intake.overtaken(version):
+                    full_since = full_since or time.monotonic()
+                    rest_s = full_since + patience_s - time.monotonic()
+                if rest_s <= 0.0 and (batch := self._intake.take(version)):
                     return batch
                 num_ready = self._intake.num_ready
-                self._changed.wait(_FETCH_WAIT_S)
+                self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
             if self._dead_in_a_row >= self._max_dead:
                 raise TooManyDead(
                     f"{self._dead_in_a_row} groups in a row went to the dead letters, none came back scored; "

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from protocol.facts import Sampling, Task
-from protocol.versions import PolicyVersion, admissible_groups
+from protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
 from trainer.data_order import DataOrder, Place
 from trainer.dataset import PromptSet
 from trainer.errors import CheckpointError
@@ -129,13 +129,15 @@ def plan(
     rollout: RolloutSettings,
     groups_per_message: int,
     most_outstanding: int | None = None,
+    lag: int = 0,
 ) -> tuple[list[tuple[GroupKey, ...]], DispatchState]:
     """Decide the next packs: as many groups as the staleness bound admits, in whole packs.
 
     A pack that is not full waits for more room, unless fewer groups are outstanding than a step needs:
     then waiting would starve the trainer, and the pack is cut short. Packs of new prompts begin a new
     one with every step's worth, so that steps and packs stay aligned. ``most_outstanding`` is what the
-    rest of the run can still use: towards its end nothing is issued in vain.
+    rest of the run can still use: towards its end nothing is issued in vain. ``lag`` is by how many
+    versions the one it is issued for is behind the trainer.
 
     Returns:
         The packs, each a tuple of groups, and the state after issuing them.
@@ -144,7 +146,10 @@ def plan(
     while True:
         outstanding = len(state.outstanding)
         room = admissible_groups(
-            outstanding=outstanding, max_staleness=rollout.max_staleness, groups_per_step=rollout.groups_per_step
+            outstanding=outstanding,
+            max_staleness=rollout.max_staleness,
+            groups_per_step=rollout.groups_per_step,
+            lag=lag,
         )
         if most_outstanding is not None:
             room = min(room, most_outstanding - outstanding)
@@ -304,6 +309,7 @@ class Dispatch:
             stop_token_ids=tuple(stop_token_ids),
         )
         self.state = DispatchState(order_id(order, prompts.fingerprint))
+        self._issued_for: dict[GroupKey, PolicyVersion] = {}  # what this life has issued, as long as it is outstanding
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
@@ -316,20 +322,46 @@ class Dispatch:
         """Continue from a checkpoint's document; raises CheckpointError when the data are others."""
         self.state = DispatchState.from_document(document, order_id=self.state.order_id)
 
-    def next_packs(self, version: PolicyVersion, most_outstanding: int | None = None) -> list[TaskPack]:
-        """Issue what the staleness bound admits at the trainer's version, and the rest of the run can use."""
+    def next_packs(
+        self,
+        version: PolicyVersion,
+        most_outstanding: int | None = None,
+        *,
+        trainer_version: PolicyVersion | None = None,
+    ) -> list[TaskPack]:
+        """Issue what the staleness bound admits, and the rest of the run can use, for the newest announced ``version``.
+
+        ``trainer_version`` is the one that the next step starts from (None: the same).
+        """
         packs, self.state = plan(
             self.state,
             order=self.order,
             rollout=self._rollout,
             groups_per_message=self.groups_per_message,
             most_outstanding=most_outstanding,
+            lag=0 if trainer_version is None else staleness(trainer_version, version),
         )
+        self._note_issued((key for pack in packs for key in pack), version)
         return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
         """Make the pack of groups that are issued already: the same ids, and so the same pack id."""
-        return pack_tasks([self._task(GroupKey.parse(group_id), version) for group_id in group_ids])
+        keys = [GroupKey.parse(group_id) for group_id in group_ids]
+        self._note_issued(keys, version)
+        return pack_tasks([self._task(key, version) for key in keys])
+
+    def in_last_chance(self, trainer_version: PolicyVersion) -> list[str]:
+        """Return what is outstanding and may be too old for every step after the one at ``trainer_version``.
+
+        A worker may have sampled it by the very version it was issued for. Groups that an earlier life issued are
+        not among them: nobody remembers for which version that was.
+        """
+        limit = self._rollout.max_staleness
+        return [
+            str(key)
+            for key, version in self._issued_for.items()
+            if is_last_chance(trainer_version, version, limit) and key in self.state.outstanding
+        ]
 
     def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
         """Take note of a group that arrived; False: a duplicate or an abandoned attempt, not to be used."""
@@ -349,6 +381,10 @@ class Dispatch:
         """Queue stale groups for another attempt; returns the ids of those that are given up."""
         self.state, given_up = send_back(self.state, group_ids, max_attempts=self._rollout.max_attempts)
         return given_up
+
+    def _note_issued(self, keys: Iterable[GroupKey], version: PolicyVersion) -> None:
+        kept = {key: issued for key, issued in self._issued_for.items() if key in self.state.outstanding}
+        self._issued_for = kept | dict.fromkeys(keys, version)
 
     def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
         task = make_task(

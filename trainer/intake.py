@@ -34,6 +34,10 @@ class Issued(Protocol):
         """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id."""
         ...
 
+    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
+        """Ids outstanding that may be too old for every step after the one at ``version``."""
+        ...
+
     def dropped(self, drop: Drop) -> None:
         """Take a group out of what is outstanding; whether its prompt comes again is decided there."""
         ...
@@ -91,6 +95,15 @@ class Intake:
         self._fetching.difference_update(scored.generated.group_id for scored in wanted)
         new = [scored for scored in wanted if not self._batcher.lets_go(scored.generated.group_id)]
         self._close([_drop(scored, DropReason.UNREADABLE) for scored in new])
+
+    def overtaken(self, version: PolicyVersion) -> list[str]:
+        """Return the groups still under way that a batch taken at ``version`` now would overtake for good.
+
+        They may be too old for the batch after it. Empty as long as there is no batch to be taken.
+        """
+        if not self._batcher.is_full(version):
+            return []
+        return [group_id for group_id in self._issued.in_last_chance(version) if not self._is_here(group_id)]
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``; empty when it is not full yet. What is too old is dropped."""

@@ -18,7 +18,7 @@ from protocol.errors import PenstockError
 from protocol.trace import new_trace
 from protocol.transport.pending import Pending
 from protocol.transport.publication import Receipt
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, is_newer
 from trainer.account import Account, Entries
 from trainer.batcher import Drop
 from trainer.dispatch import Dispatch
@@ -64,7 +64,8 @@ class Issuer:
         self._resends = bool(unsent)
         self._letters_read = letters_read
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
-        self._version = PolicyVersion(0)
+        self._version = PolicyVersion(0)  # the newest that workers can have
+        self._trainer_version = PolicyVersion(0)  # what the next step starts from
         self._most_outstanding = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -111,16 +112,30 @@ class Issuer:
                     self._close(Drop(str(key), DropReason.SUPERSEDED, 0))
             return expected
 
-    def trained(self, tokens: Mapping[str, int], staleness_tokens: dict[int, int], *, num_reused: int = 0) -> None:
+    def in_last_chance(self, version: PolicyVersion) -> list[str]:
+        """Return what is outstanding and may be too old for every step after the one at ``version``."""
+        with self._changed:
+            return self._dispatch.in_last_chance(version)
+
+    def trained(
+        self,
+        tokens: Mapping[str, int],
+        staleness_tokens: dict[int, int],
+        *,
+        made: PolicyVersion,
+        num_reused: int = 0,
+    ) -> None:
         """Close the groups of a batch that were trained for the first time.
 
         Args:
             tokens: Their sampled tokens, by id.
             staleness_tokens: Of the whole batch, by age.
+            made: The version that the step made.
             num_reused: How many other groups of the batch were closed before.
         """
         with self._changed:
             self._dispatch.settle(tokens)
+            self._trainer_version = made
             self._account.use("train", tokens)
             self._tally.count_batch(len(tokens), staleness_tokens, num_reused=num_reused)
             # A drop may wake the issuer before the next version is announced: what it says is wanted then counts this step too.
@@ -153,6 +168,8 @@ class Issuer:
         """
         with self._changed:
             self._version = version
+            if is_newer(version, self._trainer_version):  # a life begins
+                self._trainer_version = version
             self._most_outstanding = groups_wanted
             self._changed.notify_all()
 
@@ -170,7 +187,9 @@ class Issuer:
                     return []
                 self._resends = False
                 return [self._dispatch.pack_again(ids, self._version) for ids in self._unsent]
-            packs = self._dispatch.next_packs(self._version, self._most_outstanding)
+            packs = self._dispatch.next_packs(
+                self._version, self._most_outstanding, trainer_version=self._trainer_version
+            )
             self._unsent = [tuple(task.group_id for task in pack.tasks) for pack in packs]
             for ids in self._unsent:
                 self._account.issue("train", ids)

@@ -121,8 +121,15 @@ class StoredIssuer:
         self._tally.groups_scored += len(batch) + len(drops)
         self._in_use = len(batch)
 
-    def trained(self, tokens: Mapping[str, int], staleness_tokens: dict[int, int], *, num_reused: int = 0) -> None:
-        """Close the groups of a batch."""
+    def trained(
+        self,
+        tokens: Mapping[str, int],
+        staleness_tokens: dict[int, int],
+        *,
+        made: PolicyVersion,
+        num_reused: int = 0,
+    ) -> None:
+        """Close the groups of a batch; ``made`` matters to nobody here."""
         self._account.use("train", tokens)
         self._tally.count_batch(len(tokens), staleness_tokens, num_reused=num_reused)
         self._in_use = 0
@@ -171,8 +178,10 @@ class StoredCollector:
         """Begin where ``groups`` stand."""
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
 
-    def collect(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> list[ReadyGroup]:
-        """Return the next batch; empty when ``should_stop`` says so.
+    def collect(
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, patience_s: float = 0.0
+    ) -> list[ReadyGroup]:
+        """Return the next batch; empty when ``should_stop`` says so. Nothing is under way that could be waited for.
 
         Raises BlobMissing, BlobCorrupt or PackError for a group that cannot be read: no other takes its place.
         """

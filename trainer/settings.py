@@ -181,6 +181,13 @@ class OptimizerSettings(Section):
         gt=0.0,
         description="Longest wait for a full batch before the error that says whom we waited for, in s.",
     )
+    oldest_patience: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1000.0,
+        description="How long a full batch waits for groups under way that would be too old for the next one, in durations "
+        "of the last step; those that come later are dropped and sampled again. 0: never.",
+    )
     max_mismatch: float | None = Field(
         default=0.1,
         gt=0.0,

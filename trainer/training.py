@@ -77,6 +77,7 @@ class Training:
     _evaluated: PolicyVersion | None = None
     _fields: dict[str, object] | None = None  # of the step that was just made, until it is reported
     _wait_s: float = 0.0
+    _step_s: float = 0.0  # of the step that was made last
     _dropped: Counter[str] = field(default_factory=Counter)  # as last reported, by reason
 
     def __post_init__(self) -> None:
@@ -140,7 +141,8 @@ class Training:
         """Wait for the next batch; empty when asked to stop."""
         started = time.monotonic()
         self.activity.state = "waiting for groups"
-        batch = self.collector.collect(self.version, self._should_stop)
+        patience_s = self.settings.trainer.oldest_patience * self._step_s
+        batch = self.collector.collect(self.version, self._should_stop, patience_s=patience_s)
         self._wait_s = time.monotonic() - started
         return batch
 
@@ -151,7 +153,8 @@ class Training:
             learned = learn(self.planner, self.crew, batch, self.version)
         crash_points.reach(CrashPoint.STEPPED)
         self._compare_engine(learned.figures)
-        timing = StepTiming(self._wait_s, time.monotonic() - started, self.publisher.publish_s)
+        self._step_s = time.monotonic() - started
+        timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
         ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
         ids = [group.group_id for group in batch]
         self._fields = step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing)
@@ -162,9 +165,10 @@ class Training:
         self._fields["reused_groups"] = len(ids) - len(new)
         self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
         tokens = {group.group_id: group.num_tokens for group in batch}
-        self.issuer.trained({group_id: tokens[group_id] for group_id in new}, ages, num_reused=len(ids) - len(new))
-        self.collector.trained(ids)
         made = next_version(self.version)
+        first_uses = {group_id: tokens[group_id] for group_id in new}
+        self.issuer.trained(first_uses, ages, made=made, num_reused=len(ids) - len(new))
+        self.collector.trained(ids)
         uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
         self.chronicle.step(self.num_steps_done, self.version, made, batch, skipped, uses)
         self.version = made

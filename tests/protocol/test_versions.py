@@ -34,11 +34,13 @@ def test_tokens_of_unknown_version_are_an_error():
         versions.oldest(())
 
 
-@given(st.integers(0, 10**6), st.integers(0, 50), st.integers(1, 512))
-def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_staleness: int, per_step: int):
-    """What is issued on top of what is outstanding never exceeds (max_staleness + 1) steps of groups."""
-    more = versions.admissible_groups(outstanding=outstanding, max_staleness=max_staleness, groups_per_step=per_step)
-    bound = (max_staleness + 1) * per_step
+@given(st.integers(0, 10**6), st.integers(0, 50), st.integers(1, 512), st.integers(0, 60))
+def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_staleness: int, per_step: int, lag: int):
+    """What is out never exceeds (max_staleness + 1) steps of groups, less one for each version the announced one is behind."""
+    more = versions.admissible_groups(
+        outstanding=outstanding, max_staleness=max_staleness, groups_per_step=per_step, lag=lag
+    )
+    bound = max(0, (max_staleness + 1 - lag) * per_step)
     assert more >= 0
     assert outstanding + more == bound or (more == 0 and outstanding >= bound)
 
@@ -51,6 +53,14 @@ def test_runs_say_the_version_of_every_token(tokens: list[int], start: int):
     assert runs[0].start == start
     assert runs[-1].end == start + len(tokens)
     assert all(a.end == b.start and a.version != b.version for a, b in itertools.pairwise(runs))
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 4))
+def test_the_last_chance_is_the_last_version_at_which_a_sample_is_fresh(now: int, age: int, max_staleness: int):
+    """It is fresh then, and not at the next version."""
+    trainer, sampled = PolicyVersion(now + age), PolicyVersion(now)
+    fresh = [versions.is_fresh(PolicyVersion(trainer + more), sampled, max_staleness) for more in (0, 1)]
+    assert versions.is_last_chance(trainer, sampled, max_staleness) == (fresh == [True, False])
 
 
 def test_the_newer_version_wins():

@@ -23,7 +23,7 @@ from deploy.quickstart_task import write_data, write_model
 from protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
 from protocol.lineage import AccountState
 from protocol.reward_settings import RewardSettings
-from protocol.versions import PolicyVersion, is_fresh
+from protocol.versions import PolicyVersion, is_fresh, next_version, staleness
 from trainer.account import Account, Entries
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
@@ -178,7 +178,8 @@ class RingMachine(RuleBasedStateMachine):
         before = set(self.issuer.outstanding())
         packs = self.issuer.next_packs()
         if set(self.issuer.outstanding()) - before:
-            bound = (self.rollout.max_staleness + 1) * self.rollout.groups_per_step
+            lag = staleness(self.version, self.head)
+            bound = (self.rollout.max_staleness + 1 - lag) * self.rollout.groups_per_step
             assert len(self.issuer.outstanding()) <= bound, "more is issued than the staleness bound admits"
         for pack in packs[: None if sends else len(packs) // 2]:
             self.tasks.publish(tuple(task.group_id for task in pack.tasks), pack.pack_id)
@@ -207,9 +208,11 @@ class RingMachine(RuleBasedStateMachine):
         self.intake.unreadable(sequence, wanted)
         self._bury("scored", [s.generated.group_id for s in wanted], self.scored.held.pop(sequence))
 
-    @rule()
-    def train(self):
-        """One step, when there is a full batch; its weights are published at once."""
+    @rule(is_patient=st.booleans(), announces=st.sampled_from([True, True, False]))
+    def train(self, is_patient=False, announces=True):
+        """One step, when there is a full batch; its weights are announced at once, or later."""
+        if is_patient and self.intake.overtaken(self.version):
+            return
         batch = self.intake.take(self.version)
         if not batch:
             return
@@ -219,11 +222,20 @@ class RingMachine(RuleBasedStateMachine):
             assert is_fresh(self.version, oldest, self.rollout.max_staleness), "a stale group is trained on"
         new = [group_id for group_id in ids if group_id not in self.ledger]
         self.ledger.record(self.version, ids, max_staleness=self.rollout.max_staleness)
-        self.issuer.trained(dict.fromkeys(new, 3), {}, num_reused=len(ids) - len(new))
+        made = next_version(self.version)
+        self.issuer.trained(dict.fromkeys(new, 3), {}, made=made, num_reused=len(ids) - len(new))
         self.intake.trained(ids)
         self.effect += [(group_id, self.version) for group_id in ids]
         self.since_checkpoint += new
-        self.version = self.head = PolicyVersion(self.version + 1)
+        self.version = made
+        if announces:
+            self.announce()
+
+    @precondition(lambda self: self.head != self.version)
+    @rule()
+    def announce(self):
+        """The newest version is on the stream; those between were skipped."""
+        self.head = self.version
         self.issuer.advance(self.head, 1_000)
 
     @rule()
@@ -342,6 +354,7 @@ class RingMachine(RuleBasedStateMachine):
     @rule()
     def flow(self):
         """For once nothing goes wrong: what is issued is answered and delivered, and a step is made."""
+        self.announce()
         self.issue(sends=True)
         while self.tasks.waiting:
             self.answer(0, 0, acknowledges=True)

@@ -18,7 +18,7 @@ from protocol.facts import DeadLetter, GroupScored, TaskIssued
 from protocol.reward_settings import RewardSettings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, next_version
 from tests.servers import wait_for
 from tests.trainer.producer import ScriptedProducer, recite
 from trainer.account import Account
@@ -88,14 +88,16 @@ class Intake:
         self.issuer.__exit__()
         self.collector.__exit__()
 
-    def train(self, version: PolicyVersion) -> list[str]:
-        """Take a batch and say that it was trained."""
-        batch = self.collector.collect(version)
+    def train(self, version: PolicyVersion, *, patience_s: float = 0.0) -> list[str]:
+        """Take a batch, after some patience with the oldest groups, and say that it was trained."""
+        batch = self.collector.collect(version, patience_s=patience_s)
         ids = [group.group_id for group in batch]
         new = [group_id for group_id in ids if group_id not in self.ledger]
         self.ledger.record(version, ids, max_staleness=ROLLOUT.max_staleness)
         tokens = {group.group_id: group.num_tokens for group in batch}
-        self.issuer.trained({i: tokens[i] for i in new}, {0: sum(tokens.values())}, num_reused=len(ids) - len(new))
+        used = {i: tokens[i] for i in new}
+        ages = {0: sum(tokens.values())}
+        self.issuer.trained(used, ages, made=next_version(version), num_reused=len(ids) - len(new))
         self.collector.trained(ids)
         return ids
 
@@ -277,6 +279,53 @@ def test_stale_groups_are_dropped_and_their_prompts_issued_again(
         for message in again:
             hand.answer(message, V2)
         assert intake.train(V2) == [f"e0.p{i}.a1" for i in range(4)]
+
+
+def test_a_full_batch_waits_for_groups_that_it_would_overtake_for_good(
+    doors: Doors, prompts: PromptSet, hand: Answering
+) -> None:
+    """Younger groups make a full batch, and the oldest, for which this step is the last, are still waited for and trained."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        first = hand.tasks(4)
+        for message in first[:2]:
+            hand.answer(message)
+        intake.train(V0)
+        intake.issuer.advance(V1, 100)
+        for message in hand.tasks(2):
+            hand.answer(message, V1)
+        wait_for(lambda: intake.tally.groups_scored == 8, "a full batch of the younger groups")
+        looks: list[str] = []
+
+        def the_others_come_now() -> bool:  # asked once a look: the batch was full at the first, and was not taken
+            looks.append("")
+            if len(looks) == 2:
+                for message in first[2:]:
+                    hand.answer(message)
+            return False
+
+        batch = intake.collector.collect(V1, the_others_come_now, patience_s=60.0)
+        assert [group.group_id for group in batch] == [f"e0.p{i}.a0" for i in range(4, 8)]
+        assert not intake.tally.dropped_groups
+
+
+def test_patience_with_the_oldest_groups_ends(doors: Doors, prompts: PromptSet, hand: Answering) -> None:
+    """When they do not come in time, the younger groups are trained; what comes too late is dropped, and issued again."""
+    with Intake(doors, prompts) as intake:
+        intake.issuer.advance(V0, 100)
+        first = hand.tasks(4)
+        for message in first[:2]:
+            hand.answer(message)
+        intake.train(V0)
+        intake.issuer.advance(V1, 100)
+        for message in hand.tasks(2):
+            hand.answer(message, V1)
+        wait_for(lambda: intake.tally.groups_scored == 8, "a full batch of the younger groups")
+        assert set(intake.train(V1, patience_s=0.2)) == {f"e0.p{i}.a0" for i in range(8, 12)}
+        intake.issuer.advance(V2, 100)
+        for message in first[2:]:
+            hand.answer(message)
+        intake.collector.collect(V2, lambda: intake.tally.dropped_groups["stale"] == 4, patience_s=60.0)
 
 
 def test_a_prompt_that_is_always_stale_is_given_up(doors: Doors, prompts: PromptSet, hand: Answering) -> None:

@@ -144,6 +144,31 @@ def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness
         state = settle(state, [str(key) for key in sorted(state.outstanding)[:closing]])
 
 
+@given(
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40),
+)
+def test_however_late_versions_are_announced_nothing_trained_in_order_is_too_old(per_step, limit, per_message, acts):
+    """Sampled by the very version they were issued for and trained first come first, all groups are within the bound."""
+    limits = rollout(groups_per_step=per_step, max_staleness=limit)
+    order = DataOrder(7, seed=0)
+    state, queue, version, announced = START, [], 0, 0
+    for trains, announces in acts:
+        packs, state = plan(
+            state, order=order, rollout=limits, groups_per_message=min(per_message, per_step), lag=version - announced
+        )
+        queue += [(key, announced) for pack in packs for key in pack]
+        if trains and len(queue) >= per_step:
+            batch, queue = queue[:per_step], queue[per_step:]
+            assert all(version - issued_for <= limit for _, issued_for in batch)
+            state = settle(state, [str(key) for key, _ in batch])
+            version += 1
+        if announces or not queue:
+            announced = version
+
+
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3))
 def test_every_prompt_is_issued_once_per_epoch(num_prompts: int, per_step: int, staleness: int):
     """Issuing and training in turn goes through the whole data set before any prompt comes again."""
