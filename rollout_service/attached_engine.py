@@ -16,6 +16,7 @@ from rollout_service.check_task import ModelLimits
 from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.errors import EngineError, EngineMisconfigured, EngineRefused, EngineUnreachable, WeightsNotApplied
 from rollout_service.read_reply import EngineChecksum
+from rollout_service.served_version import ServedVersion
 from rollout_service.server_check import TESTED_VERSIONS, context_length, is_tested, objections
 from rollout_service.sglang_client import SglangClient
 from rollout_service.update_mode import UpdateMode
@@ -43,7 +44,7 @@ class AttachedEngine:
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Nothing is sent before the first `load`."""
-        self.version: PolicyVersion | None = None
+        self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self.client = SglangClient(url, api_key=api_key, request_deadline_s=request_deadline_s)
@@ -52,6 +53,15 @@ class AttachedEngine:
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
         self._seen = time.monotonic()
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The last version it confirmed; None before the first."""
+        return self._serving.value
+
+    async def reaches(self, version: PolicyVersion) -> None:
+        """Wait until it serves ``version`` or a newer one."""
+        await self._serving.reaches(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have the server serve ``version`` from a folder, waiting for the server when it is not there yet.
@@ -138,6 +148,6 @@ class AttachedEngine:
                 log.warning("weights were not applied", policy_version=version, error=str(err))
             else:
                 break
-        self.version = version
         self.client.trust()
         self.ready.set()
+        self._serving.confirm(version)

@@ -75,6 +75,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def reaches(self, version: PolicyVersion) -> None:
+        """Wait until it can be asked for samples of ``version`` or a newer one; of several engines one suffices."""
+        ...
+
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what it says its weights are; None when it cannot say."""
         ...

@@ -1,14 +1,16 @@
 """Several engines as one: each group goes to the engine with the least to do, a version to all of them.
 
-A group's samples stay together, so that their prompt is computed once. What is asked in one call is spread over the
-engines that are ready; one that is not takes nothing until it is.
+A group's samples stay together, so that their prompt is computed once. What is asked in one call is spread over those
+of the engines that are ready which serve the newest version: while one still waits for a long generation before it
+can load, the others are asked by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from protocol.activity import cpu_seconds
 from protocol.facts import Sampling
@@ -53,6 +55,10 @@ class EnginePool:
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
+
+    async def reaches(self, version: PolicyVersion) -> None:
+        """Wait until one of them serves ``version`` or a newer one; the slowest keeps nobody waiting."""
+        await _first([engine.reaches(version) for engine in self._engines])
 
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what all of them say their weights are; None when one cannot say, or they are cut differently.
@@ -128,6 +134,8 @@ class _Router:
         ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
         if not ready:
             raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")
+        newest = _newest_of(self._engines[number].version for number in ready)
+        ready = [number for number in ready if self._engines[number].version == newest]
         shares: dict[int, list[int]] = {}
         for index in range(num_prompts):
             idlest = min(ready, key=lambda number: (self._promised[number], number))
@@ -146,10 +154,23 @@ class _AnyReady:
         return any(engine.ready.is_set() for engine in self._engines)
 
     async def wait(self) -> bool:
-        waiting = [asyncio.ensure_future(engine.ready.wait()) for engine in self._engines]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
+        await _first([engine.ready.wait() for engine in self._engines])
         return True
+
+
+async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
+    """Return when the first of several waits is over."""
+    waiting = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
+
+
+def _newest_of(versions: Iterable[PolicyVersion | None]) -> PolicyVersion | None:
+    newest: PolicyVersion | None = None
+    for version in versions:
+        if version is not None and is_newer(version, newest):
+            newest = version
+    return newest

@@ -18,6 +18,7 @@ from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.engine_process import EngineProcess, LaunchCommand
 from rollout_service.errors import EngineError, EngineKeepsDying, EngineUnreachable, WeightsUnusable
 from rollout_service.read_reply import EngineChecksum
+from rollout_service.served_version import ServedVersion
 from rollout_service.sglang_client import SglangClient
 from rollout_service.update_mode import UpdateMode
 
@@ -50,7 +51,7 @@ class ManagedEngine:
         ``environ`` is the engine's whole environment (None: as ours); ``context_length`` is what it was told to
         take at most, where that is less than the model's.
         """
-        self.version: PolicyVersion | None = None
+        self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self._command = command
@@ -64,6 +65,15 @@ class ManagedEngine:
         self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The last version it confirmed; None before the first."""
+        return self._serving.value
+
+    async def reaches(self, version: PolicyVersion) -> None:
+        """Wait until it serves ``version`` or a newer one."""
+        await self._serving.reaches(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
@@ -236,8 +246,9 @@ class ManagedEngine:
         self.ready.set()
 
     def _confirm(self, version: PolicyVersion) -> None:
-        self.version, self._served = version, self._wanted
+        self._served = self._wanted
         self.client.trust()
+        self._serving.confirm(version)
 
 
 async def _while_alive(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:

@@ -101,6 +101,28 @@ async def test_the_pool_serves_the_oldest_of_its_versions(model: Path):
             assert pool.version == V1
 
 
+async def test_an_engine_that_has_its_version_serves_it_while_another_still_drains(model: Path):
+    """New groups go to the one that has loaded, by itself; whoever waits for the version waits for that one only."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            one.flow.clear()
+            long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 1))
+            await asyncio.to_thread(one.wait_for_requests, 1)
+            loading = asyncio.create_task(pool.load(model, V1))
+            await asyncio.wait_for(pool.reaches(V1), 10)
+            assert (pool.version, loading.done()) == (V0, False)
+            groups = await pool.client.generate([[6], [7], [8]], SAMPLING, 2)
+            assert {run.version for group in groups for row in group for run in row.version_runs} == {V1}
+            assert (len(one.requests), len(other.requests[0]["input_ids"])) == (1, 3)
+            one.flow.set()
+            [[late]] = await long
+            assert {run.version for run in late.version_runs} == {V0}
+            await loading
+            assert pool.version == V1
+            await pool.client.generate([[6], [7]], SAMPLING, 2)
+            assert [len(server.requests[-1]["input_ids"]) for server in (one, other)] == [1, 1]
+
+
 async def test_one_failing_engine_fails_the_request_alone(model: Path):
     """The error is the engine's own, and its promised tokens are forgotten."""
     with FaultyEngine() as one, FaultyEngine() as other:
