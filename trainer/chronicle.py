@@ -48,6 +48,7 @@ class Chronicle:
         self._number = resumed.chapter if resumed else 0
         self._lives: list[RecordedLife] = []
         self._steps: list[RecordedStep] = []
+        self.committed: CheckpointState | None = None  # the newest, once `point` has said so
         self._taken: dict[str, Any] | None = None  # the newest step, until the digest of what it made is asked for
         self._hashing = ThreadPoolExecutor(1, "digest")
         self._digest: Future[str] | None = None
@@ -160,6 +161,7 @@ class Chronicle:
         )
         self._pointer.move(encode(committed))
         self._last, self._number = state.record, state.chapter
+        self.committed = state
         self._lives, self._steps = [], []
 
     def _settle_step(self) -> None:

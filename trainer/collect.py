@@ -237,7 +237,12 @@ class Collector:
 
     def _on_dead_letter(self, letter: DeadLetter, sequence: int) -> None:
         with self._changed:
-            num_dead = self._intake.bury(letter, sequence)
+            try:
+                num_dead = self._intake.bury(letter, sequence)
+            except Exception as err:  # noqa: BLE001  no letter after this one would be read; the training thread raises it
+                self._failure = err
+                num_dead = 0
+                self._changed.notify_all()
             if num_dead:
                 self._dead_in_a_row += num_dead
                 self._last_dead = f"{letter.stage}: {letter.reason}: {letter.detail}"

@@ -16,6 +16,8 @@ from trainer import checkpoint, crash_points
 from trainer.crash_points import CrashPoint
 
 if TYPE_CHECKING:
+    from protocol.facts import GroupScored
+    from protocol.transport.delivery import Delivery
     from trainer.training import Training
 
 CHECKPOINTS = "checkpoints"
@@ -31,10 +33,11 @@ def commit_everything(training: Training) -> None:
     trained = training.collector.settled()
     evaluated = training.evaluator.settled() if training.evaluator else []
     issued = training.issuer.take_state()
-    if training.chronicle.is_empty and issued.entries.is_empty:
-        # nothing happened since the checkpoint before, which covers what was settled or retired meanwhile
+    before = training.chronicle.committed
+    if training.chronicle.is_empty and before is not None and issued.is_in(before):
+        # the checkpoint before tells all that is so now: it covers what was settled or retired meanwhile
         training.lease.confirm()
-        training.collector.acknowledge(trained)
+        _acknowledge(training, trained, evaluated)
         return
     record, chapter, digest = training.chronicle.write(
         issued.entries, step=training.num_steps_done, version=training.version
@@ -68,6 +71,12 @@ def commit_everything(training: Training) -> None:
     crash_points.reach(CrashPoint.COMMITTED)
     training.chronicle.point(state, data)
     crash_points.reach(CrashPoint.POINTED)
+    _acknowledge(training, trained, evaluated)
+
+
+def _acknowledge(
+    training: Training, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]
+) -> None:
     training.collector.acknowledge(trained)
     crash_points.reach(CrashPoint.ACKNOWLEDGING)
     if training.evaluator is not None:

@@ -17,7 +17,6 @@ from types import MappingProxyType
 import structlog
 
 from protocol import blob_keys, streams, subjects
-from protocol.errors import PenstockError
 from protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup
 from protocol.trace import new_trace
 from protocol.transport.delivery import Delivery
@@ -98,7 +97,7 @@ class Evaluator:
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._crash: PenstockError | None = None
+        self._crash: Exception | None = None
         self.num_failed = 0
         spec = streams.scored_consumer(doors.run_id, "eval")
         doors.bus.reset_consumer(spec).wait()
@@ -180,8 +179,8 @@ class Evaluator:
     def _guard(self) -> None:
         try:
             self._work()
-        except PenstockError as err:
-            log.error("evaluations end", error=str(err))  # noqa: TRY400
+        except Exception as err:  # noqa: BLE001  whoever waits for an evaluation raises it
+            log.error("evaluations end", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
             with self._changed:
                 self._crash = err
                 self._changed.notify_all()

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from protocol import blob_keys, subjects
-from protocol.errors import PenstockError
+from protocol.checkpoint_state import CheckpointState
 from protocol.trace import new_trace
 from protocol.transport.pending import Pending
 from protocol.transport.publication import Receipt
@@ -39,6 +39,16 @@ class IssuerState:
     unsent: tuple[tuple[str, ...], ...]  # packs that are issued but not known to be on the stream
     letters_read: int  # sequence number of the last dead letter that all this knows
     entries: Entries
+
+    def is_in(self, state: CheckpointState) -> bool:
+        """Say whether a checkpoint tells all of this.
+
+        What changes without an entry counts too: a refused message is counted, and the attempt it brought is remembered.
+        """
+        return self.entries.is_empty and (
+            (self.dispatch, self.totals, self.unsent, self.letters_read, self.entries.account)
+            == (state.dispatch, state.totals, state.unsent, state.letters_read, state.account)
+        )
 
 
 class Issuer:
@@ -69,8 +79,8 @@ class Issuer:
         self._most_outstanding = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._failure: PenstockError | None = None
-        self._thread = threading.Thread(target=self._work, name="issuer", daemon=True)
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._guard, name="issuer", daemon=True)
 
     def __enter__(self) -> Issuer:
         """Start issuing."""
@@ -231,6 +241,13 @@ class Issuer:
                 "dropped": {str(reason): count for reason, count in tally.dropped_groups.items()},
             }
 
+    def _guard(self) -> None:
+        try:
+            self._work()
+        except Exception as err:  # noqa: BLE001  the training thread raises it
+            with self._changed:
+                self._failure = err
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -240,13 +257,8 @@ class Issuer:
                         return
                     self._changed.wait()
                     continue
-            try:
-                for pending in [self._publish(pack) for pack in packs]:
-                    pending.wait()
-            except PenstockError as err:
-                with self._changed:
-                    self._failure = err
-                return
+            for pending in [self._publish(pack) for pack in packs]:
+                pending.wait()
             self.sent()
 
     def _drop(self, drop: Drop) -> None:

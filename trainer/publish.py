@@ -16,7 +16,6 @@ import structlog
 from torch import Tensor
 
 from protocol import subjects
-from protocol.errors import PenstockError
 from protocol.facts import Head, WeightsRefused
 from protocol.versions import PolicyVersion
 from protocol.weight_layout import BUCKET_BYTES
@@ -67,7 +66,7 @@ class Publisher:
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot] = []
         self._refused: dict[str, set[str]] = {}  # sha256 of a manifest -> workers that cannot use it
-        self._failure: PenstockError | None = None
+        self._failure: Exception | None = None
         self._closing = False
         self._changed = threading.Condition()
         self.num_published = 0
@@ -165,8 +164,8 @@ class Publisher:
                     self._answer()
                 if snapshot is not None:
                     self._note(self._publications.publish(snapshot))
-            except PenstockError as err:
-                log.error("publication failed", error=str(err))  # noqa: TRY400
+            except Exception as err:  # noqa: BLE001  the training thread raises it
+                log.error("publication failed", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
                 with self._changed:
                     self._failure = err
                     self._changed.notify_all()

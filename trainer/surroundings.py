@@ -34,6 +34,7 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
+@functools.cache
 def _version(name: str) -> str:
     try:
         return metadata.version(name)

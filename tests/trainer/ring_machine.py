@@ -1,7 +1,7 @@
 """A world that treats the trainer's intake as badly as a broker may: repeats, reorders, loses, buries, and crashes.
 
-The parts under test are the real ones: `Issuer`, `Intake`, `Batcher`, `Ledger`, `Dispatch`, `Account`. Around
-them stand queues in memory with the guarantees of the real ones and no more: a message comes again until it is
+The parts under test are the real ones: `Issuer`, `Intake`, `Batcher`, `Ledger`, `Dispatch`, `Account`, and what
+commits (`tests/trainer/ring_commit.py`). Around them stand queues in memory with the guarantees of the real ones and no more: a message comes again until it is
 acknowledged, in any order; message ids are forgotten whenever a server restarts. `tests/trainer/test_exactly_once.py`
 runs it, and proves that it finds planted bugs.
 """
@@ -21,19 +21,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from deploy.quickstart_task import write_data, write_model
 from protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
-from protocol.lineage import AccountState
+from protocol.lineage import AccountState, LineageChapter
 from protocol.reward_settings import RewardSettings
 from protocol.versions import PolicyVersion, is_fresh, next_version, staleness
-from trainer.account import Account, Entries
+from tests.trainer.ring_commit import Commits, Hands, Unthreaded
+from trainer.account import Account
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
 from trainer.data_order import DataOrder
-from trainer.dataset import PromptSet
+from trainer.dataset import Prompt, PromptSet
 from trainer.dispatch import Dispatch, GroupKey
 from trainer.doors import Doors
 from trainer.filters import Reuse
 from trainer.intake import Intake
-from trainer.issue import Issuer
+from trainer.issue import Issuer, IssuerState
 from trainer.ledger import Ledger
 from trainer.settings import DataSettings, RolloutSettings
 from trainer.step_plan import ReadyGroup
@@ -44,13 +45,21 @@ CLOSED: Doors = Doors("machine", None, None)  # type: ignore[arg-type]  # no thr
 PICK = st.integers(0, 10_000)  # which of what is there
 
 
+class Remembered(PromptSet):
+    """Prompts that are read once: lives come and go by the hundred."""
+
+    @functools.cache  # noqa: B019  there is one set, for ever
+    def __getitem__(self, index: int) -> Prompt:
+        return super().__getitem__(index)
+
+
 @functools.cache
 def prompts() -> PromptSet:
     """Six prompts of the quickstart's task."""
     folder = Path(tempfile.mkdtemp(prefix="ring-machine-"))
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=6, num_eval=1)
-    return PromptSet.open(
+    return Remembered.open(
         [folder / "train.jsonl"],
         data=DataSettings(),
         reward=RewardSettings(name="exact_match"),
@@ -91,15 +100,6 @@ class Queue:
         return sequence, self.waiting[sequence]
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint: JSON, as on a disk, and what had been trained by then."""
-
-    document: str
-    account: AccountState
-    effect: tuple[tuple[str, int], ...]
-
-
 @dataclass(slots=True)
 class Record:
     """What the committed chapters add up to: a group is issued once and closed once."""
@@ -107,7 +107,8 @@ class Record:
     issued: set[str] = field(default_factory=set)
     closed: dict[str, str] = field(default_factory=dict)
 
-    def fold(self, entries: Entries, used: list[str]) -> None:
+    def fold(self, entries: LineageChapter) -> None:
+        used = [group.group_id for step in entries.steps for group in step.groups if group.use == 1]
         for group_id in entries.issued.get("train", ()):
             assert group_id not in self.issued, f"{group_id} is issued twice"
             self.issued.add(group_id)
@@ -127,6 +128,9 @@ class Record:
 
 class RingMachine(RuleBasedStateMachine):
     """Every rule is one thing that can happen next, in any order."""
+
+    chronicle = Unthreaded  # planted bugs override these
+    issuing = Issuer
 
     @initialize(
         groups_per_step=st.integers(1, 3),
@@ -148,8 +152,7 @@ class RingMachine(RuleBasedStateMachine):
         self.record = Record()
         self.version = self.head = PolicyVersion(0)
         self.effect: list[tuple[str, int]] = []  # group, and the version it was trained at
-        self.since_checkpoint: list[str] = []  # groups trained for the first time since then
-        self.to_acknowledge: list[int] = []
+        self.commits = Commits(self.chronicle)
         self.start(Ledger(), Account(), Tally(), None)
         self.checkpoint()
 
@@ -161,12 +164,14 @@ class RingMachine(RuleBasedStateMachine):
         unsent = [tuple(ids) for ids in document["unsent"]] if document else []
         self.num_letters_read = document["letters_read"] if document else 0
         self.ledger, self.tally, self.dispatch = ledger, tally, dispatch
-        self.issuer = Issuer(CLOSED, dispatch, tally, account, unsent, self.num_letters_read)
+        self.issuer = self.issuing(CLOSED, dispatch, tally, account, unsent, self.num_letters_read)
         batcher = Batcher(
             groups_per_step=self.rollout.groups_per_step, max_staleness=self.rollout.max_staleness, ledger=ledger,
             reuse=Reuse(self.uses),
         )  # fmt: skip
         self.intake = Intake(batcher, self.issuer)
+        self.hands = Hands(self.intake, self.covered)
+        self.commits.begin(self.version)
         self.fetching: dict[int, list[ScoredGroup]] = {}
         self.issuer.advance(self.head, 1_000)
 
@@ -226,7 +231,7 @@ class RingMachine(RuleBasedStateMachine):
         self.issuer.trained(dict.fromkeys(new, 3), {}, made=made, num_reused=len(ids) - len(new))
         self.intake.trained(ids)
         self.effect += [(group_id, self.version) for group_id in ids]
-        self.since_checkpoint += new
+        self.commits.train(batch, self.version, made, self.ledger)
         self.version = made
         if announces:
             self.announce()
@@ -241,25 +246,35 @@ class RingMachine(RuleBasedStateMachine):
     @rule()
     def checkpoint(self):
         """Commit; the acknowledgements come later, if at all."""
-        self.to_acknowledge = self.covered()
-        state = self.issuer.take_state()
-        self.record.fold(state.entries, self.since_checkpoint)
-        self.since_checkpoint = []
-        document = {
-            "version": self.version, "ledger": self.ledger.rows(), "dispatch": state.dispatch, "unsent": state.unsent,
-            "letters_read": state.letters_read, "totals": state.totals,
-        }  # fmt: skip
-        self.saved = Saved(json.dumps(document), state.entries.account, tuple(self.effect))
+        chapter = self.commits.commit(self.issuer, self.ledger, self.version, self.hands)
+        if chapter is not None:
+            self.record.fold(chapter)
+        if self.hands.unheard:
+            self._require_all_is_on_the_disk()
+
+    @rule(what=st.sampled_from(["train", "receive", "fetched", "read_letter"]), pick=PICK)
+    def checkpoint_twice(self, what, pick):
+        """Two checkpoints follow on one another, and at most one thing happens in between."""
+        self.checkpoint()
+        if what == "train":
+            self.train()
+        elif what == "receive" and self.scored.waiting:
+            self.receive(pick)
+        elif what == "fetched" and self.fetching:
+            self.fetched(pick, readable=True)
+        elif what == "read_letter" and self.num_letters_read < len(self.letters):
+            self.read_letter()
+        self.checkpoint()
 
     def covered(self):
         """Messages that a checkpoint now covers; a planted bug overrides this."""
         return self.intake.settled()
 
-    @precondition(lambda self: self.to_acknowledge)
+    @precondition(lambda self: self.hands.unheard)
     @rule(number=st.integers(1, 3))
     def acknowledge(self, number):
         """Some of what the checkpoint covers is acknowledged."""
-        done, self.to_acknowledge = self.to_acknowledge[:number], self.to_acknowledge[number:]
+        done, self.hands.unheard = self.hands.unheard[:number], self.hands.unheard[number:]
         self.intake.acknowledged(done)
         for sequence in done:
             self.scored.held.pop(sequence, None)
@@ -280,10 +295,9 @@ class RingMachine(RuleBasedStateMachine):
     @rule()
     def crash(self):
         """SIGKILL: only the checkpoint is left, and everything unacknowledged comes again."""
-        document = json.loads(self.saved.document)
-        self.effect = list(self.saved.effect)
-        self.since_checkpoint = []
-        self.to_acknowledge = []
+        state = self.commits.newest()
+        document = json.loads(state.model_dump_json())
+        self.effect = list(self.commits.effect(state))
         self.scored.waiting |= self.scored.held
         self.scored.held = {}
         saved_version = PolicyVersion(document["version"])
@@ -293,9 +307,8 @@ class RingMachine(RuleBasedStateMachine):
 
     def restore(self, document):
         """Begin the next life from a checkpoint; a planted bug overrides this."""
-        self.start(
-            Ledger(document["ledger"]), Account(self.saved.account), Tally.from_document(document["totals"]), document
-        )
+        account = Account(AccountState.model_validate_json(json.dumps(document["account"])))
+        self.start(Ledger(document["ledger"]), account, Tally.from_document(document["totals"]), document)
 
     # ── what the world does ───────────────────────────────────────────────────────────────────
 
@@ -373,6 +386,12 @@ class RingMachine(RuleBasedStateMachine):
         )  # fmt: skip
         self.letters.append((letter, message))
 
+    def _require_all_is_on_the_disk(self):
+        """What is acknowledged never comes again: a next life has the checkpoint alone to know of it."""
+        there, now = self.commits.newest(), self.issuer.take_state()
+        assert IssuerState.is_in(now, there), "acknowledged, but the checkpoint does not tell what became of it"
+        assert there.version == self.version, "acknowledged, but the checkpoint is of older weights"
+
     # ── what must be true at every moment ─────────────────────────────────────────────────────
 
     @invariant()
@@ -433,9 +452,10 @@ class RingMachine(RuleBasedStateMachine):
             self.every_effect_is_there_once()
             self.the_account_is_what_dispatch_has_out()
             self.checkpoint()
-            if self.to_acknowledge:
-                self.acknowledge(len(self.to_acknowledge))
+            if self.hands.unheard:
+                self.acknowledge(len(self.hands.unheard))
             if self.version >= goal:
+                self.commits.close()
                 return
             self.silence()
         raise AssertionError("the ring stands still although nothing goes wrong any more")

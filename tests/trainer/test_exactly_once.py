@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import fields
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from protocol.lineage import AccountState
+from tests.trainer.ring_commit import Unthreaded
 from tests.trainer.ring_machine import RingMachine
 from trainer.account import Account
+from trainer.issue import Issuer, IssuerState
 from trainer.ledger import Ledger
 from trainer.tally import Tally
 
-NUM_EXAMPLES = int(os.environ.get("PENSTOCK_TEST_RING_EXAMPLES", "120"))
+NUM_EXAMPLES = int(os.environ.get("PENSTOCK_TEST_RING_EXAMPLES", "100"))
 HUNT = settings(
     max_examples=300, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck), derandomize=True,
@@ -36,7 +41,7 @@ class PositionForgotten(RingMachine):
     """A checkpoint whose dispatch begins anew."""
 
     def restore(self, document):
-        account = Account(self.saved.account)
+        account = Account(AccountState.model_validate_json(json.dumps(document["account"])))
         totals = Tally.from_document(document["totals"])
         dispatch = document["dispatch"] | {"position": 0, "outstanding": [], "again": [], "ahead": []}
         self.start(Ledger(document["ledger"]), account, totals, document | {"dispatch": dispatch})
@@ -49,7 +54,39 @@ class AcknowledgedTooEarly(RingMachine):
         return list(self.scored.held)
 
 
-@pytest.mark.parametrize("broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly])
+class Unlooked(IssuerState):
+    """The state of dispatch, which says nothing new while nothing was entered."""
+
+    def is_in(self, state):
+        return self.entries.is_empty
+
+
+class RefusalsForgotten(RingMachine):
+    """A checkpoint is passed over when nothing was entered, although the state is another by now."""
+
+    class Hasty(Issuer):
+        def take_state(self):
+            state = super().take_state()
+            return Unlooked(*(getattr(state, name.name) for name in fields(state)))
+
+    issuing = Hasty
+
+
+class StepPassedOver(RingMachine):
+    """A checkpoint after a single step, with nothing issued since the one before, takes it for nothing."""
+
+    class Hasty(Unthreaded):
+        @property
+        def is_empty(self) -> bool:
+            return not (self._lives or self._steps)
+
+    chronicle = Hasty
+    issuing = RefusalsForgotten.Hasty
+
+
+@pytest.mark.parametrize(
+    "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
+)
 def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
     """A trainer that forgets what its checkpoint should hold, or acknowledges before it, is caught."""
     with pytest.raises((AssertionError, ValueError)):
