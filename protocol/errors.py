@@ -13,6 +13,7 @@
     ├── RecordBroken              a run's record is not there, or its chapters do not follow on one another
     ├── BusError
     │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
+    │   │   └── NoRoom            it answered that it has no room: its store, an account or a bucket is full
     │   ├── BusRefused            wrong credentials or missing permission
     │   ├── MissingStream         the run was not bootstrapped
     │   ├── StreamFull            back-pressure lasted longer than the deadline
@@ -81,6 +82,10 @@ class BusError(PenstockError):
 
 class BusUnreachable(BusError):
     """No NATS server answered within the deadline."""
+
+
+class NoRoom(BusUnreachable):
+    """NATS has no room: its store, the account or the bucket is full. Whoever outlasts an absent server outlasts this."""
 
 
 class BusRefused(BusError):

@@ -18,6 +18,7 @@ from protocol.transport.delivery import Delivery, bury
 from protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
 from protocol.transport.pending import Pending
 from protocol.transport.pull import Pull, PullRefused
+from protocol.transport.refusals import refusal
 
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
@@ -131,3 +132,5 @@ async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
             f"stream {spec.stream} has no consumer {spec.durable}; "
             f"create it with: python -m deploy.bootstrap --run {spec.run_id}"
         ) from None
+    except nats.js.errors.APIError as err:
+        raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,10 +11,11 @@ from typing import TypeVar
 import nats.js.errors
 from nats.js.kv import KeyValue as NatsKeyValue
 
-from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream
+from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, NoRoom
 from protocol.transport.direct_get import direct_get
-from protocol.transport.nats_connection import ERR_NO_ROOM, NO_ANSWER, REQUEST_S, RETRY_S, Connection
+from protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from protocol.transport.pending import Pending
+from protocol.transport.refusals import BOOTSTRAP, ERR_FULL, refusal
 
 T = TypeVar("T")
 
@@ -46,7 +48,9 @@ class KeyValue:
                 lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
             )
         except (nats.js.errors.BucketNotFoundError, nats.js.errors.NotFoundError):
-            raise MissingStream(f"no bucket {bucket}; create it with: python -m deploy.bootstrap") from None
+            raise MissingStream(f"no bucket {bucket}; {BOOTSTRAP}") from None
+        except nats.js.errors.APIError as err:
+            raise refusal(err, f"bucket {bucket}", connection.url) from None
         return cls(connection, bucket, store)
 
     def get(self, key: str) -> Pending[Entry | None]:
@@ -83,17 +87,27 @@ class KeyValue:
                     await self._connection.wait_until_up()
                     return await action()
             except nats.js.errors.NoStreamResponseError:
-                raise MissingStream(f"{what}: the bucket is gone; create it with: python -m deploy.bootstrap") from None
+                raise MissingStream(f"{what}: the bucket is gone; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
-                if err.err_code not in ERR_NO_ROOM:
-                    raise
-                raise BusUnreachable(
-                    f"{what}: NATS at {self._connection.url} has no room in its store: {err.description}"
-                ) from None
+                if err.err_code == ERR_FULL:
+                    raise await self._full(what, err) from None
+                raise refusal(err, what, self._connection.url) from None
             except NO_ANSWER as err:
                 raise BusUnreachable(self._connection.explain(f"{what}: no answer ({type(err).__name__})")) from None
 
         return self._connection.call(run(), what, REQUEST_S)
+
+    async def _full(self, what: str, err: nats.js.errors.APIError) -> NoRoom:
+        """Say which bucket is full, by which limit, and how it gets room."""
+        holds, stream = "", f"KV_{self.bucket}"
+        with contextlib.suppress(*NO_ANSWER, nats.js.errors.Error):  # the user may not ask
+            info = await self._connection.js.stream_info(stream)
+            holds = f", {info.state.bytes} of its {info.config.max_bytes} bytes in {info.state.messages} keys"
+        return NoRoom(
+            f"{what}: bucket {self.bucket} is full{holds}: NATS at {self._connection.url} says {err.description} (error "
+            f"{err.err_code}). Nothing was written, and what the bucket holds is still there. Give it room: nats stream edit "
+            f"{stream} --max-bytes SIZE, or remove what nobody needs: nats kv purge {self.bucket} KEY"
+        )
 
     async def _get(self, key: str) -> Entry | None:
         try:

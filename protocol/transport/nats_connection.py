@@ -39,7 +39,6 @@ NO_ANSWER = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,
 )
-ERR_NO_ROOM = (10023, 10047)  # the server's or the account's storage quota is reached, or its disk is full
 _MAX_IN_FLIGHT = 64  # requests at a time: more makes the server slower, not faster
 
 

@@ -10,16 +10,16 @@ import nats.js.errors
 import structlog
 
 from protocol import subjects
-from protocol.errors import BusError, MissingStream, StreamFull
+from protocol.errors import MissingStream, StreamFull
 from protocol.facts import Fact, encode
-from protocol.transport.nats_connection import ATTEMPT_S, ERR_NO_ROOM, RETRY_MAX_S, RETRY_S, Connection
+from protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
+from protocol.transport.refusals import ERR_FULL, ERR_NO_ROOM, refusal
 
 log = structlog.get_logger("protocol.bus")
 
 FULL_DEADLINE_S = 24 * 3600.0
 _MISSING_GRACE_S = 1.0
 _WARN_EVERY_S = 10.0
-_ERR_STREAM_FULL = 10077  # the stream's own bound on messages or bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ async def publish(
                 ) from None
             await asyncio.sleep(RETRY_S)
         except nats.js.errors.APIError as err:
-            if err.err_code == _ERR_STREAM_FULL:
+            if err.err_code == ERR_FULL:
                 await backlog.wait(f"stream is full: {err.description}", subjects.reader(subject))
             elif err.err_code in ERR_NO_ROOM:
                 await backlog.wait(f"{err.description}", f"room in the store of NATS at {connection.url}")
             else:
-                raise BusError(f"publication to {subject} was refused: {err}") from None
+                raise refusal(err, f"publication to {subject}", connection.url) from None
         else:
             return Receipt(ack.seq, bool(ack.duplicate))
 

@@ -10,16 +10,16 @@ from typing import TypeVar
 import nats.js.errors
 from nats.js import api
 
-from protocol.errors import BusError, MissingStream
+from protocol.errors import MissingStream
 from protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from protocol.transport.key_value import KeyValue
 from protocol.transport.nats_connection import REQUEST_S, Connection
+from protocol.transport.refusals import BOOTSTRAP, refusal
 
 T = TypeVar("T")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _MAX_BUCKET_BYTES = 64 * 1024 * 1024
-_ERR_NO_ROOM = (10047, 10023, 10002)  # storage of the server, resources, storage of the account
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 
@@ -99,15 +99,10 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         await connection.retry(lambda: connection.js.add_stream(config), what=what, deadline_s=REQUEST_S)
     except nats.js.errors.BadRequestError as err:
         if err.err_code != _ERR_OTHER_CONFIG:
-            raise BusError(f"{what}: {err}") from None
+            raise refusal(err, what, connection.url) from None
         await _ask(connection, lambda: connection.js.update_stream(config), what)
     except nats.js.errors.APIError as err:
-        if err.err_code in _ERR_NO_ROOM:
-            raise BusError(
-                f"NATS has no room for {what}, which reserves {spec.max_bytes / 1e6:.0f} MB ({err.description}): remove "
-                "runs that are over (penstock runs rm RUN), or raise max_file_store of the server or of the account"
-            ) from None
-        raise BusError(f"{what}: {err}") from None
+        raise refusal(err, f"{what}, which reserves {spec.max_bytes / 1e6:.0f} MB", connection.url) from None
 
 
 async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
@@ -147,6 +142,6 @@ async def _ask(connection: Connection, attempt: Callable[[], Awaitable[T]], what
     try:
         return await connection.retry(attempt, what=what, deadline_s=REQUEST_S)
     except nats.js.errors.NotFoundError:
-        raise MissingStream(f"no {what}; create it with: python -m deploy.bootstrap") from None
+        raise MissingStream(f"no {what}; {BOOTSTRAP}") from None
     except nats.js.errors.APIError as err:
-        raise BusError(f"{what}: {err}") from None
+        raise refusal(err, what, connection.url) from None

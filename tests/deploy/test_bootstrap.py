@@ -105,7 +105,9 @@ def test_a_server_without_room_says_whose_room_it_wants(tmp_path: Path, blobs: B
     server.start()
     try:
         with Bus.connect(server.settings, name="test") as bus:
-            with pytest.raises(BusError, match=r"no room for stream .*, which reserves 537 MB .*penstock runs rm"):
+            with pytest.raises(
+                BusError, match=r"stream .*, which reserves 537 MB: .*no room in its store: .*penstock runs rm"
+            ):
                 bootstrap(bus, blobs, run_id)
             delete_run(bus, run_id)
             bootstrap(bus, blobs, run_id, StreamLimits(max_bytes=10_000_000))
