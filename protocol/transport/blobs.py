@@ -32,6 +32,7 @@ from minio.error import InvalidResponseError, S3Error, ServerError
 from protocol.connection import S3Settings
 from protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from protocol.facts import BlobRef
+from protocol.transport.clocks_apart import clocks_apart
 from protocol.transport.short_way import ShortWay
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ _CHUNK_BYTES = 1024 * 1024
 _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
 # the third is how some servers say "disk full"; the last passes when whoever's clock was wrong is set right
 _PASSING = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
+_PERHAPS_THE_CLOCK = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
 _DELETE_BATCH = 1000  # the most one request may name
 _GONE = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
@@ -224,34 +226,43 @@ class Blobs:
             try:
                 return attempt()
             except S3Error as err:
-                if err.code in _GONE:
-                    raise BlobMissing(f"{what}: no such object in bucket {self.bucket} ({err.code})") from None
-                if err.code == _TOO_SHORT:
-                    raise BlobCorrupt(f"{what}: the object is shorter than its manifest promised") from None
-                if err.code == "NoSuchBucket":
-                    raise BlobStoreRefused(
-                        f"{what}: no bucket {self.bucket!r}; create it with: python -m deploy.bootstrap"
-                    ) from None
-                if err.code in _REFUSALS:
-                    raise BlobStoreRefused(
-                        f"{what}: {self._settings.endpoint} refused access key "
-                        f"{self._settings.access_key or '(none)'}: {err.code}; check s3.access_key and s3.secret_key"
-                    ) from None
-                if 400 <= err.response.status < 500 and err.code not in _PASSING:
-                    raise BlobError(
-                        f"{what}: {self._settings.endpoint} refused it: {err.code}: {err.message}"
-                    ) from None
-                problem: Exception = err
+                apart = clocks_apart(err.response.headers, datetime.now(UTC))
+                if (final := self._final(err, what, apart)) is not None:
+                    raise final from None
+                problem = f"{err.code}: {apart or err.message}"
             except (InvalidResponseError, ServerError, urllib3.exceptions.HTTPError, OSError) as err:
-                problem = err
+                problem = f"{type(err).__name__}: {err}"
             if time.monotonic() + pause > deadline:
                 raise BlobStoreUnreachable(
                     f"{what}: {self._settings.endpoint} gave no usable answer within "
-                    f"{deadline_s or self._deadline_s:.0f} s ({type(problem).__name__}: {problem})"
+                    f"{deadline_s or self._deadline_s:.0f} s ({problem})"
                 ) from None
-            log.debug("retry", what=what, error=str(problem))
+            log.debug("retry", what=what, error=problem)
             time.sleep(pause)
             pause = min(2 * pause, _RETRY_MAX_S)
+
+    def _final(self, err: S3Error, what: str, apart: str) -> BlobError | None:
+        """Return the error for an answer that stays what it is; None for one that may be another soon.
+
+        A refusal while the clocks are ``apart`` passes when the wrong one is set right: no key need be to blame.
+        """
+        code, endpoint = err.code, self._settings.endpoint
+        if code in _GONE:
+            return BlobMissing(f"{what}: no such object in bucket {self.bucket} ({code})")
+        if code == _TOO_SHORT:
+            return BlobCorrupt(f"{what}: the object is shorter than its manifest promised")
+        if code == "NoSuchBucket":
+            return BlobStoreRefused(f"{what}: no bucket {self.bucket!r}; create it with: python -m deploy.bootstrap")
+        if apart and code in _PERHAPS_THE_CLOCK:
+            return None
+        if code in _REFUSALS:
+            return BlobStoreRefused(
+                f"{what}: {endpoint} refused access key {self._settings.access_key or '(none)'}: {code}; check "
+                "s3.access_key and s3.secret_key"
+            )
+        if 400 <= err.response.status < 500 and code not in _PASSING:
+            return BlobError(f"{what}: {endpoint} refused it: {code}: {err.message}")
+        return None
 
 
 def _verified(
