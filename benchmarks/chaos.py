@@ -52,8 +52,8 @@ from protocol.checkpoint_state import STATE_FILE, committed
 from protocol.lineage import LineageChapter, chapters
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from trainer.chronicle import snapshot_digest
 from trainer.crash_points import CrashPoint
+from trainer.snapshot import snapshot_digest
 
 REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
 VICTIMS = (

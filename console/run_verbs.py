@@ -55,7 +55,7 @@ def show_run(run: str, *arguments: Raw) -> int:
 
 @weights.default
 def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
-    """List the stored versions of a run: parent, kind, what changed, bytes, seconds, and who serves which.
+    """List the stored versions of a run: parent, kind and base, what changed, bytes, seconds, and who serves which.
 
     Example:  penstock weights quickstart
     Then:     penstock weights export RUN --version V --to FOLDER
@@ -73,8 +73,10 @@ def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 
 @weights.command(name="export")
-def export_weights(run: str, *arguments: Raw, version: int, to: Path) -> int:
+def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: Flag = False) -> int:
     """Write a version as a Hugging Face model folder, from its anchor and the patches that follow.
+
+    An adapter is merged into the model that it sits upon, or with --adapter written as it is, in PEFT's format.
 
     Example:  penstock weights export quickstart --version 12 --to models/v12
     Then:     penstock chat RUN --model models/v12
@@ -87,10 +89,12 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path) -> int:
         Which version.
     to
         Folder that does not exist yet.
+    adapter
+        Write adapter_config.json and adapter_model.safetensors alone.
     """
     from console.weights import export
 
-    return export(run, version, to, arguments, os.environ)
+    return export(run, version, to, arguments, os.environ, adapter=adapter)
 
 
 @runs.command(name="rm")

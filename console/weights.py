@@ -1,4 +1,4 @@
-"""``penstock weights``: the versions of a run, and one of them as a model folder."""
+"""``penstock weights``: the versions of a run, and one of them as a model folder, or as an adapter's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from protocol.facts import Head, decode
 from protocol.subjects import check_run_id
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from protocol.weight_export import export_version
+from protocol.weight_export import export_adapter, export_version
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weights import VersionManifest
 
@@ -45,18 +45,21 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
     return 0
 
 
-def export(run: str, version: int, folder: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Write one version as a model folder; returns the exit code. Raises PenstockError."""
+def export(
+    run: str, version: int, folder: Path, arguments: Sequence[str], environ: Mapping[str, str], *, adapter: bool = False
+) -> int:
+    """Write one version as a model folder, or as the ``adapter`` that it is; returns the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     blobs = Blobs(settings.s3)
     found = [(m, key) for key, m in _manifests(blobs, run).items() if m.version == version]
     if not found:
         raise ConfigError(f"run {run} has no version {version} in the object store; see: penstock weights {run}")
+    write = export_adapter if adapter else export_version
     problems = []
     for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # an anchor is nearer than a chain
         reader = WeightReader(blobs, run)
         try:
-            num_bytes = export_version(manifest, folder, reader=reader, blobs=blobs)
+            num_bytes = write(manifest, folder, reader=reader, blobs=blobs)
         except FileExistsError as err:
             raise ConfigError(str(err)) from None
         except UNUSABLE as err:
@@ -70,15 +73,18 @@ def export(run: str, version: int, folder: Path, arguments: Sequence[str], envir
 def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None) -> list[Row]:
     """Describe every stored version, oldest first; a version that is stored whole as well says so.
 
-    A manifest that a killed trainer left behind has no announcement, and is not listed.
+    A manifest that a killed trainer left behind has no announcement, and is not listed. A model that was stored only
+    for adapters to sit upon is listed with them.
     """
+    announced = {m.version for m in manifests.values() if m.version in view.published}
+    listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}
     serving: dict[int, list[str]] = {}
     for worker, at in view.serving().items():
         serving.setdefault(at, []).append(worker)
     rows: dict[int, Row] = {}
     for manifest in sorted(manifests.values(), key=lambda m: (m.version, m.kind == "patch")):
         version = manifest.version
-        if version not in view.published:
+        if version not in listed:
             continue
         told = view.weights.publications.get(version, {})
         row = rows.setdefault(version, {"version": version, "anchor": False})
@@ -86,6 +92,7 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
             "step": manifest.step,
             "kind": manifest.kind,
             "parent": manifest.parent.version if manifest.parent else None,
+            "base": manifest.base.version if manifest.base else None,
             "density": manifest.density,
             "bytes": manifest.num_bytes,
             "seconds": told.get("publish_s"),
@@ -119,6 +126,7 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="left" if name in {"kind", "served by"} else "right", no_wrap=True)
     for row in rows:
         kind = row["kind"] + (" + anchor" if row["anchor"] and row["kind"] == "patch" else "")
+        kind += "" if row["base"] is None else f" on {row['base']}"
         table.add_row(
             f"{row['version']}{' head' if row['head'] else ''}",
             "–" if row["parent"] is None else str(row["parent"]),

@@ -8,7 +8,7 @@ lease and woke up in the middle of a commit may leave a folder, but never one th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -30,6 +30,7 @@ class CheckpointState(Wire):
     version: Count  # policy version of these weights
     weights_digest: Sha256  # of these weights, as they are published
     weights_dtype: str  # of their publication
+    weights_are: Literal["model", "adapter"] = "model"  # in their publication
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
     dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/dispatch.py` writes it
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream

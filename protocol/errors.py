@@ -6,7 +6,7 @@
     │   ├── MalformedFact         the fields do not fit the schema
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
-    ├── MalformedWeights          a file of weights is not the safetensors it should be
+    ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
     ├── StateMismatch             a version was put together, and its bytes are not what its manifest promised
@@ -57,7 +57,7 @@ class PackError(PenstockError):
 
 
 class MalformedWeights(PenstockError):
-    """A file of weights is not the safetensors it should be."""
+    """Weights are not the safetensors, or not the adapter of their base, that they should be."""
 
 
 class SegmentRefused(PenstockError):

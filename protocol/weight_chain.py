@@ -4,6 +4,8 @@
     while it gets:   FetchManifest(ref)    fetch that object, put it into `fetched`, ask again
     at last:         CatchUp(anchor, patches)     nothing, patches alone, an anchor, or an anchor and patches
 
+An adapter is always whole: the way to its own tensors is itself, and its base is a version of its own, with its own way.
+
 Every link is verified on the way: hash of the parent's manifest, state, layout, epochs, base of every bucket.
 Pure: who fetches, with which deadline, is the caller's.
 """
@@ -102,7 +104,7 @@ def plan_catch_up(
             return FetchManifest(parent.manifest, PolicyVersion(parent.version))
         verify_link(manifest, found)
         manifest = found
-    if anchored is None and manifest.kind == "anchor":
+    if anchored is None and manifest.kind != "patch":
         anchored = CatchUp(head, manifest, tuple(reversed(patches)))
     if anchored is None:
         raise ChainBroken(f"version {head.version}: no anchor within {max_hops} parents; publish an anchor")
@@ -143,6 +145,14 @@ def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManife
     _same_ground(first, anchor)
 
 
+def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
+    """Verify that a manifest is the model that an adapter names as its base; raises ChainBroken."""
+    if adapter.base is None:
+        raise ChainBroken(f"version {adapter.version} is no adapter and has no base")
+    named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)
+    _same(adapter, "base", named, (base.kind, base.run_id, base.version, base.state_root))
+
+
 def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
     """Verify that a manifest speaks of exactly the buckets of a layout; raises ChainBroken.
 
@@ -155,7 +165,7 @@ def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
 
 def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
     if patch.parent is None or patch.anchor is None:
-        raise ChainBroken(f"version {patch.version} is an anchor and continues nothing")
+        raise ChainBroken(f"version {patch.version} is whole and continues nothing")
     return patch.parent, patch.anchor
 
 

@@ -18,6 +18,7 @@ from protocol.errors import (
     BlobMissing,
     ChainBroken,
     MalformedFact,
+    MalformedWeights,
     SegmentRefused,
     StateMismatch,
 )
@@ -25,11 +26,11 @@ from protocol.facts import BlobRef
 from protocol.patch_segment import Bytes, as_bytes
 from protocol.transport.blobs import Blobs
 from protocol.versions import PolicyVersion
-from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up
+from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
 from protocol.weight_layout import WeightLayout, shard_header
 from protocol.weights import BucketState, VersionManifest
 
-UNUSABLE = (BlobMissing, BlobCorrupt, ChainBroken, MalformedFact, SegmentRefused, StateMismatch)
+UNUSABLE = (BlobMissing, BlobCorrupt, ChainBroken, MalformedFact, MalformedWeights, SegmentRefused, StateMismatch)
 PARALLEL_BUCKETS = 4  # fetched and applied side by side; each costs about twice its raw size while it is
 _MANIFESTS_KEPT = 600
 
@@ -62,6 +63,13 @@ class WeightReader:
             self._manifests[ref.sha256] = found
             while len(self._manifests) > _MANIFESTS_KEPT:
                 self._manifests.popitem(last=False)
+        return found
+
+    def base(self, adapter: VersionManifest) -> VersionManifest:
+        """Return the manifest of the model that an adapter sits upon; raises ChainBroken when it is another's."""
+        assert adapter.base is not None
+        found = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
+        verify_base(adapter, found)
         return found
 
     def layout(self, manifest: VersionManifest) -> WeightLayout:

@@ -2,7 +2,8 @@
 
 A late joiner starts from an anchor and follows the chain to the head. So everything from a *floor* on is
 kept: the floor is an anchor, old enough for the head, for the anchor before it (a reader may be half way
-through it), and for every version that a living worker holds or fetches. Deletion comes in two acts: a
+through it), and for every version that a living worker holds or fetches. Adapters are whole, so each may be the
+floor; the models that they sit upon stay, however old they are. Deletion comes in two acts: a
 version below the floor is *retired* (no new plan may start there), and its objects go after a grace period
 longer than any catch-up.
 """
@@ -38,7 +39,7 @@ def retirement_floor(
     """Return the oldest version that must stay; None when nothing may go.
 
     Args:
-        anchors: Versions that have an anchor.
+        anchors: Versions that have an anchor, or are adapters.
         head: The newest complete version.
         needed: Versions that living workers hold or fetch, or that an evaluation is pinned to.
     """
@@ -52,9 +53,16 @@ def retirement_floor(
     return min(floors)
 
 
-def retired(versions: Iterable[PolicyVersion], floor: PolicyVersion | None) -> set[PolicyVersion]:
-    """Return the versions below the floor: their manifests go at once, their objects after the grace period."""
-    return set() if floor is None else {version for version in versions if is_newer(floor, version)}
+def retired(
+    versions: Iterable[PolicyVersion], floor: PolicyVersion | None, bases: Collection[PolicyVersion] = ()
+) -> set[PolicyVersion]:
+    """Return the versions below the floor: their manifests go at once, their objects after the grace period.
+
+    ``bases`` are the models that adapters from the floor on sit upon.
+    """
+    if floor is None:
+        return set()
+    return {version for version in versions if is_newer(floor, version) and version not in bases}
 
 
 def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: float) -> set[PolicyVersion]:

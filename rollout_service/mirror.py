@@ -106,6 +106,8 @@ class Mirror:
             if newest:
                 verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
                 self._epoch = target.epoch
+            if target.base is not None:
+                raise WeightsUnusable(f"version {version} is an adapter, which this build serves only merged")
             slot = self._make(target, manifest_ref, keep)
         except UNUSABLE as err:
             raise WeightsUnusable(f"version {version}: {err}") from None

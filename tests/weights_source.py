@@ -21,7 +21,7 @@ from protocol.weight_retention import AnchorPolicy
 from trainer.committed_weights import CommittedWeights
 from trainer.doors import Doors
 from trainer.publication import Publications
-from trainer.snapshot import Snapshot
+from trainer.snapshot import Base, Snapshot
 from trainer.version_writer import VersionWriter
 
 NEVER = AnchorPolicy(max_ratio=1e9, max_versions=10**9)
@@ -95,14 +95,20 @@ class WeightsSource:
         )
 
     def publish(
-        self, version: int, tensors: Mapping[str, Tensor], *, corrupt: tuple[str, ...] = (), announce: bool = True
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        base: Base | None = None,
+        corrupt: tuple[str, ...] = (),
+        announce: bool = True,
     ) -> WeightsPublished:
         """Publish a version; ``corrupt`` names ends of keys whose stored bytes are not those that were promised.
 
-        Without ``announce`` only the head moves.
+        With a ``base`` that was published before, the tensors are an adapter. Without ``announce`` only the head moves.
         """
         self._store.corrupt, self._bus.quiet = corrupt, not announce
-        self.publications.publish(Snapshot(PolicyVersion(version), version, dict(tensors), "float32"))
+        self.publications.publish(Snapshot(PolicyVersion(version), version, dict(tensors), "float32", base=base))
         self.publications.anchors.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False
         return self._bus.last

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protocol.adapter_format import AdapterConfig
 from trainer.errors import UnsupportedModel
 
 _NAME = "default"  # peft's name of an adapter that nobody named
@@ -71,6 +72,19 @@ def factors(module: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter, fl
         down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
         found[f"{name}.base_layer.weight"] = (down, up, float(layer.scaling[_NAME]))
     return found
+
+
+def config(module: nn.Module) -> AdapterConfig | None:
+    """Return how the adapters of a module count, and which layers have them; None without adapters."""
+    layers = dict(_layers(module))
+    if not layers:
+        return None
+    first = next(iter(layers.values()))
+    return AdapterConfig(
+        r=first.r[_NAME],
+        lora_alpha=first.lora_alpha[_NAME],
+        target_modules=tuple(sorted({name.rpartition(".")[2] for name in layers})),
+    )
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:

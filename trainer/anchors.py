@@ -19,6 +19,7 @@ from trainer.version_writer import Label, VersionWriter
 
 log = structlog.get_logger("trainer.anchors")
 
+_MAX_ANSWERS = 3
 _DENSE = 0.5  # a patch of this share of an anchor's size costs about as much as the anchor itself
 
 
@@ -77,7 +78,7 @@ class Anchors:
         started = time.monotonic()
         layout = layout_of(snapshot.tensors, self._bucket_bytes)
         try:
-            written = self._writer.anchor(
+            written = self._writer.whole(
                 Label(snapshot.version, snapshot.step, patch.epoch),
                 layout,
                 patch.model_files,
@@ -112,10 +113,13 @@ class Anchors:
         self._patches = [p for p in self._patches if is_newer(p[0], PolicyVersion(newest.version))]
 
 
-def answer_is_due(kind: str, refused_by: set[str]) -> bool:
-    """Say whether a version that workers refuse is published again, whole.
+def answer_is_due(kind: str, refused_by: set[str], num_answers: int) -> bool:
+    """Say whether a version that workers refuse is published again, whole; ``num_answers`` times it was already.
 
-    One worker is enough for a patch: something on its chain is gone or wrong. A whole version that a single
-    worker refuses is that worker's own trouble.
+    One worker is enough for a patch or an adapter: something that it needs is gone or wrong. A whole model, or an
+    answer, that a single worker refuses is that worker's own trouble; what many refuse again and again is not mended
+    by storing it once more.
     """
-    return len(refused_by) >= (1 if kind == "patch" else 2)
+    if num_answers >= _MAX_ANSWERS:
+        return False
+    return len(refused_by) >= (1 if kind != "anchor" and num_answers == 0 else 2)

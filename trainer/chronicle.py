@@ -8,32 +8,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from protocol import blob_keys
 from protocol.checkpoint_state import CheckpointState
 from protocol.facts import BlobRef, encode, encode_unbounded
 from protocol.lineage import CheckpointCommitted, LineageChapter, RecordedGroup, RecordedLife, RecordedStep
 from protocol.versions import PolicyVersion
-from protocol.weights_digest import TensorDigest, tensor_digest, weights_digest
 from trainer.account import Entries
 from trainer.dispatch import GroupKey
 from trainer.doors import Doors
 from trainer.lease import FencedKey
+from trainer.snapshot import Weights
 from trainer.step_plan import ReadyGroup
 from trainer.surroundings import surroundings
-
-
-def snapshot_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the `weights_digest` of tensors on the CPU, under the names they are published with."""
-    return weights_digest(_digest(name, tensor) for name, tensor in tensors.items())
-
-
-def _digest(name: str, tensor: Tensor) -> TensorDigest:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return tensor_digest(name, dtype, tuple(tensor.shape), flat.numpy().data)
 
 
 class Chronicle:
@@ -62,9 +48,9 @@ class Chronicle:
         """End the hashing thread."""
         self._hashing.shutdown(cancel_futures=True)
 
-    def weights(self, tensors: Mapping[str, Tensor]) -> None:
+    def weights(self, weights: Weights) -> None:
         """Begin to hash the weights that the life began with, or that the newest step made."""
-        self._digest = self._hashing.submit(snapshot_digest, tensors)
+        self._digest = self._hashing.submit(weights.root)
 
     def digest(self) -> str:
         """Return the digest of the weights as they are now, waiting for it if it must be."""

@@ -50,6 +50,7 @@ def commit_everything(training: Training) -> None:
         version=training.version,
         weights_digest=digest,
         weights_dtype=training.published_dtype,
+        weights_are="adapter" if training.settings.publishes_adapters else "model",
         ledger=training.ledger.rows(),
         dispatch=issued.dispatch,
         unsent=issued.unsent,

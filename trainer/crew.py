@@ -1,6 +1,6 @@
 """The ranks that train together: rank 0 gives the orders, every rank carries out its part.
 
-Rank 0 calls `step`, `snapshot`, `save` and `load`; the others sit in `follow`, which does the same
+Rank 0 calls `step`, `snapshot`, `weights`, `save` and `load`; the others sit in `follow`, which does the same
 things in the same order until rank 0 says `dismiss`. Each rank fetches and builds only its own rows.
 """
 
@@ -25,6 +25,7 @@ from trainer.objective import PolicyGradient
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
 from trainer.reference import ReferencePolicy
+from trainer.snapshot import Weights
 from trainer.step_plan import ReadyGroup, StepPlan, rows_of
 
 
@@ -71,6 +72,11 @@ class Crew:
         self._order("snapshot")
         return self.policy.snapshot(dtype)
 
+    def weights(self, dtype: torch.dtype | None = None, *, as_adapter: bool) -> Weights:
+        """Copy what is published of the policy to the CPU (rank 0); see `Policy.weights`."""
+        self._order("weights", lambda: [None if dtype is None else str(dtype), as_adapter])
+        return self.policy.weights(dtype, as_adapter=as_adapter)
+
     def save(self, folder: Path) -> None:
         """Write the policy's part of a checkpoint (rank 0); the folder is on storage that all ranks share."""
         self._order("save", lambda: str(folder.absolute()))
@@ -98,6 +104,9 @@ class Crew:
                     self._gaps(plan, self._fetch(plan), detail[1])
                 case "snapshot":
                     self.policy.snapshot()
+                case "weights":
+                    dtype = None if detail[0] is None else getattr(torch, detail[0].removeprefix("torch."))
+                    self.policy.weights(dtype, as_adapter=detail[1])
                 case "save":
                     self._save(Path(detail))
                 case "load":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from protocol.connection import Section
@@ -17,6 +19,12 @@ class LoraSettings(Section):
     )
     targets: list[str] = Field(
         default=[], description='Layers by the end of their name ("q_proj"); none: every linear one but the head.'
+    )
+
+    publish: Literal["adapter", "merged"] = Field(
+        default="merged",
+        description="What a version is published as: 'adapter': the adapters alone, upon a base that is published once; "
+        "'merged': the whole model, as without adapters.",
     )
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protocol.adapter_format import published_name
 from trainer import adapter
 from trainer.batch import MicroBatch
 from trainer.errors import CheckpointError, UnsupportedModel
@@ -21,6 +22,7 @@ from trainer.logprobs import CompletionScorer, Logits
 from trainer.objective import Objective, Outcome
 from trainer.ranks import Ranks
 from trainer.reference import Reference, ReferencePolicy
+from trainer.snapshot import Base, Weights
 from trainer.trainable import Optimisation, Trainable
 
 _PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
@@ -47,6 +49,7 @@ class Policy:
         self._trainable = trainable
         self._scorer = scorer
         self._ranks = ranks
+        self._base: tuple[torch.dtype | None, Base] | None = None  # as it was copied last, and its dtype
         self.steps_done = 0
         self.device = trainable.device
 
@@ -92,15 +95,32 @@ class Policy:
         loss, sums, maxima = tally.over(self._ranks)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
 
-    def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on the other ranks.
+    def weights(self, dtype: torch.dtype | None = None, *, as_adapter: bool = False) -> Weights:
+        """Copy what is published of this policy to the CPU; nothing on the other ranks. Collective under ZeRO-3.
 
-        Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
-        ``dtype`` on the way, where they are, so that only the smaller copy travels.
+        ``as_adapter``: the adapters upon the model as it was before they learned. A policy that has made no step yet
+        is that model.
+        """
+        config = adapter.config(self._scorer) if as_adapter else None
+        if config is None:
+            return Weights(self.snapshot(dtype))
+        if self._base is None or self._base[0] != dtype:
+            self._base = dtype, Base(self.snapshot(dtype, merge=False), config)
+        base = self._base[1]
+        if self.steps_done == 0:
+            return Weights(base.tensors)
+        return Weights({published_name(name): t for name, t in self.adapter_tensors(dtype).items()}, base)
+
+    def snapshot(self, dtype: torch.dtype | None = None, *, merge: bool = True) -> dict[str, Tensor]:
+        """Copy the whole model to the CPU under its Hugging Face names; empty on the other ranks.
+
+        Adapters are merged, or left away when ``merge`` says so. Collective under ZeRO-3, which gathers one parameter
+        at a time. Floating-point tensors are rounded to ``dtype`` on the way, where they are, so that only the smaller
+        copy travels.
         """
         copies: dict[str, Tensor] = {}
         persistent = self._scorer.state_dict().keys()
-        adapted = adapter.factors(self._scorer)
+        adapted = adapter.factors(self._scorer) if merge else {}
         for name, parameter in self._scorer.named_parameters():
             if adapter.is_adapter(name):
                 continue
@@ -115,10 +135,10 @@ class Policy:
                     copies[name.removeprefix(_PREFIX)] = _to_cpu(buffer, dtype)
         return copies
 
-    def adapter_tensors(self) -> dict[str, Tensor]:
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copy the adapters to the CPU, by their layer's name with ``lora_A.weight`` or ``lora_B.weight`` behind it.
 
-        Empty without adapters and on the other ranks; collective under ZeRO-3.
+        Rounded to ``dtype``, if there is one. Empty without adapters and on the other ranks; collective under ZeRO-3.
         """
         copies: dict[str, Tensor] = {}
         for name, (down, up, _) in adapter.factors(self._scorer).items():
@@ -126,8 +146,8 @@ class Policy:
             with self._trainable.whole(down, up):
                 if self._ranks.is_leader:
                     copies |= {
-                        f"{layer}.lora_A.weight": _to_cpu(down, None),
-                        f"{layer}.lora_B.weight": _to_cpu(up, None),
+                        f"{layer}.lora_A.weight": _to_cpu(down, dtype),
+                        f"{layer}.lora_B.weight": _to_cpu(up, dtype),
                     }
         return copies
 

@@ -11,12 +11,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
-from torch import Tensor
 
 from protocol import subjects
 from protocol.facts import Head, WeightsPublished
@@ -25,14 +24,16 @@ from protocol.versions import PolicyVersion
 from protocol.weight_layout import WeightLayout
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weight_retention import AnchorPolicy
-from protocol.weights import Ancestor, ModelFile
+from protocol.weights import Ancestor, AnchorRef, ModelFile
 from trainer import crash_points
 from trainer.anchors import Anchors
 from trainer.committed_weights import CommittedWeights, Difference, gather, layout_of
 from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
+from trainer.errors import PublicationFailed
 from trainer.head import HeadKey
-from trainer.snapshot import Snapshot
+from trainer.published_base import PublishedBase
+from trainer.snapshot import Base, Snapshot, Weights
 from trainer.version_writer import Label, VersionWriter, Written
 
 log = structlog.get_logger("trainer.publish")
@@ -44,10 +45,10 @@ class Publication:
 
     version: PolicyVersion
     step: int
-    kind: str  # "patch" or "anchor"
+    kind: str  # "patch", "anchor" or "adapter"
     parent: int | None
     density: float  # share of the values whose bits changed since the parent
-    raw_bytes: int
+    raw_bytes: int  # of the whole model
     sent_bytes: int
     diff_s: float  # compare and encode
     upload_s: float  # objects, manifest, and the look at the listing
@@ -68,6 +69,8 @@ class Publications:
         self._bucket_bytes = bucket_bytes
         self.head = HeadKey(doors.bus, doors.run_id)
         self.anchors = Anchors(writer, policy, bucket_bytes=bucket_bytes)
+        self._base_model = PublishedBase(doors, writer, bucket_bytes=bucket_bytes)
+        self._adapter: Snapshot | None = None  # what the head names, where that is an adapter
         self._committed: CommittedWeights | None = None
         self._newest: Written | None = None  # what the head names
         self._dtype = ""  # of what was published or resumed last
@@ -78,12 +81,22 @@ class Publications:
         """The version that the head names; None before the first, or while nobody has asked for it."""
         return self._newest
 
-    def resume(self, tensors: Mapping[str, Tensor], dtype: str) -> bool:
-        """Say whether these weights are bit for bit those of the head; then the next patch starts from them."""
+    def has_base(self, base: Base) -> bool:
+        """Say whether the model that adapters are to sit upon is stored."""
+        return self._base_model.find(base, self._read_newest()) is not None
+
+    def lay_base(self, base: Base, label: Label, dtype: str) -> None:
+        """Store the model that adapters are to sit upon; no head names it."""
+        self._base_model.lay(base, label, self._writer.small_files(dtype))
+
+    def resume(self, weights: Weights, dtype: str) -> bool:
+        """Say whether these weights are bit for bit those of the head; then the next version follows on them."""
         newest = self._read_newest()
         if newest is None:
             return False
-        committed = CommittedWeights.copy_of(layout_of(tensors, self._bucket_bytes), tensors)
+        if weights.base is not None:
+            return self._resume_adapter(newest, weights, dtype)
+        committed = CommittedWeights.copy_of(layout_of(weights.tensors, self._bucket_bytes), weights.tensors)
         if (
             committed.state_root != newest.manifest.state_root
             or committed.layout.layout_id != newest.manifest.layout_id
@@ -95,6 +108,8 @@ class Publications:
 
     def publish(self, snapshot: Snapshot) -> Publication:
         """Publish a snapshot as a patch of the head; whole, when there is nothing that it could be compared with."""
+        if snapshot.base is not None:
+            return self._publish_adapter(snapshot, snapshot.base)
         started = time.monotonic()
         label = Label(snapshot.version, snapshot.step, self._epoch)
         layout = layout_of(snapshot.tensors, self._bucket_bytes)
@@ -113,7 +128,7 @@ class Publications:
             written = self._anchor(label, files, committed, parent)
         elif self.anchors.is_better_whole(difference.num_bytes):
             raw_of = functools.partial(_gathered, layout, snapshot)
-            written = self._writer.anchor(label, layout, files, raw_of, state_root=difference.state_root, parent=parent)
+            written = self._writer.whole(label, layout, files, raw_of, state_root=difference.state_root, parent=parent)
         else:
             assert parent is not None
             assert anchor is not None
@@ -150,6 +165,8 @@ class Publications:
         newest = self._read_newest()
         if newest is None:
             return False
+        if newest.manifest.kind == "adapter":
+            return self._answer_adapter(newest)
         if self._committed is None and not self._read:
             self._read = True
             self._committed = self._put_together(newest)
@@ -163,10 +180,71 @@ class Publications:
         log.warning("published whole, because workers refused it", policy_version=label.version)
         return True
 
+    def _publish_adapter(self, snapshot: Snapshot, base: Base) -> Publication:
+        """Publish an adapter, which is small and always whole, upon the base that was published before."""
+        started = time.monotonic()
+        newest = self._read_newest()
+        reference = self._base_model.find(base, newest)
+        if reference is None:
+            raise PublicationFailed(
+                f"version {snapshot.version} is an adapter, and the model it sits upon, {base.root[:16]}…, is not published; "
+                "start the trainer again: it stores the model first"
+            )
+        written = self._write_adapter(snapshot, base, reference, newest.as_ancestor if newest else None)
+        upload_s = time.monotonic() - started
+        self._commit(written)
+        self._adapter, self._committed, self._read = snapshot, None, False
+        manifest = written.manifest
+        return Publication(
+            version=snapshot.version,
+            step=snapshot.step,
+            kind=manifest.kind,
+            parent=manifest.parent.version if manifest.parent else None,
+            density=manifest.density,
+            raw_bytes=sum(tensor.nbytes for tensor in base.tensors.values()),
+            sent_bytes=manifest.num_bytes + written.reference.size_bytes,
+            diff_s=0.0,
+            upload_s=upload_s,
+            publish_s=time.monotonic() - started,
+        )
+
+    def _write_adapter(self, snapshot: Snapshot, base: Base, reference: AnchorRef, parent: Ancestor | None) -> Written:
+        layout = layout_of(snapshot.tensors, sys.maxsize)  # one bucket: engines read one file
+        return self._writer.whole(
+            Label(snapshot.version, snapshot.step, self._epoch),
+            layout,
+            self._writer.adapter_files(base.config),
+            functools.partial(_gathered, layout, snapshot),
+            state_root=Weights(snapshot.tensors, base).root(),
+            parent=parent,
+            base=reference,
+        )
+
+    def _resume_adapter(self, newest: Written, weights: Weights, dtype: str) -> bool:
+        assert weights.base is not None
+        manifest = newest.manifest
+        if manifest.state_root != weights.root() or not self.has_base(weights.base):
+            return False
+        self._dtype = dtype
+        self._adapter = Snapshot(
+            PolicyVersion(manifest.version), manifest.step, weights.tensors, dtype, base=weights.base
+        )
+        self._announce(newest)  # as for whole models
+        return True
+
+    def _answer_adapter(self, newest: Written) -> bool:
+        adapter = self._adapter
+        if adapter is None or adapter.base is None or adapter.version != newest.manifest.version:
+            return False
+        reference = self._base_model.mended(adapter.base, self._writer.small_files(adapter.dtype, again=True))
+        self._commit(self._write_adapter(adapter, adapter.base, reference, newest.manifest.parent))
+        log.warning("published again, because workers refused it", policy_version=adapter.version)
+        return True
+
     def _anchor(
         self, label: Label, files: tuple[ModelFile, ...], committed: CommittedWeights, parent: Ancestor | None
     ) -> Written:
-        return self._writer.anchor(
+        return self._writer.whole(
             label,
             committed.layout,
             files,
@@ -203,7 +281,7 @@ class Publications:
     def _base(self, layout: WeightLayout) -> CommittedWeights | None:
         """Return the head's bytes, put together from the object store when this life has not made them itself."""
         newest = self._read_newest()
-        if newest is None:
+        if newest is None or newest.manifest.kind == "adapter":
             return None
         if self._committed is None and not self._read:
             self._read = True

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import structlog
-from torch import Tensor
 
 from protocol import subjects
 from protocol.facts import Head, WeightsRefused
@@ -24,8 +24,8 @@ from trainer.anchors import answer_is_due
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.publication import Publication, Publications
-from trainer.snapshot import Snapshot
-from trainer.version_writer import VersionWriter
+from trainer.snapshot import Base, Snapshot, Weights
+from trainer.version_writer import Label, VersionWriter
 
 log = structlog.get_logger("trainer.publish")
 
@@ -56,6 +56,7 @@ class Publisher:
             bucket_bytes: Size of the unit of comparison, and of an anchor's files.
         """
         self._bus, self._blobs = doors.bus, doors.blobs
+        self._epoch = epoch
         writer = VersionWriter(doors, model_folder)
         self._publications = Publications(
             doors, writer, policy=policy or AnchorPolicy(), epoch=epoch, bucket_bytes=bucket_bytes
@@ -66,6 +67,7 @@ class Publisher:
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot] = []
         self._refused: dict[str, set[str]] = {}  # sha256 of a manifest -> workers that cannot use it
+        self._num_answers: Counter[int] = Counter()  # by version
         self._failure: Exception | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -87,9 +89,20 @@ class Publisher:
         """Anchors written beside versions, in this life."""
         return self._publications.anchors.num_written
 
-    def resume(self, tensors: Mapping[str, Tensor], dtype: str) -> bool:
+    def resume(self, weights: Weights, dtype: str) -> bool:
         """Say whether these weights are bit for bit those of the head, before anything was submitted."""
-        return self._publications.resume(tensors, dtype)
+        return self._publications.resume(weights, dtype)
+
+    def has_base(self, base: Base) -> bool:
+        """Say whether the model that adapters are to sit upon is stored, before anything was submitted."""
+        return self._publications.has_base(base)
+
+    def lay_base(self, base: Base, version: PolicyVersion, step: int, dtype: str) -> None:
+        """Store the model that adapters are to sit upon under a number that no head names, before anything was submitted.
+
+        Raises BlobError when the store is away, PublicationFailed when it does not list what it took.
+        """
+        self._publications.lay_base(base, Label(version, step, self._epoch), dtype)
 
     def pinned(self) -> set[PolicyVersion]:
         """Return the versions that somebody still needs whole."""
@@ -194,12 +207,13 @@ class Publisher:
         if newest is None:
             return False
         workers = self._refused.get(newest.reference.sha256, set())
-        return answer_is_due(newest.manifest.kind, workers)
+        return answer_is_due(newest.manifest.kind, workers, self._num_answers[newest.manifest.version])
 
     def _answer(self) -> None:
         newest = self._publications.newest
         assert newest is not None
         with self._changed:
             del self._refused[newest.reference.sha256]
+            self._num_answers[newest.manifest.version] += 1
         if not self._publications.answer():
             log.warning("the next version will be published whole")

@@ -30,7 +30,6 @@ from protocol.stored_record import StoredRecord
 from protocol.transport.blobs import Blobs
 from trainer import surroundings
 from trainer.assemble import build_crew
-from trainer.chronicle import snapshot_digest
 from trainer.committing import CHECKPOINTS
 from trainer.crew import Crew
 from trainer.planning import Planner, learn
@@ -62,6 +61,7 @@ class _Begin:
     algorithm: Mapping[str, Any]
     digest: str
     dtype: str  # of the digest
+    as_adapter: bool
     words: str
 
 
@@ -109,7 +109,7 @@ class Replay:
     def _beginning(self) -> _Begin:
         """Choose the newest checkpoint at or before the first wanted version, else the initial model."""
         first = self._record.lives[0]
-        begin = _Begin(first.version, 0, None, {}, first.weights_digest, "", "the initial model")
+        begin = _Begin(first.version, 0, None, {}, first.weights_digest, "", False, "the initial model")
         told = {chapter.number: chapter for chapter in self._record.told}
         stored = [] if self._wanted.first is None else committed(self._folder / CHECKPOINTS)
         for folder, state in stored:
@@ -117,7 +117,7 @@ class Replay:
             belongs = chapter is not None and chapter.weights_digest == state.weights_digest
             if belongs and begin.version < state.version <= (self._wanted.first or 0):
                 what = (state.version, state.step, folder, state.algorithm, state.weights_digest, state.weights_dtype)
-                begin = _Begin(*what, f"the checkpoint {folder.name}")
+                begin = _Begin(*what, state.weights_are == "adapter", f"the checkpoint {folder.name}")
         self.verdict.began_with, self.verdict.began_from = begin.version, begin.words
         return begin
 
@@ -139,7 +139,12 @@ class Replay:
         life = self._life_of(items[0]) if items else self._record.lives[-1]
         planner = self._enter(life, begin.folder, begin.algorithm)
         for version, step, recorded, figures in self._made(begin, items, scratch, planner):
-            replayed = self._digest(begin.dtype if version == begin.version else self._settings.trainer.publish_dtype)
+            if version == begin.version:
+                replayed = self._digest(begin.dtype, as_adapter=begin.as_adapter)
+            else:
+                replayed = self._digest(
+                    self._settings.trainer.publish_dtype, as_adapter=self._settings.publishes_adapters
+                )
             if replayed != recorded:
                 lines = figure_differences(self._folder / "metrics.jsonl", step, figures)
                 self.verdict.difference = Difference(version, step, recorded, replayed, lines)
@@ -210,10 +215,10 @@ class Replay:
         assert self._crew is not None
         return self._crew
 
-    def _digest(self, dtype: str) -> str:
+    def _digest(self, dtype: str, *, as_adapter: bool) -> str:
         crew = self._require_crew()
         as_trained = dtype in ("", "as-trained", crew.policy.dtype)
-        return snapshot_digest(crew.snapshot(None if as_trained else getattr(torch, dtype)))
+        return crew.weights(None if as_trained else getattr(torch, dtype), as_adapter=as_adapter).root()
 
     def _compare_surroundings(self) -> None:
         for line in surroundings.differences(self._life.environment, surroundings.surroundings()):

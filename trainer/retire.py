@@ -84,14 +84,15 @@ class Retirement:
         stored = list(self._blobs.list(blob_keys.all_weights_prefix(self._run_id)))
         self._read_manifests(stored)
         chain = self._chain(head.manifest.key)
-        starts = {m.version: m.version if m.anchor is None else m.anchor.version for m in chain}
-        newest = [PolicyVersion(version) for version in sorted(starts)][-self._retention.keep_versions :]
+        starts = {PolicyVersion(m.version): m.start for m in chain}
+        newest = sorted(starts)[-self._retention.keep_versions :]
         wanted = [*self._needed_by_workers(), *self._pinned(), *newest]
-        needed = [PolicyVersion(starts.get(version, version)) for version in wanted]  # a patch is read from its anchor
-        floor = retirement_floor(_anchors(chain), head=PolicyVersion(head.version), needed=needed)
+        bases = _bases(chain)  # stay as long as what sits upon them, and lower no floor
+        needed = [starts.get(version, version) for version in wanted if version not in bases]
+        floor = retirement_floor(set(starts.values()) - bases, head=PolicyVersion(head.version), needed=needed)
         if floor is not None:
             floor = self._raise_floor(floor)
-            self._retire(stored, floor, now)
+            self._retire(stored, floor, now, _bases(m for m in chain if not is_newer(floor, PolicyVersion(m.version))))
         return floor
 
     def _work(self) -> None:
@@ -145,9 +146,9 @@ class Retirement:
         self._state.put(streams.FLOOR_KEY, encode(RetirementFloor(version=floor))).wait()
         return floor
 
-    def _retire(self, stored: list[BlobStat], floor: PolicyVersion, now: float) -> None:
+    def _retire(self, stored: list[BlobStat], floor: PolicyVersion, now: float, bases: set[PolicyVersion]) -> None:
         version_of = {stat.key: blob_keys.version_of_weights(self._run_id, stat.key) for stat in stored}
-        old = retired(set(version_of.values()), floor)
+        old = retired(set(version_of.values()), floor, bases)
         manifests = [key for key in version_of if key.endswith(_MANIFEST) and version_of[key] in old]
         self._delete(manifests, "below the floor")
         self._retired_at = {version: self._retired_at.get(version, now) for version in old}
@@ -167,13 +168,9 @@ class Retirement:
             log.info("deleted", num_objects=len(doomed), why=why, first=doomed[0])
 
 
-def _anchors(chain: Iterable[VersionManifest]) -> set[PolicyVersion]:
-    """Return the versions that have an anchor which the head's chain leads to."""
-    found = set()
-    for manifest in chain:
-        anchor = manifest.anchor
-        found.add(PolicyVersion(manifest.version if anchor is None else anchor.version))
-    return found
+def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
+    """Return the models that adapters among these versions sit upon."""
+    return {PolicyVersion(m.base.version) for m in manifests if m.base is not None}
 
 
 def _heartbeat(entry: Entry) -> Heartbeat | None:

@@ -341,6 +341,11 @@ class TrainerSettings(Section):
                 f"{self.trainer.steps}; lower it"
             )
 
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether versions are adapters upon a base, not whole models."""
+        return self.model.lora.rank > 0 and self.model.lora.publish == "adapter"
+
     def _check_lora(self) -> None:
         chosen = self.algorithm
         is_frozen_copy = chosen.reference_path is not None or not chosen.needs_reference

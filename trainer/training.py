@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 
 import structlog
 import torch
-from torch import Tensor
 
 from protocol.activity import Activity
 from protocol.checkpoint_state import CheckpointState
@@ -40,7 +39,7 @@ from trainer.publish import Publisher
 from trainer.pulse import Pulse
 from trainer.record import Recorder
 from trainer.settings import TrainerSettings
-from trainer.snapshot import Snapshot
+from trainer.snapshot import Snapshot, Weights
 from trainer.step_plan import ReadyGroup
 from trainer.tally import Tally
 
@@ -101,19 +100,24 @@ class Training:
         """Publish the weights the run starts from, evaluate them, and let the workers start.
 
         A version number never goes back: after a crash the checkpoint's weights get the number after
-        the newest one that was ever published.
+        the newest one that was ever published. A policy that has made no step is published as a model, upon which
+        adapters then sit; where a resumed one finds no such model, it is stored beside, under a number of its own.
         """
         self._say("starting", total_steps=self.settings.trainer.steps)
         head = self.publisher.head
         parent = self.resumed.version if self.resumed else None
-        tensors = self._snapshot()
+        weights = self._weights()
         self._check_weights()
         is_published = (
-            head is not None and head.version == parent and self.publisher.resume(tensors, self.published_dtype)
+            head is not None and head.version == parent and self.publisher.resume(weights, self.published_dtype)
         )
         if not is_published:
             self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
-            self._submit(tensors, must_publish=True)
+            if weights.base is not None and not self.publisher.has_base(weights.base):
+                beside = next_version(self.version)
+                self.publisher.lay_base(weights.base, beside, self.num_steps_done, self.published_dtype)
+                self.version = next_version(beside)
+            self._submit(weights, must_publish=True)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
         self.chronicle.life(
             holder=self.lease.holder,
@@ -185,7 +189,7 @@ class Training:
         """Hand the new weights to the publisher; raises LeaseLost when another trainer has the run."""
         self.lease.check()
         with self.activity.working("publishing"):
-            self._submit(self._snapshot(), must_publish=self._evaluation_is_due())
+            self._submit(self._weights(), must_publish=self._evaluation_is_due())
         self.pulse.version = self.version
 
     def evaluate_if_due(self) -> None:
@@ -280,7 +284,8 @@ class Training:
 
     def _check_weights(self) -> None:
         """Refuse a checkpoint whose weights are not those that its state tells of."""
-        if self.resumed is None or self.resumed.weights_dtype != self.published_dtype:
+        now = (self.published_dtype, "adapter" if self.settings.publishes_adapters else "model")
+        if self.resumed is None or (self.resumed.weights_dtype, self.resumed.weights_are) != now:
             return  # nothing to compare with
         if self.chronicle.digest() != self.resumed.weights_digest:
             raise CheckpointError(
@@ -300,22 +305,24 @@ class Training:
         chosen = self.settings.trainer.publish_dtype
         return self.crew.policy.dtype if chosen == "as-trained" else chosen
 
-    def _snapshot(self) -> dict[str, Tensor]:
+    def _weights(self) -> Weights:
         """Copy the weights as they are published, and begin to hash them."""
         chosen = self.settings.trainer.publish_dtype
-        tensors = self.crew.snapshot(None if chosen == "as-trained" else getattr(torch, chosen))
-        self.chronicle.weights(tensors)
-        return tensors
+        dtype = None if chosen == "as-trained" else getattr(torch, chosen)
+        weights = self.crew.weights(dtype, as_adapter=self.settings.publishes_adapters)
+        self.chronicle.weights(weights)
+        return weights
 
-    def _submit(self, tensors: dict[str, Tensor], *, must_publish: bool) -> None:
+    def _submit(self, weights: Weights, *, must_publish: bool) -> None:
         is_last = self.num_steps_done == self.settings.trainer.steps
         self.publisher.submit(
             Snapshot(
                 version=self.version,
                 step=self.num_steps_done,
-                tensors=tensors,
+                tensors=weights.tensors,
                 dtype=self.published_dtype,
                 must_publish=must_publish or is_last,
+                base=weights.base,
             )
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol import blob_keys
+from protocol.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from protocol.bucket_codec import bucket_xxh3
 from protocol.errors import BlobCorrupt, BlobMissing
 from protocol.facts import BlobRef
@@ -117,7 +118,7 @@ class VersionWriter:
         )
         return self._finish(manifest, attempt)
 
-    def anchor(
+    def whole(
         self,
         label: Label,
         layout: WeightLayout,
@@ -126,14 +127,19 @@ class VersionWriter:
         *,
         state_root: str,
         parent: Ancestor | None,
+        base: AnchorRef | None = None,
         stored: CrashPoint = CrashPoint.SHARDS_STORED,
     ) -> Written:
-        """Store a version whole: one safetensors file for each bucket; ``raw_of`` gives a bucket's bytes."""
+        """Store a version whole: one safetensors file for each bucket; ``raw_of`` gives a bucket's bytes.
+
+        It is an anchor, or with a ``base`` the adapter of one bucket that sits upon it.
+        """
         attempt = secrets.token_hex(4)
         objects, buckets = [], []
         for number, bucket in enumerate(layout.buckets):
             raw = raw_of(number)
-            key = blob_keys.weights_shard(self._run_id, label.version, attempt, shard_name(number, len(layout.buckets)))
+            name = ADAPTER_WEIGHTS if base else shard_name(number, len(layout.buckets))
+            key = blob_keys.weights_shard(self._run_id, label.version, attempt, name)
             blob = self._blobs.put(key, shard_header(bucket) + raw.tobytes())
             objects.append(blob)
             buckets.append(
@@ -147,12 +153,13 @@ class VersionWriter:
             )
         crash_points.reach(stored)
         manifest = VersionManifest(
-            kind="anchor",
+            kind="adapter" if base else "anchor",
             run_id=self._run_id,
             version=label.version,
             step=label.step,
             epoch=label.epoch,
             parent=parent,
+            anchor=base,
             layout=self._layout(layout),
             objects=tuple(objects),
             buckets=tuple(buckets),
@@ -184,12 +191,17 @@ class VersionWriter:
     def small_files(self, dtype: str, *, again: bool = False) -> tuple[ModelFile, ...]:
         """Store config and tokenizer for weights of a dtype, and return where they are; ``again``: look once more."""
         if again or dtype not in self._small:
-            files = []
-            for name, data in small_files(self._model_folder, dtype).items():
-                key = blob_keys.model_file(self._run_id, hashlib.sha256(data).hexdigest(), name)
-                files.append(ModelFile(name=name, blob=self._put_once(key, data)))
-            self._small[dtype] = tuple(files)
+            found = small_files(self._model_folder, dtype)
+            self._small[dtype] = tuple(self._small_file(name, data) for name, data in found.items())
         return self._small[dtype]
+
+    def adapter_files(self, config: bytes) -> tuple[ModelFile, ...]:
+        """Store how an adapter counts, and return where that is."""
+        return (self._small_file(ADAPTER_CONFIG, config),)
+
+    def _small_file(self, name: str, data: bytes) -> ModelFile:
+        key = blob_keys.model_file(self._run_id, hashlib.sha256(data).hexdigest(), name)
+        return ModelFile(name=name, blob=self._put_once(key, data))
 
     def _put_once(self, key: str, data: bytes) -> BlobRef:
         """Store an object whose key is made of its content, unless it is there whole; a damaged one is left alone."""

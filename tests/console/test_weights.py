@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM
 from console.weights import export, print_versions
 from deploy.quickstart_task import write_model
 from protocol import subjects
+from protocol.adapter_format import AdapterConfig, published_name
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import ConfigError
 from protocol.facts import RunEvent, WeightsApplied
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from tests.weights_source import WeightsSource
+from trainer.snapshot import Base
 
 State = dict[str, torch.Tensor]
 
@@ -94,6 +96,42 @@ def test_a_version_is_exported_as_a_model_folder(
         export(ring_streams, 2, folder, arguments, {})
     with pytest.raises(ConfigError, match="has no version 9"):
         export(ring_streams, 9, tmp_path / "v9", arguments, {})
+
+
+def test_adapters_are_listed_with_their_base_and_exported_either_way(
+    bus: Bus, blobs: Blobs, ring_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A version upon a base says which; it becomes a merged model that transformers loads, or a folder for PEFT."""
+    folder = tmp_path / "model"
+    write_model(folder, seed=0)
+    source = WeightsSource(bus, blobs, ring_streams, folder)
+    base = Base(load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",)))
+    source.publish(0, base.tensors)
+    layer = "model.layers.0.self_attn.q_proj"
+    factors = {
+        published_name(f"{layer}.lora_A.weight"): torch.randn(2, 64),
+        published_name(f"{layer}.lora_B.weight"): torch.randn(128, 2),
+    }
+    source.publish(1, factors, base=base)
+    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["version"], row["parent"], row["kind"], row["base"]) for row in rows] == [
+        (0, None, "anchor", None), (1, 0, "adapter", 0),
+    ]  # fmt: skip
+    assert rows[1]["bytes"] < 0.05 * rows[0]["bytes"]
+    assert print_versions(ring_streams, arguments, {}, as_json=False) == 0
+    assert "adapter on 0" in capsys.readouterr().out
+    assert export(ring_streams, 1, tmp_path / "merged", arguments, {}) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    down, up = factors.values()
+    torch.testing.assert_close(
+        loaded[f"{layer}.weight"], base.tensors[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
+    )
+    assert export(ring_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
+    with pytest.raises(ConfigError, match="is no adapter; export it as a model"):
+        export(ring_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
 
 
 def test_a_version_whose_objects_are_damaged_is_not_exported(

@@ -1,4 +1,4 @@
-"""Mutates segments, manifests and layouts, and holds the readers to their promise.
+"""Mutates segments, manifests, layouts and adapters, and holds the readers to their promise.
 
     python -m tests.protocol.fuzz_patches --mutations 200000
 
@@ -26,13 +26,24 @@ import numpy as np
 import zstandard
 
 from protocol import bucket_codec, patch_segment, raw_segment
+from protocol.adapter_format import AdapterConfig
+from protocol.adapter_merge import check_fit, merge_into, read_factors
 from protocol.bucket_diff import WORD_BYTES
-from protocol.errors import ChainBroken, MalformedFact, SegmentRefused
+from protocol.errors import ChainBroken, MalformedFact, MalformedWeights, SegmentRefused
 from protocol.versions import PolicyVersion
-from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up
+from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
 from protocol.weight_layout import WeightLayout
 from protocol.weights import VersionManifest
-from tests.protocol.published_weights import LAYOUT, PublishedWeights, State, WrongBytes, changed_state, random_state
+from tests.protocol.published_weights import (
+    ADAPTER,
+    ADAPTER_LAYOUT,
+    LAYOUT,
+    PublishedWeights,
+    State,
+    WrongBytes,
+    changed_state,
+    random_state,
+)
 
 CANARY = 64  # bytes on either side of the bucket that must stay as they are
 BOMB_BYTES = 64 * 1024**2
@@ -116,6 +127,11 @@ class Fuzzer:
         for density in (0.02, 0.6, 0.02):
             self.states.append(changed_state(self.run.state, rng, density))
             self.manifests.append(self.run.publish(self.states[-1]))
+        self.factors = rng.integers(0, 256, ADAPTER_LAYOUT.num_bytes, dtype=np.uint8)
+        self.factors[1::2] &= 0x3F  # bfloat16 that is finite
+        self.adapter_manifest = self.run.publish_adapter(self.factors)
+        self.manifests.append(self.adapter_manifest)
+        self.states.append([self.factors])
         self.known = {}
         for manifest in self.manifests[1:]:
             for ancestor in (manifest.parent, manifest.anchor):
@@ -127,7 +143,7 @@ class Fuzzer:
 
     def go(self, num_mutations: int) -> Tally:
         """Try mutations; raises AssertionError, or whatever a reader raised that it must not, at the first miss."""
-        kinds = [self.segment, self.segment, self.segment, self.manifest, self.layout]
+        kinds = [self.segment, self.segment, self.segment, self.manifest, self.layout, self.adapter]
         for number in range(num_mutations):
             kind = kinds[number % len(kinds)]
             traced = self.random.randrange(TRACED_EVERY) == 0
@@ -185,6 +201,14 @@ class Fuzzer:
             return "chain refused"
         if isinstance(plan, FetchManifest):
             return "asks for another manifest"
+        if head.base is not None:
+            found = self.known.get(head.base.manifest.sha256)
+            if found is None:
+                return "asks for another manifest"
+            try:
+                verify_base(head, found)
+            except ChainBroken:
+                return "base refused"
         return self._followed(plan, held_index)
 
     def layout(self) -> str:
@@ -195,6 +219,30 @@ class Fuzzer:
             return "refused"
         assert layout.num_bytes == sum(tensor.num_bytes for _, _, tensor in layout.placed())
         return "harmless" if layout.layout_id == LAYOUT.layout_id else "another layout by its id"
+
+    def adapter(self) -> str:
+        """Mutate an adapter's config or layout; what passes is merged into its base, and into no other weight."""
+        which = self.random.randrange(2)
+        config_json, layout_json = ADAPTER.to_json(), ADAPTER_LAYOUT.to_json()
+        try:
+            config = AdapterConfig.from_json(self._mutated_json(config_json) if which else config_json)
+            layout = WeightLayout.from_json(layout_json if which else self._mutated_json(layout_json))
+            if [bucket.num_words for bucket in layout.buckets] != [ADAPTER_LAYOUT.num_words]:
+                return "refused, not the manifest's size"
+            if layout.num_bytes != self.factors.size:
+                return "refused, not the object's size"
+            factors = read_factors(config, layout, self.factors)
+            check_fit(factors, LAYOUT)
+        except (MalformedFact, MalformedWeights):
+            return "refused"
+        for number, bucket in enumerate(LAYOUT.buckets):
+            raw = np.zeros(bucket.num_bytes, np.uint8)
+            merge_into(raw, bucket, factors, config.scale)
+            adapted = [placed for placed in bucket.tensors if placed.name in factors]
+            for placed in adapted:
+                raw[placed.byte_offset : placed.byte_offset + placed.num_bytes] = 0
+            assert not raw.any(), f"written beside the adapted weights of bucket {number}"
+        return "harmless"
 
     def _followed(self, plan: CatchUp, held_index: int) -> str:
         state = self.states[held_index] if plan.anchor is None else []

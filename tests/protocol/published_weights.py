@@ -7,20 +7,28 @@ import hashlib
 import numpy as np
 
 from protocol import bucket_codec
+from protocol.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name
 from protocol.facts import BlobRef
 from protocol.versions import PolicyVersion
 from protocol.weight_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_layout
-from protocol.weight_layout import TensorSpec, build_layout, shard_header, state_root
-from protocol.weights import Ancestor, AnchorRef, BucketState, StoredRange, VersionManifest
+from protocol.weight_layout import TensorSpec, bucket_digests, build_layout, shard_header, state_root
+from protocol.weights import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
 
 SPECS = [
-    TensorSpec("embed", "bfloat16", (50, 8)),
+    TensorSpec("embed.weight", "bfloat16", (50, 8)),
     TensorSpec("layers.0.w", "bfloat16", (300,)),
     TensorSpec("layers.0.norm", "float32", (8,)),
     TensorSpec("layers.1.w", "bfloat16", (700,)),
     TensorSpec("scales", "float8_e4m3fn", (33,)),
 ]
 LAYOUT = build_layout(SPECS, bucket_bytes=1000)
+ADAPTER = AdapterConfig(r=2, lora_alpha=8.0, target_modules=("embed",))
+ADAPTER_LAYOUT = build_layout(
+    [
+        TensorSpec(published_name("embed.lora_A.weight"), "bfloat16", (2, 8)),
+        TensorSpec(published_name("embed.lora_B.weight"), "bfloat16", (50, 2)),
+    ]
+)
 
 State = list[np.ndarray]  # uint8, one for each bucket
 
@@ -122,6 +130,38 @@ class PublishedWeights:
         self.head, self.head_ref, self.state = manifest, self.put(f"m{version}", manifest.to_json()), state
         return manifest
 
+    def publish_adapter(self, raw: np.ndarray, *, epoch: int = 1) -> VersionManifest:
+        """Publish a version that is an adapter upon the newest anchor; ``raw`` is its one bucket."""
+        assert self.head is not None
+        version, bucket = self.head.version + 1, ADAPTER_LAYOUT.buckets[0]
+        blob = self.put(f"l{version}", shard_header(bucket) + raw.tobytes())
+        stored = StoredRange(object=0, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
+        manifest = VersionManifest(
+            kind="adapter",
+            run_id=self.run_id,
+            version=version,
+            step=version,
+            epoch=epoch,
+            parent=self._ancestor(),
+            anchor=self.anchor,
+            layout=self.put("adapter layout", ADAPTER_LAYOUT.to_json()),
+            objects=(blob,),
+            buckets=(
+                BucketState(
+                    codec="safetensors",
+                    stored=stored,
+                    num_words=bucket.num_words,
+                    num_changed=bucket.num_words,
+                    new_xxh3=bucket_codec.bucket_xxh3(raw),
+                ),
+            ),
+            state_root="0" * 64,
+            model_files=(ModelFile(name=ADAPTER_CONFIG, blob=self.put("adapter config", ADAPTER.to_json())),),
+        )
+        manifest = manifest.model_copy(update={"state_root": manifest.root_of(bucket_digests(bucket, raw.data))})
+        self.head, self.head_ref = manifest, self.put(f"m{version}", manifest.to_json())
+        return manifest
+
     def plan(self, held: Held | None, *, max_hops: int = 256) -> CatchUp:
         """Fetch manifests until there is a plan."""
         assert self.head is not None
@@ -140,10 +180,11 @@ class PublishedWeights:
 
         Raises WrongBytes, SegmentRefused or ChainBroken; then nothing is served.
         """
+        layout = ADAPTER_LAYOUT if plan.target.kind == "adapter" else LAYOUT
         for manifest in (plan.target, *plan.manifests):
-            verify_layout(manifest, LAYOUT)
+            verify_layout(manifest, layout)
         result = []
-        for number, bucket in enumerate(LAYOUT.buckets):
+        for number, bucket in enumerate(layout.buckets):
             raw = state[number].copy() if state else np.zeros(bucket.num_bytes, np.uint8)
             for manifest, change in plan.changes_of(number):
                 assert change.stored is not None

@@ -1,4 +1,4 @@
-"""Ten thousand hostile segments, manifests and layouts; `make fuzz-patches` tries twenty times as many."""
+"""Ten thousand hostile segments, manifests, layouts and adapters; `make fuzz-patches` tries twenty times as many."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ def test_hostile_patches_are_refused_or_harmless():
     tally = fuzzer.go(10_000)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert tally.num_mutations == 10_000
-    assert tally.outcomes["segment: refused"] > 4000
+    assert tally.outcomes["segment: refused"] > 3500
     assert tally.outcomes["segment: applied, refused by the bucket's hash"] > 200
     assert tally.outcomes["manifest: refused"] > 1000
     assert tally.outcomes["layout: refused"] > 1000
+    assert tally.outcomes["adapter: refused"] > 700
     assert tally.peak_bytes < 4 * 2**20, "the largest bucket has 0.2 MiB"
     assert grown_kib < 64 * 2**10, "a frame that unfolds to 64 MiB was unfolded"

@@ -190,8 +190,8 @@ def test_a_manifest_says_how_much_changed():
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"kind": "anchor"}, "every bucket of an anchor is safetensors"),
-        ({"parent": None}, "a parent and an anchor are needed"),
+        ({"kind": "anchor"}, "every bucket of a patch is a change, and none of another kind"),
+        ({"parent": None}, "a parent is needed"),
         ({"version": 0}, "cannot build on version 0"),
         ({"objects": ()}, "object 0 of 0"),
         ({"objects": ({"key": "p", "size_bytes": 3, "sha256": "0" * 64},)}, "of an object of 3"),

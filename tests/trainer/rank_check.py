@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from protocol import group_pack
+from protocol.adapter_format import AdapterConfig, factor_pairs
 from protocol.connection import S3Settings
 from protocol.facts import GroupScored, decode
 from protocol.transport.blobs import Blobs
+from trainer import adapter
 from trainer.adapter import Lora
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
@@ -80,12 +82,27 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings:
         "full_gaps": crew.reference_gaps(all_rows(ready, budget_tokens=160, num_ranks=crew.num_ranks), ready, "full"),
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
-        "adapters": {name: list(tensor.shape) for name, tensor in crew.policy.adapter_tensors().items()}
-        if crew.num_ranks == 1
-        else {},
+        "adapter": published_adapter(crew, tensors),
         "num_parameters": crew.policy.num_parameters,
         "checkpoint_bytes": sum(path.stat().st_size for path in (folder / "engine").iterdir()),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
+    }
+
+
+def published_adapter(crew: Crew, merged: dict[str, torch.Tensor]) -> dict:
+    """Return what is published of adapters, and whether base and factors make exactly the model that is exported."""
+    weights = crew.weights(None, as_adapter=True)
+    if weights.base is None:
+        return {}
+    base, scale = weights.base.tensors, AdapterConfig.from_json(weights.base.config).scale
+    made = dict(base)
+    for name, down, up in factor_pairs(weights.tensors):
+        made[name] = adapter.merged(base[name], weights.tensors[down], weights.tensors[up], scale)
+    return {
+        "shapes": {name: list(tensor.shape) for name, tensor in weights.tensors.items()},
+        "scale": scale,
+        "base": weights.base.root,
+        "is_exact": made.keys() == merged.keys() and all(torch.equal(made[name], merged[name]) for name in merged),
     }
 
 

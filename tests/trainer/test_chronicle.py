@@ -18,6 +18,7 @@ from trainer.account import Account
 from trainer.chronicle import Chronicle
 from trainer.doors import Doors
 from trainer.lease import FencedKey
+from trainer.snapshot import Weights
 from trainer.step_plan import ReadyGroup
 
 
@@ -40,7 +41,7 @@ def test_one_step_alone_is_something_to_write(chronicle: Chronicle, blobs: Blobs
     ready = ReadyGroup(scored, pack, group)
     chronicle.step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
     assert not chronicle.is_empty
-    chronicle.weights({"w": torch.ones(3)})
+    chronicle.weights(Weights({"w": torch.ones(3)}))
     entries = Account().take_entries()
     assert entries.is_empty
     reference, number, digest = chronicle.write(entries, step=1, version=PolicyVersion(1))

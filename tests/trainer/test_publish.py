@@ -34,7 +34,7 @@ from trainer.errors import PublicationFailed
 from trainer.head import read_head
 from trainer.publication import Publication
 from trainer.publish import Publisher
-from trainer.snapshot import Snapshot
+from trainer.snapshot import Snapshot, Weights
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +141,8 @@ def test_a_life_that_resumes_the_head_itself_reads_nothing(doors: Doors, model_f
     publish(first, 1)
     first.close()
     second = Publisher(doors, model_folder=model_folder, epoch=1)
-    assert not second.resume(tensors(0), "float32")
-    assert second.resume(tensors(1), "float32")
+    assert not second.resume(Weights(tensors(0)), "float32")
+    assert second.resume(Weights(tensors(1)), "float32")
     for reference in manifest_of(doors, head_of(doors).manifest).objects:
         doors.blobs.delete([reference.key])  # nobody looks at it
     publish(second, 2)
@@ -315,7 +315,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_right_head(
         f"{doors.run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
     ).wait()
     later = Publisher(doors, model_folder=model_folder, epoch=2)
-    assert later.resume(tensors(committed), "float32")  # the checkpoint was of this version
+    assert later.resume(Weights(tensors(committed)), "float32")  # the checkpoint was of this version
     publish(later, committed + 1)
     later.close()
     assert_head_is(doors, committed + 1)
@@ -331,7 +331,7 @@ def test_a_killed_life_may_resume_older_weights(doors: Doors, model_folder: Path
         publish(first, version)
     first.close()
     later = Publisher(doors, model_folder=model_folder, epoch=2)
-    assert not later.resume(tensors(1), "float32")
+    assert not later.resume(Weights(tensors(1)), "float32")
     later.submit(Snapshot(PolicyVersion(4), 1, tensors(1), "float32", must_publish=True))
     later.close()
     head = head_of(doors)

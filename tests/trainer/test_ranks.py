@@ -102,7 +102,10 @@ def test_a_critic_learns_beside_the_policy_at_every_stage(results: dict[int, dic
 
 
 def test_adapters_learn_in_place_of_the_model_at_every_stage(results: dict[int, dict]) -> None:
-    """The model goes out whole with its adapters merged, the checkpoint holds adapters alone, the reference is the start."""
+    """The model goes out whole with its adapters merged, the checkpoint holds adapters alone, the reference is the start.
+
+    What is published of adapters, base and factors, is exactly the model that goes out merged, also of two ranks.
+    """
     full, plain = results[1]["1-float32"], results[1]["lora-1"]
     assert plain["loss"][0] == pytest.approx(full["loss"][0], abs=1e-6)  # B is 0: the first policy is the model
     assert plain["loss"][-1] < plain["loss"][0]
@@ -115,8 +118,12 @@ def test_adapters_learn_in_place_of_the_model_at_every_stage(results: dict[int, 
         assert other["gaps"] == pytest.approx(full["gaps"], rel=1e-4, abs=1e-5)
         assert other["names"] == full["names"]
         assert other["num_parameters"] == full["num_parameters"]
-        assert other["adapters"]["model.layers.0.self_attn.q_proj.lora_A.weight"] == [4, 64]
-        assert len(other["adapters"]) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
+        published = other["adapter"]
+        assert published["shapes"]["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] == [4, 64]
+        assert len(published["shapes"]) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
+        assert published["scale"] == 2.0
+        assert published["is_exact"]
+        assert published == results[2][f"lora-{stage}"]["adapter"]
         assert other["checkpoint_bytes"] < 0.6 * results[1][f"{stage}-float32"]["checkpoint_bytes"]
     assert results[2]["lora-bfloat16"]["loss"] == pytest.approx(plain["loss"], abs=2e-2)
 

@@ -25,8 +25,11 @@ from protocol.facts import Task
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
+from protocol.weight_export import export_version
+from protocol.weight_reader import WeightReader
 from tests.servers import wait_for
 from tests.trainer.producer import Answer, Sampler, ScriptedProducer, write_run_file
+from trainer.head import read_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -279,13 +282,13 @@ def test_remax_learns_from_a_greedy_baseline(
 
 
 def test_two_ranks_run_reuse_and_resume(
-    run_folder: Path, ring_streams: str, bus: Bus, nats_settings: NatsSettings, s3_settings: S3Settings,
+    run_folder: Path, ring_streams: str, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
     trainers: list[Trainer],
 ) -> None:  # fmt: skip
     """Under torchrun, rank 0 leads and the other follows: steps, groups used again, checkpoint, export; and both go on.
 
-    They train adapters, with a KL to the model without them; what is exported is a whole model all the same. At each
-    end nothing waits for another use any more, and every message is acknowledged.
+    They train adapters, with a KL to the model without them; adapters are what is published upon the first model, which
+    the second life finds again. What is exported is a whole model all the same. At each end nothing waits for another use any more, and every message is acknowledged.
     """
     scored = streams.scored_consumer(ring_streams, "train").stream
     for steps in (2, 3):
@@ -293,7 +296,7 @@ def test_two_ranks_run_reuse_and_resume(
             run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
             sections=sections(
                 run_folder, ring_streams, steps=steps,
-                model={"lora.rank": 4, "lora.alpha": 8.0},
+                model={"lora.rank": 4, "lora.alpha": 8.0, "lora.publish": "adapter"},
                 rollout={"groups_per_message": 2},
                 algorithm={"kl_coefficient": 0.01, "max_trained_count": 3},
                 trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
@@ -316,6 +319,16 @@ def test_two_ranks_run_reuse_and_resume(
     changed = {name for name, tensor in end.items() if not torch.equal(tensor, start[name])}
     assert changed
     assert all("_proj" in name for name in changed)
+    head = read_head(bus.key_value(streams.state_bucket(ring_streams).bucket).wait())
+    assert head is not None
+    reader = WeightReader(blobs, ring_streams)
+    published = reader.manifest(head.manifest, PolicyVersion(head.version))
+    assert (published.version, published.kind, published.start) == (3, "adapter", 3)
+    assert published.num_bytes < 0.2 * reader.base(published).num_bytes
+    export_version(published, run_folder / "exported", reader=reader, blobs=blobs)
+    (shard,) = (run_folder / "exported").glob("*.safetensors")
+    for name, tensor in load_file(shard).items():  # numpy and torch sum in another order
+        torch.testing.assert_close(tensor, end[name], rtol=1e-6, atol=1e-7)
     assert (run_folder / "runs" / ring_streams / "checkpoints" / "step00000003").is_dir()
     replayed = subprocess.run(
         [sys.executable, "-m", "console.main", "replay", ring_streams, str(run_file), "--json"],
