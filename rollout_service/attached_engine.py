@@ -12,6 +12,7 @@ import structlog
 
 from protocol.activity import cpu_seconds
 from protocol.versions import PolicyVersion
+from rollout_service.check_adapter import check_adapter
 from rollout_service.check_task import ModelLimits
 from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.errors import EngineError, EngineMisconfigured, EngineRefused, EngineUnreachable, WeightsNotApplied
@@ -56,7 +57,7 @@ class AttachedEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The last version it confirmed; None before the first."""
+        """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
 
     async def reaches(self, version: PolicyVersion) -> None:
@@ -66,14 +67,41 @@ class AttachedEngine:
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have the server serve ``version`` from a folder, waiting for the server when it is not there yet.
 
-        Raises WeightsNotApplied when it does not confirm the version: what it serves is then unknown.
+        Raises WeightsNotApplied when it does not confirm the version: what it serves is then unknown. Adapters go: they
+        change the weights before, and no others.
         """
         self._wanted = (folder, version)
         async with self._loading:
             await self._load(mode)
 
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Have the server serve ``version`` as an adapter of the weights it serves, beside all others; nothing pauses.
+
+        Raises WeightsNotApplied when it refuses, EngineUnreachable when it is away.
+        """
+        async with self._loading:
+            if self._wanted is None:
+                raise WeightsNotApplied(
+                    f"version {version} is an adapter, and {self.client.url} was given no weights yet"
+                )
+            is_new = version not in self.applied
+            self.applied.add(version)
+            try:
+                await asyncio.to_thread(check_adapter, folder, version, self._wanted[0])
+                await self.client.load_adapter(folder, version)
+            except EngineError:
+                if is_new:
+                    self.applied.discard(version)
+                raise
+            self._serving.confirm_adapter(version, folder)
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
+        self._serving.forget_adapter(version)
+        await self.client.unload_adapter(version)
+
     async def _inspect(self, folder: Path) -> None:
-        """Refuse a server that was started in a way the contract does not allow; note its limits."""
+        """Refuse a server that was started in a way the contract does not allow; note its limits, free its adapters."""
         info: dict[str, Any] = {}
         with contextlib.suppress(EngineRefused):  # a server without that page
             info = await self.client.server_info()
@@ -82,6 +110,8 @@ class AttachedEngine:
         if not is_tested(info):
             log.warning("SGLang of another version than tested", version=info["version"], tested=TESTED_VERSIONS)
         self.client.limits = ModelLimits.of(folder).within(context_length(info))
+        if info.get("enable_lora"):
+            await self.client.drop_adapters()
 
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what the engine says its weights are; None when it cannot say."""
@@ -116,11 +146,12 @@ class AttachedEngine:
         async with self._loading:
             try:
                 served = await self.client.served_version()
-                if served != self.version:
+                if served != self._serving.base:
                     log.warning("the engine forgot its weights, loading them again", url=self.client.url)
-                    self.client.distrust(f"it was given version {self.version} but serves {served}")
+                    self.client.distrust(f"it was given version {self._serving.base} but serves {served}")
                     self.ready.clear()
                     await self._load("drain")
+                await self._give_lost_adapters_again()
             except (WeightsNotApplied, EngineMisconfigured):
                 raise
             except EngineError as err:
@@ -131,6 +162,12 @@ class AttachedEngine:
             self._seen = time.monotonic()
             self.ready.set()
             return None
+
+    async def _give_lost_adapters_again(self) -> None:
+        if wanted := self._serving.adapters:
+            await self.client.forget_lost_adapters()
+            for version, folder in wanted.items():
+                await self.client.load_adapter(folder, version)
 
     async def _load(self, mode: UpdateMode) -> None:
         assert self._wanted is not None

@@ -62,23 +62,17 @@ def _read_folder(folder: Path) -> dict[str, Shape]:
         raise ValueError("no .safetensors file")
     found: dict[str, Shape] = {}
     for file in files:
-        for name, shape in _read_file(file).items():
+        for name, shape in read_file(file).items():
             if name in found:
                 raise ValueError(f"tensor {name} is in two files")
             found[name] = shape
     return found
 
 
-def _read_file(file: Path) -> dict[str, Shape]:
+def read_file(file: Path) -> dict[str, Shape]:
     """Return the tensors of one file; raises ValueError for one that is cut short or holds an infinity or NaN."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise ValueError(f"{file.name} is cut short: {size} bytes cannot hold a header of {length}")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    data = np.memmap(file, mode="r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
+    header, start = read_header(file)
+    data = np.memmap(file, mode="r", offset=start) if file.stat().st_size > start else np.empty(0, np.uint8)
     found: dict[str, Shape] = {}
     for name, entry in header.items():
         code, sizes, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -89,6 +83,18 @@ def _read_file(file: Path) -> dict[str, Shape]:
             _check_finite(name, data[begin:end], *_FLOATS[code])
         found[name] = (code, sizes)
     return found
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return what a file says of its tensors, and where their bytes begin; raises ValueError for one that is cut short."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise ValueError(f"{file.name} is cut short: {size} bytes cannot hold a header of {length}")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length
 
 
 def _check_finite(name: str, raw: np.ndarray, word: type[np.unsignedinteger[Any]], mask: int) -> None:

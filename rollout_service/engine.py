@@ -28,8 +28,10 @@ _POLL_S = 0.05
 class Generates(Protocol):
     """Who is asked for completions: one engine's client, or whoever chooses among several."""
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt, by a version's adapter if named; see `SglangClient.generate`."""
         ...
 
 
@@ -55,7 +57,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The last version it confirmed; None before the first."""
+        """The last version it confirmed, or the newest of its adapters; None before the first."""
         ...
 
     @property
@@ -77,6 +79,18 @@ class Engine(Protocol):
 
     async def reaches(self, version: PolicyVersion) -> None:
         """Wait until it can be asked for samples of ``version`` or a newer one; of several engines one suffices."""
+        ...
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Serve ``version``, an adapter in PEFT's format upon the weights of the last `load`, beside all others.
+
+        Nothing pauses. Raises WeightsNotApplied when it is refused, or not listed as loaded afterwards: then nothing
+        has changed.
+        """
+        ...
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
         ...
 
     async def weights_checksum(self) -> EngineChecksum | None:

@@ -60,6 +60,19 @@ class EnginePool:
         """Wait until one of them serves ``version`` or a newer one; the slowest keeps nobody waiting."""
         await _first([engine.reaches(version) for engine in self._engines])
 
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Have all of them serve an adapter; raises the error of the first that does not."""
+        outcomes = await asyncio.gather(
+            *(engine.load_adapter(folder, version) for engine in self._engines), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Have all of them let an adapter go."""
+        await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
+
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what all of them say their weights are; None when one cannot say, or they are cut differently.
 
@@ -106,7 +119,9 @@ class _Router:
         self._engines = engines
         self._promised = [0] * len(engines)  # tokens that each may still have to sample
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+    ) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
         cost = n * sampling.max_new_tokens
         shares = self._share_out(len(prompts), cost)
@@ -114,7 +129,7 @@ class _Router:
 
         async def ask(number: int, wanted: Sequence[int]) -> None:
             client = self._engines[number].client
-            replies = await client.generate([prompts[index] for index in wanted], sampling, n)
+            replies = await client.generate([prompts[index] for index in wanted], sampling, n, adapter)
             for index, reply in zip(wanted, replies, strict=True):
                 completions[index] = reply
 

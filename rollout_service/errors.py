@@ -11,6 +11,7 @@ PenstockError
 │   └── WeightsNotApplied     the engine did not confirm the version it was told to load
 ├── TaskRefused               the task can never be done by this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are gone or not what its manifest promised
+├── AdapterUnfit              an adapter folder is not what every engine computes alike, or not of this model
 ├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
 ├── EngineMisconfigured       a server at a URL was started in a way the contract does not allow; the worker ends
 └── EngineKeepsDying          restarted too often; the worker ends with this error
@@ -64,6 +65,10 @@ class TaskRefused(PenstockError):
 
 class WeightsUnusable(PenstockError):
     """A version cannot be loaded: its objects are missing, or are not what its manifest promised."""
+
+
+class AdapterUnfit(PenstockError):
+    """An adapter's configuration or tensors do not fit the model, or say what not every engine computes."""
 
 
 class EngineDisagrees(PenstockError):

@@ -13,10 +13,17 @@ import structlog
 
 from protocol.activity import cpu_seconds
 from protocol.versions import PolicyVersion
+from rollout_service.check_adapter import check_adapter
 from rollout_service.check_task import ModelLimits
 from rollout_service.engine import engine_figures, wait_until_it_answers
 from rollout_service.engine_process import EngineProcess, LaunchCommand
-from rollout_service.errors import EngineError, EngineKeepsDying, EngineUnreachable, WeightsUnusable
+from rollout_service.errors import (
+    EngineError,
+    EngineKeepsDying,
+    EngineUnreachable,
+    WeightsNotApplied,
+    WeightsUnusable,
+)
 from rollout_service.read_reply import EngineChecksum
 from rollout_service.served_version import ServedVersion
 from rollout_service.sglang_client import SglangClient
@@ -29,6 +36,7 @@ RESTART_WINDOW_S = 600.0
 FIRST_BACK_OFF_S = 1.0  # before the second restart within the window; doubles with each
 _LONGEST_BACK_OFF_S = 30.0
 LOOK_S = 2.0
+_ADAPTER_ATTEMPTS = 3  # engines that may die of, or under, the load of one adapter
 
 
 class ManagedEngine:
@@ -68,7 +76,7 @@ class ManagedEngine:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The last version it confirmed; None before the first."""
+        """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
 
     async def reaches(self, version: PolicyVersion) -> None:
@@ -81,7 +89,7 @@ class ManagedEngine:
         An engine that does not confirm the version twice is not believed any more: it is killed and started anew
         from that folder. What it samples from the first failure until it confirms is refused. Raises
         EngineUnreachable when the first start fails, WeightsUnusable when a later version can neither be loaded nor
-        started from: then it serves the one before again.
+        started from: then it serves the one before again. Adapters go: they change the weights before, and no others.
         """
         self._wanted = (folder, version)
         is_new = version not in self.applied
@@ -91,7 +99,7 @@ class ManagedEngine:
             return
         for _ in range(2):
             await self.ready.wait()
-            if self.version == version:  # restarted from it meanwhile
+            if self._serving.base == version:  # restarted from it meanwhile
                 return
             try:
                 await self.client.load_weights(folder, version, mode)
@@ -103,12 +111,57 @@ class ManagedEngine:
                 return
         self._discard()
         await self.ready.wait()
-        if self.version != version:
+        if self._serving.base != version:
             if is_new:
                 self.applied.discard(version)
             raise WeightsUnusable(
                 f"the engine neither took version {version} nor started from it; see {self._log_file}"
             )
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Serve ``version`` as an adapter of the weights that are served, beside all others; nothing pauses.
+
+        Raises WeightsNotApplied when it is refused. An engine that dies or hangs meanwhile is asked again once it is
+        replaced, a few times.
+        """
+        is_new = version not in self.applied
+        self.applied.add(version)
+        try:
+            await self._load_adapter(folder, version)
+        except EngineError as err:
+            if is_new:
+                self.applied.discard(version)
+            if isinstance(err, WeightsNotApplied):
+                raise
+            raise WeightsNotApplied(f"version {version} is not served: {err}") from None
+
+    async def _load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        if self._served is None:
+            raise EngineUnreachable("it is an adapter, and there is no engine before the first weights")
+        await asyncio.to_thread(check_adapter, folder, version, self._served[0])
+        attempts = 0
+        while True:
+            await self.ready.wait()
+            client, attempts = self.client, attempts + 1
+            try:
+                await client.load_adapter(folder, version)
+            except WeightsNotApplied:
+                raise
+            except EngineError as err:
+                if attempts == _ADAPTER_ATTEMPTS:
+                    raise
+                log.warning("an adapter was not loaded", policy_version=version, error=str(err))
+                await self.suspect()
+            else:
+                self._serving.confirm_adapter(version, folder)
+                if client is self.client:  # else it was restarted meanwhile, without this one
+                    return
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
+        self._serving.forget_adapter(version)
+        if self.ready.is_set():
+            await self.client.unload_adapter(version)
 
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what the engine says its weights are; None when it cannot say."""
@@ -174,9 +227,9 @@ class ManagedEngine:
             served = await self.client.served_version()
         except EngineError:
             return  # silence is noticed where somebody waits for an answer
-        if self.ready.is_set() and served != self.version:
-            log.error("the engine serves another version than it was given", given=self.version, served=served)
-            self.client.distrust(f"it was given version {self.version} but serves {served}")
+        if self.ready.is_set() and served != self._serving.base:
+            log.error("the engine serves another version than it was given", given=self._serving.base, served=served)
+            self.client.distrust(f"it was given version {self._serving.base} but serves {served}")
             self._discard()
 
     def _discard(self) -> None:
@@ -234,6 +287,8 @@ class ManagedEngine:
             if served != version:
                 raise EngineUnreachable(f"the engine was started with version {version} but says it serves {served}")
             self.client.limits = ModelLimits.of(folder).within(self._context_length)
+            if version == self._serving.base:
+                await _while_alive(process, self._give_adapters_again())
         except EngineError as err:
             process.kill()
             raise EngineUnreachable(f"{err}\n{await process.wait()}") from None
@@ -244,6 +299,10 @@ class ManagedEngine:
         self._confirm(version)
         log.info("engine is ready", url=url, policy_version=version, pid=process.pid)
         self.ready.set()
+
+    async def _give_adapters_again(self) -> None:
+        for version, folder in self._serving.adapters.items():
+            await self.client.load_adapter(folder, version)
 
     def _confirm(self, version: PolicyVersion) -> None:
         self._served = self._wanted

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.facts import FinishReason
@@ -94,6 +94,24 @@ def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int, in
         raise ReplyRefused("a completion has no text; start the server without --skip-tokenizer-init")
     runs = _read_version_runs(meta.get("weight_versions"), len(token_ids))
     return Completion(token_ids, logprobs, runs, finish, text)
+
+
+def sampled_by_adapter(completion: Completion, adapter: PolicyVersion, base: PolicyVersion | None) -> Completion:
+    """Return a completion as the adapter's: its tokens are of that version, and of no other.
+
+    A server names the weights below an adapter, not the adapter. That it computed with it is known from its having
+    taken the name: it refuses one that it does not have. Raises ReplyRefused when the weights below were, at any
+    token, not those that the adapter was loaded upon.
+    """
+    for run in completion.version_runs:
+        if run.version != base:
+            raise ReplyRefused(
+                f"tokens {run.start} to {run.end} of adapter {adapter} were computed upon version {run.version}, "
+                f"but it was loaded upon version {base}"
+            )
+    num_tokens = len(completion.token_ids)
+    runs = (VersionRun(adapter, 0, num_tokens),) if num_tokens else ()
+    return replace(completion, version_runs=runs)
 
 
 _LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0

@@ -10,24 +10,24 @@ The embedded engine speaks the same contract, so nothing here knows which of the
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from protocol.facts import Sampling
 from protocol.versions import PolicyVersion
+from rollout_service.adapter_table import AdapterTable, adapter_name, version_of
 from rollout_service.check_task import ModelLimits, check_request
 from rollout_service.embedded_engine.text import Text
+from rollout_service.engine_http import EngineHttp
 from rollout_service.errors import (
     EngineDistrusted,
     EngineMisconfigured,
     EngineRefused,
     EngineTimeout,
-    EngineUnreachable,
     ReplyRefused,
     WeightsNotApplied,
 )
@@ -37,12 +37,12 @@ from rollout_service.read_reply import (
     read_checksum,
     read_completion,
     read_version,
+    sampled_by_adapter,
     shorten,
 )
 from rollout_service.resumption import Resumption
 from rollout_service.update_mode import UpdateMode
 
-_CONNECT_S = 5.0
 _PROBE_S = 10.0  # a question that costs the engine nothing: model_info
 _HEALTH_S = 30.0  # a token of its own at most; SGLang itself gives up after 20 s
 _PAUSE_S = 60.0  # at most a step that is under way
@@ -67,6 +67,8 @@ class SglangClient:
         self._request_deadline_s = request_deadline_s
         self._probe_s = _PROBE_S
         self._weights_turn = asyncio.Lock()
+        self._adapters_turn = asyncio.Lock()  # of their own: nothing stands still for an adapter
+        self._adapters = AdapterTable()
         self._num_doubts = 0
         self._doubt: str | None = None
         self._aborting = False  # a pause that ends what runs is under way
@@ -75,20 +77,20 @@ class SglangClient:
         self._folder: Path | None = None  # of the last weights, whose tokenizer decodes what was put together
         self._text: Text | None = None
         self.limits = ModelLimits(None, None)  # of the model that is served; requests beyond them are refused here
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # an engine on loopback is never behind a proxy
-        )
+        self._http = EngineHttp(url, api_key=api_key)
 
     async def close(self) -> None:
         """Drop the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
-    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt in one request.
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None = None,
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt in one request, by the adapter of a version where one is named.
 
         What an update of ours cuts short is asked for again from where it was, until it is whole. Returns one list
         of ``n`` for each prompt, in order. Raises EngineError of the kind that fits; a reply is used as a whole or
@@ -98,22 +100,25 @@ class SglangClient:
             check_request(prompt, sampling, self.limits)
         num_doubts, deadline_s = self._num_doubts, self._request_deadline_s
         sequences = [Resumption(prompt, sampling.max_new_tokens) for prompt in prompts for _ in range(n)]
+        ask = _Ask(sampling, num_doubts, adapter)
         try:
-            async with asyncio.timeout(deadline_s):  # for all parts together
-                await self._sample(sequences, sampling, n, num_doubts)
-                while cut := [sequence for sequence in sequences if sequence.is_cut]:
-                    await self._sample(cut, sampling, 1, num_doubts)
+            with self._adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
+                ask.base = base
+                async with asyncio.timeout(deadline_s):  # for all parts together
+                    await self._sample(sequences, ask, n)
+                    while cut := [sequence for sequence in sequences if sequence.is_cut]:
+                        await self._sample(cut, ask, 1)
         except TimeoutError:
             raise EngineTimeout(f"{self.url}/generate gave no answer within {deadline_s:g} s") from None
         completions = [await self._whole(sequence) for sequence in sequences]
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
-    async def _sample(self, sequences: Sequence[Resumption], sampling: Sampling, n: int, num_doubts: int) -> None:
+    async def _sample(self, sequences: Sequence[Resumption], ask: _Ask, n: int) -> None:
         """Add one part to each sequence, in one request; ``n`` that follow one another share their prompt."""
-        self._refuse_if_doubted(num_doubts)
+        self._refuse_if_doubted(ask.num_doubts)
         num_aborts = self._num_aborts
         prompts = [[*one.prompt, *one.sampled] for one in sequences[::n]]
-        params = [_sampling_params(sampling, n, one.room) for one in sequences[::n]]
+        params = [_sampling_params(ask.sampling, n, one.room) for one in sequences[::n]]
         body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts],  # aborts match by prefix, so all of one length
             "input_ids": prompts,
@@ -122,8 +127,10 @@ class SglangClient:
         }
         if self._cache_key is not None:
             body["extra_key"] = self._cache_key
-        rows = await self._call("POST", "/generate", body, self._request_deadline_s)
-        self._refuse_if_doubted(num_doubts)
+        if ask.adapter is not None:
+            body["lora_path"] = adapter_name(ask.adapter)
+        rows = await self._http.call("POST", "/generate", body, self._request_deadline_s)
+        self._refuse_if_doubted(ask.num_doubts)
         if isinstance(rows, dict):
             rows = [rows]
         if not isinstance(rows, list) or len(rows) != len(sequences):
@@ -137,6 +144,8 @@ class SglangClient:
                 max_new_tokens=sequence.room,
                 interrupted=interrupted,
             )
+            if ask.adapter is not None:
+                part = sampled_by_adapter(part, ask.adapter, ask.base)
             sequence.parts.append(part)
 
     async def _whole(self, sequence: Resumption) -> Completion:
@@ -175,16 +184,16 @@ class SglangClient:
     async def health(self) -> None:
         """Return when the engine generates, or could; raises EngineError when it does not."""
         async with self._weights_turn:  # while it drains for an update it answers nobody
-            await self._call("GET", "/health", None, _HEALTH_S, parse=False)
+            await self._http.call("GET", "/health", None, _HEALTH_S, parse=False)
 
     async def server_info(self) -> dict[str, Any]:
         """Return how the engine was started, as it tells it; raises EngineError."""
-        info = await self._call("GET", "/server_info", None, self._probe_s)
+        info = await self._http.call("GET", "/server_info", None, self._probe_s)
         return info if isinstance(info, dict) else {}
 
     async def metrics(self) -> str:
         """Return the engine's figures in Prometheus' text format; raises EngineError where it has none."""
-        return await self._call("GET", "/metrics", None, self._probe_s, parse=False)
+        return await self._http.call("GET", "/metrics", None, self._probe_s, parse=False)
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Swap the weights and read back that it happened; ``mode`` says what becomes of what runs.
@@ -194,7 +203,9 @@ class SglangClient:
         version: then nobody knows what it serves, it computes nothing if it was paused, and it must be loaded again
         or started anew.
         """
-        async with self._weights_turn:
+        if self._adapters.versions:  # they change the weights they were loaded upon, and no others
+            await self.drop_adapters()
+        async with self._adapters_turn, self._weights_turn:
             self._folder = folder
             if mode == "drain":
                 await self._continue()  # whoever was killed in the middle of an update may have left it paused
@@ -205,6 +216,77 @@ class SglangClient:
             if mode != "drain":
                 await self._continue()
 
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Have the engine serve a version's adapter beside everything it serves; nothing pauses.
+
+        Requests name it from then on, until it is unloaded or the weights below change; one that it has already stays as
+        it is. Raises WeightsNotApplied when the engine says no, or does not list it afterwards, or serves weights that are
+        no version of ours.
+        """
+        async with self._adapters_turn:
+            if version in self._adapters:
+                return
+            base = await self.served_version()
+            if base is None:
+                raise WeightsNotApplied(
+                    f"{self.url} serves weights that are no version of ours; nothing can be upon them"
+                )
+            name = adapter_name(version)
+            body = {"lora_name": name, "lora_path": str(folder)}
+            try:
+                answer = await self._http.call("POST", "/load_lora_adapter", body, _LOAD_S)
+            except EngineRefused as err:
+                raise WeightsNotApplied(f"adapter of version {version}: {err}") from None
+            listed = (
+                answer.get("loaded_adapters") if isinstance(answer, dict) and answer.get("success") is True else None
+            )
+            if not isinstance(listed, dict) or listed.get(name) != str(folder):
+                raise WeightsNotApplied(f"{self.url} did not load {name} from {folder}: {shorten(answer)}")
+            self._adapters.confirm(version, base)
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Let a version's adapter go, once no request of ours uses it; one that is not loaded is fine.
+
+        Raises EngineTimeout when requests use it for longer than they may take, EngineRefused when the engine says no.
+        """
+        if version not in self._adapters:
+            return
+        await self._adapters.leave(version, self._request_deadline_s)
+        async with self._adapters_turn:
+            if version in self._adapters:
+                await self._unload(version)
+                self._adapters.forget(version)
+
+    async def drop_adapters(self) -> None:
+        """Unload every adapter of ours that the engine has, once unused; another life of this worker may have left it."""
+        for version in self._adapters.versions:
+            await self._adapters.leave(version, self._request_deadline_s)
+        async with self._adapters_turn:
+            for version in await self.listed_adapters():
+                await self._unload(version)
+            for version in self._adapters.versions:
+                self._adapters.forget(version)
+
+    async def forget_lost_adapters(self) -> None:
+        """Forget what the engine does not have any more, so that nobody asks for it and it can be loaded again."""
+        async with self._adapters_turn:
+            have = await self.listed_adapters()
+            for version in self._adapters.versions:
+                if version not in have:
+                    self._adapters.forget(version)
+
+    async def listed_adapters(self) -> set[PolicyVersion]:
+        """Ask which versions' adapters the engine has."""
+        answer = await self._http.call("GET", "/v1/models", None, self._probe_s)
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        names = [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+        return {version for name in names if (version := version_of(name)) is not None}
+
+    async def _unload(self, version: PolicyVersion) -> None:
+        answer = await self._http.call("POST", "/unload_lora_adapter", {"lora_name": adapter_name(version)}, _LOAD_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise EngineRefused(f"{self.url} did not unload the adapter of version {version}: {shorten(answer)}")
+
     async def _update(self, folder: Path, version: PolicyVersion, *, flush: bool) -> None:
         body = {
             "model_path": str(folder),
@@ -214,7 +296,7 @@ class SglangClient:
             "abort_all_requests": False,
         }
         try:
-            answer = await self._call("POST", "/update_weights_from_disk", body, _LOAD_S)
+            answer = await self._http.call("POST", "/update_weights_from_disk", body, _LOAD_S)
         except EngineRefused as err:
             raise WeightsNotApplied(f"version {version}: {err}") from None
         if not isinstance(answer, dict) or answer.get("success") is not True:
@@ -227,13 +309,13 @@ class SglangClient:
         self._aborting = mode == "abort"
         self._num_aborts += self._aborting
         try:
-            await self._call("POST", "/pause_generation", {"mode": mode}, _LOAD_S)
+            await self._http.call("POST", "/pause_generation", {"mode": mode}, _LOAD_S)
         finally:
             self._num_aborts += self._aborting
             self._aborting = False
 
     async def _continue(self) -> None:
-        await self._call("POST", "/continue_generation", {}, _PAUSE_S)
+        await self._http.call("POST", "/continue_generation", {}, _PAUSE_S)
 
     async def served_version(self) -> PolicyVersion | None:
         """Ask which version is served; None when the engine's label is not a version of ours."""
@@ -244,35 +326,24 @@ class SglangClient:
         """Ask for the checksum of the served weights; None of an engine that cannot say it."""
         async with self._weights_turn:
             try:
-                answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, _LOAD_S)
+                answer = await self._http.call("POST", "/weights_checker", {"action": "checksum"}, _LOAD_S)
             except (EngineRefused, ReplyRefused):
                 return None
         return read_checksum(answer)
 
     async def _read_version(self) -> PolicyVersion | None:
-        info = await self._call("GET", "/model_info", None, self._probe_s)
+        info = await self._http.call("GET", "/model_info", None, self._probe_s)
         return read_version(info.get("weight_version") if isinstance(info, dict) else None)
 
-    async def _call(self, method: str, path: str, body: Any, deadline_s: float, *, parse: bool = True) -> Any:
-        try:
-            async with asyncio.timeout(deadline_s):
-                response = await self._http.request(method, path, json=body)
-        except TimeoutError:
-            raise EngineTimeout(f"{self.url}{path} gave no answer within {deadline_s:g} s") from None
-        except (httpx.HTTPError, RuntimeError) as err:
-            if isinstance(err, RuntimeError) and not self._http.is_closed:
-                raise
-            raise EngineUnreachable(f"{self.url}{path}: {type(err).__name__} {err}".rstrip()) from None
-        if response.status_code != httpx.codes.OK:
-            raise EngineRefused(f"{self.url}{path} answered {response.status_code}: {shorten(response.text)}")
-        if not parse:
-            return response.text
-        try:
-            return json.loads(response.content)
-        except ValueError as err:
-            raise ReplyRefused(
-                f"{self.url}{path} answered what is not JSON ({err}): {shorten(response.text)}"
-            ) from None
+
+@dataclass(slots=True)
+class _Ask:
+    """What all parts of one request have alike."""
+
+    sampling: Sampling
+    num_doubts: int
+    adapter: PolicyVersion | None
+    base: PolicyVersion | None = None  # the weights that the adapter changes
 
 
 def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[str, Any]:

@@ -12,29 +12,31 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import pydantic_core
-from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
 
+from rollout_service.embedded_engine.adapter_registry import AdapterRegistry
 from rollout_service.embedded_engine.bodies import (
     AbortBody,
     CheckWeightsBody,
     ContinueBody,
     GenerateBody,
+    LoadAdapterBody,
     PauseBody,
     SamplingParams,
+    UnloadAdapterBody,
     UpdateWeightsBody,
 )
 from rollout_service.embedded_engine.build_job import Asked, ServedModel, build_job
 from rollout_service.embedded_engine.chat import ChatBody, build_chat_job, chat_chunks, chat_reply
+from rollout_service.embedded_engine.endpoint import event, json_response, read_body, route
 from rollout_service.embedded_engine.engine import Engine, Update
 from rollout_service.embedded_engine.errors import (
     CheckpointRefused,
+    EngineAtFault,
     EngineStopped,
     RequestRefused,
     UnsupportedModel,
@@ -42,7 +44,7 @@ from rollout_service.embedded_engine.errors import (
 from rollout_service.embedded_engine.metrics import CONTENT_TYPE, render_metrics
 from rollout_service.embedded_engine.model_config import ModelConfig
 from rollout_service.embedded_engine.replies import build_chunk, build_replies
-from rollout_service.embedded_engine.sequence import Job
+from rollout_service.embedded_engine.run_job import JobRunner
 from rollout_service.embedded_engine.settings import EngineSettings
 from rollout_service.embedded_engine.text import Text
 from rollout_service.embedded_engine.transformer import Weights
@@ -50,15 +52,14 @@ from rollout_service.embedded_engine.transformer import Weights
 _HEALTH_DEADLINE_S = 20.0  # SGLang's
 _VERSION = "penstock-embedded"
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
-Handler = Callable[[Request], Awaitable[Response]]
-
 
 @dataclass(slots=True)
 class Server:
     """What the handlers share."""
 
     engine: Engine
+    jobs: JobRunner
+    adapters: AdapterRegistry
     settings: EngineSettings
     config: ModelConfig
     model: ServedModel
@@ -72,23 +73,26 @@ def build_app(server: Server) -> Starlette:
     """Return the ASGI application."""
     app = Starlette(
         routes=[
-            _route("/generate", generate, "POST", "PUT"),
-            _route("/v1/chat/completions", chat_completions, "POST"),
-            _route("/pause_generation", pause_generation, "POST"),
-            _route("/continue_generation", continue_generation, "POST"),
-            _route("/abort_request", abort_request, "POST"),
-            _route("/update_weights_from_disk", update_weights_from_disk, "POST"),
-            _route("/weights_checker", weights_checker, "POST"),
-            _route("/flush_cache", flush_cache, "GET", "POST"),
-            _route("/model_info", model_info, "GET"),
-            _route("/get_model_info", model_info, "GET"),
-            _route("/server_info", server_info, "GET"),
-            _route("/get_server_info", server_info, "GET"),
-            _route("/health", health, "GET"),
-            _route("/health_generate", health_generate, "GET"),
-            _route("/ready", ready, "GET"),
-            _route("/v1/loads", loads, "GET"),
-            _route("/metrics", metrics, "GET"),
+            route("/generate", generate, "POST", "PUT"),
+            route("/v1/chat/completions", chat_completions, "POST"),
+            route("/pause_generation", pause_generation, "POST"),
+            route("/continue_generation", continue_generation, "POST"),
+            route("/abort_request", abort_request, "POST"),
+            route("/update_weights_from_disk", update_weights_from_disk, "POST"),
+            route("/load_lora_adapter", load_lora_adapter, "POST"),
+            route("/unload_lora_adapter", unload_lora_adapter, "POST"),
+            route("/v1/models", models, "GET"),
+            route("/weights_checker", weights_checker, "POST"),
+            route("/flush_cache", flush_cache, "GET", "POST"),
+            route("/model_info", model_info, "GET"),
+            route("/get_model_info", model_info, "GET"),
+            route("/server_info", server_info, "GET"),
+            route("/get_server_info", server_info, "GET"),
+            route("/health", health, "GET"),
+            route("/health_generate", health_generate, "GET"),
+            route("/ready", ready, "GET"),
+            route("/v1/loads", loads, "GET"),
+            route("/metrics", metrics, "GET"),
         ]
     )
     app.state.server = server
@@ -98,62 +102,45 @@ def build_app(server: Server) -> Starlette:
 async def generate(request: Request) -> Response:
     """Sample completions: ``/generate``."""
     server = _server(request)
-    body = await _body(request, GenerateBody)
+    body = await read_body(request, GenerateBody)
     asked = build_job(body, server.model)
     if body.stream:
         return StreamingResponse(_events(_generate_chunks(server, asked)), media_type="text/event-stream")
-    latency_s = await _run_to_end(request, asked)
+    latency_s = await server.jobs.run_to_end(request, asked)
     replies = build_replies(asked, server.text, latency_s)
-    return _json(replies if asked.is_list else replies[0])
+    return json_response(replies if asked.is_list else replies[0])
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation: ``/v1/chat/completions``."""
     server = _server(request)
-    body = await _body(request, ChatBody)
+    body = await read_body(request, ChatBody)
     asked = build_chat_job(body, server.model)
     name = body.model or _model_name(server)
     if body.stream:
-        chunks = chat_chunks(asked, _steps(server, asked), server.text, name)
+        chunks = chat_chunks(asked, server.jobs.steps(asked), server.text, name)
         return StreamingResponse(_events(chunks), media_type="text/event-stream")
-    await _run_to_end(request, asked)
-    return _json(chat_reply(asked, server.text, name))
-
-
-async def _run_to_end(request: Request, asked: Asked) -> float:
-    """Have the engine finish the sequences; returns the seconds it took. A client that leaves ends them."""
-    server = _server(request)
-    job, done = _job(asked)
-    server.engine.submit(job)
-    left = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((done, left), return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            server.engine.cancel(job)
-        await done
-    finally:
-        left.cancel()
-    _raise_if_engine_failed(asked)
-    return time.monotonic() - job.received_at
+    await server.jobs.run_to_end(request, asked)
+    return json_response(chat_reply(asked, server.text, name))
 
 
 async def pause_generation(request: Request) -> Response:
     """Stop computing: ``/pause_generation``."""
-    body = await _body(request, PauseBody)
+    body = await read_body(request, PauseBody)
     num = await asyncio.wrap_future(_server(request).engine.pause(body.mode))
-    return _json({"message": f"Generation paused successfully; {num} sequences were running.", "status": "ok"})
+    return json_response({"message": f"Generation paused successfully; {num} sequences were running.", "status": "ok"})
 
 
 async def continue_generation(request: Request) -> Response:
     """Compute again: ``/continue_generation``."""
-    await _body(request, ContinueBody)
+    await read_body(request, ContinueBody)
     await asyncio.wrap_future(_server(request).engine.resume())
-    return _json({"message": "Generation continued successfully.", "status": "ok"})
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def abort_request(request: Request) -> Response:
     """End sequences early; their own replies carry what they have: ``/abort_request``."""
-    body = await _body(request, AbortBody)
+    body = await read_body(request, AbortBody)
     if not body.rid and not body.abort_all:
         raise RequestRefused("rid is empty, which would match every request; send abort_all=true to mean that")
     await asyncio.wrap_future(_server(request).engine.abort(prefix=body.rid, everything=body.abort_all))
@@ -163,24 +150,59 @@ async def abort_request(request: Request) -> Response:
 async def update_weights_from_disk(request: Request) -> Response:
     """Check a model folder completely, then serve it: ``/update_weights_from_disk``."""
     server = _server(request)
-    body = await _body(request, UpdateWeightsBody)
+    body = await read_body(request, UpdateWeightsBody)
     async with server.one_update:
         try:
             weights = await asyncio.to_thread(server.read_weights, Path(body.model_path))
         except (CheckpointRefused, UnsupportedModel) as error:
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+            return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
         update = Update(weights, body.weight_version, body.model_path, body.flush_cache, body.abort_all_requests)
         outcome = await asyncio.wrap_future(server.engine.update(update))
     reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
-    return _json(reply, status=200 if outcome.success else 400)
+    return json_response(reply, status=200 if outcome.success else 400)
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """Check an adapter folder completely, then serve it under a name beside all others: ``/load_lora_adapter``."""
+    body = await read_body(request, LoadAdapterBody)
+    return await _change_adapters(_server(request).adapters, lambda one: one.load(body.lora_name, body.lora_path))
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """Let an adapter go once no request uses it any more: ``/unload_lora_adapter``."""
+    body = await read_body(request, UnloadAdapterBody)
+    return await _change_adapters(_server(request).adapters, lambda one: one.unload(body.lora_name))
+
+
+async def _change_adapters(adapters: AdapterRegistry, change: Callable[[AdapterRegistry], Awaitable[None]]) -> Response:
+    message = None
+    try:
+        await change(adapters)
+    except CheckpointRefused as error:
+        message = str(error)
+    loaded = {name: adapter.path for name, adapter in adapters.listed.items()}
+    reply = {"success": message is None, "error_message": message, "loaded_adapters": loaded}
+    return json_response(reply, status=200 if message is None else 400)
+
+
+async def models(request: Request) -> Response:
+    """List the model and the adapters that requests may name: ``/v1/models``."""
+    server = _server(request)
+    name = _model_name(server)
+    cards = [{"id": name, "object": "model", "root": name, "parent": None, "max_model_len": server.model.max_tokens}]
+    cards += [
+        {"id": adapter.name, "object": "model", "root": adapter.path, "parent": name, "max_model_len": None}
+        for adapter in server.adapters.listed.values()
+    ]
+    return json_response({"object": "list", "data": cards})
 
 
 async def weights_checker(request: Request) -> Response:
     """Say the checksum of the served weights: ``/weights_checker``."""
-    await _body(request, CheckWeightsBody)
+    await read_body(request, CheckWeightsBody)
     checksum = _server(request).engine.weights_checksum
     rank = {"checksums": {}, "per_gpu_checksum": checksum, "parallelism_info": {"engine": "embedded"}}
-    return _json({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": checksum})
+    return json_response({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": checksum})
 
 
 async def flush_cache(request: Request) -> Response:
@@ -193,7 +215,7 @@ async def flush_cache(request: Request) -> Response:
 async def model_info(request: Request) -> Response:
     """Describe the served weights: ``/model_info``."""
     server = _server(request)
-    return _json(
+    return json_response(
         {
             "model_path": server.engine.model_path,
             "served_model_name": _model_name(server),
@@ -214,9 +236,10 @@ async def server_info(request: Request) -> Response:
     """Describe the process: ``/server_info``."""
     server = _server(request)
     limits = server.engine.limits
-    return _json(
+    return json_response(
         {
             **server.settings.model_dump(mode="json"),
+            "enable_lora": True,
             "version": _VERSION,
             "frontend": "python",
             "uptime_s": time.monotonic() - server.started_at,
@@ -241,14 +264,8 @@ async def health_generate(request: Request) -> Response:
         return PlainTextResponse("paused\n", status_code=503)
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     asked = build_job(GenerateBody(input_ids=[0], sampling_params=params), server.model)
-    job, done = _job(asked)
-    server.engine.submit(job)
-    try:
-        await asyncio.wait_for(done, _HEALTH_DEADLINE_S)
-    except TimeoutError:
-        server.engine.cancel(job)
+    if not await server.jobs.within(asked, _HEALTH_DEADLINE_S):
         return PlainTextResponse(f"no token within {_HEALTH_DEADLINE_S:.0f} s\n", status_code=503)
-    _raise_if_engine_failed(asked)
     return Response(status_code=200)
 
 
@@ -272,7 +289,7 @@ async def loads(request: Request) -> Response:
         "max_running_requests": engine.limits.max_running,
         "token_usage": used / engine.limits.max_total_tokens,
     }
-    return _json({"timestamp": datetime.now(UTC).isoformat(), "version": _VERSION, "loads": [load]})
+    return json_response({"timestamp": datetime.now(UTC).isoformat(), "version": _VERSION, "loads": [load]})
 
 
 async def metrics(request: Request) -> Response:
@@ -284,7 +301,7 @@ async def _generate_chunks(server: Server, asked: Asked) -> AsyncIterator[dict[s
     """Yield cumulative chunks while sampling, then the full reply of each sequence."""
     started = time.monotonic()
     sent = [0] * len(asked.sequences)
-    async for counts in _steps(server, asked):
+    async for counts in server.jobs.steps(asked):
         for index, count in enumerate(counts):
             if count > sent[index]:
                 sent[index] = count
@@ -293,97 +310,14 @@ async def _generate_chunks(server: Server, asked: Asked) -> AsyncIterator[dict[s
         yield reply | {"index": index}
 
 
-async def _steps(server: Server, asked: Asked) -> AsyncIterator[list[int]]:
-    """Submit the sequences and yield their token counts while they grow; ends when all have finished.
-
-    Steps that pass while the client reads slowly are skipped. A client that leaves ends the sequences.
-    """
-    steps: asyncio.Queue[list[int] | None] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def on_step(counts: list[int]) -> None:
-        loop.call_soon_threadsafe(steps.put_nowait, counts)
-
-    job, done = _job(asked, on_step)
-    done.add_done_callback(lambda _: steps.put_nowait(None))
-    server.engine.submit(job)
-    try:
-        while (counts := await steps.get()) is not None:
-            if steps.empty():
-                yield counts
-        await done
-    finally:
-        if not done.done():
-            server.engine.cancel(job)
-    _raise_if_engine_failed(asked)
-
-
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     """Yield server-sent events; errors arrive as an event, because the status has been sent already."""
     try:
         async for chunk in chunks:
-            yield _event(chunk)
+            yield event(chunk)
     except (EngineStopped, EngineAtFault) as error:
-        yield _event({"error": {"message": str(error), "type": type(error).__name__, "code": 500, "retryable": True}})
+        yield event({"error": {"message": str(error), "type": type(error).__name__, "code": 500, "retryable": True}})
     yield b"data: [DONE]\n\n"
-
-
-def _job(asked: Asked, on_step: Callable[[list[int]], None] | None = None) -> tuple[Job, asyncio.Future[None]]:
-    """Return a job for the engine and the future that its end resolves in this event loop."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def resolve(error: Exception | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def on_done(error: Exception | None) -> None:
-        loop.call_soon_threadsafe(resolve, error)
-
-    return Job(asked.sequences, on_done, on_step), done
-
-
-def _raise_if_engine_failed(asked: Asked) -> None:
-    failed = next((item for item in asked.sequences if item.finish and item.finish.status_code), None)
-    if failed is not None and failed.finish is not None:
-        raise EngineAtFault(failed.finish.message)
-
-
-class EngineAtFault(Exception):
-    """The engine could not compute a request that was in order; answered with HTTP 500."""
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    raw = await request.body()
-    try:
-        return kind.model_validate_json(raw or b"{}")
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        places = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in details]
-        raise RequestRefused("; ".join(places)) from error
-
-
-def _route(path: str, handler: Handler, *methods: str) -> Route:
-    async def guarded(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except RequestRefused as error:
-            return _error(str(error), 400)
-        except EngineAtFault as error:
-            return _error(str(error), 500)
-        except EngineStopped as error:
-            return _error(str(error), 503)
-
-    return Route(path, guarded, methods=list(methods))
 
 
 def _model_name(server: Server) -> str:
@@ -392,15 +326,3 @@ def _model_name(server: Server) -> str:
 
 def _server(request: Request) -> Server:
     return request.app.state.server
-
-
-def _error(message: str, status: int) -> Response:
-    return _json({"error": {"message": message}}, status=status)
-
-
-def _event(content: object) -> bytes:
-    return b"data: " + pydantic_core.to_json(content) + b"\n\n"
-
-
-def _json(content: object, *, status: int = 200) -> Response:
-    return Response(pydantic_core.to_json(content), status_code=status, media_type="application/json")

@@ -79,7 +79,7 @@ class GenerateBody(Body):
     return_hidden_states: Literal[False] = False
     return_routed_experts: Literal[False] = False
     return_sampling_mask: Literal[False] | None = None
-    lora_path: None = None
+    lora_path: str | list[str | None] | None = None  # name of a loaded adapter, or one for each prompt
     session_params: None = None
     custom_logit_processor: None = None
     input_embeds: None = None
@@ -98,6 +98,20 @@ class UpdateWeightsBody(Body):
     recapture_cuda_graph: Literal[False] = False
     is_async: Literal[False] = False
     keep_pause: Literal[False] = False
+
+
+class LoadAdapterBody(Body):
+    """Body of ``/load_lora_adapter``."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: str
+    pinned: Literal[False] = False
+
+
+class UnloadAdapterBody(Body):
+    """Body of ``/unload_lora_adapter``."""
+
+    lora_name: str
 
 
 class CheckWeightsBody(Body):

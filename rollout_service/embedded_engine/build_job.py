@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout_service.embedded_engine.bodies import GenerateBody, SamplingParams
 from rollout_service.embedded_engine.errors import RequestRefused
+from rollout_service.embedded_engine.low_rank import Adapter
 from rollout_service.embedded_engine.sequence import Sampling, Sequence
 from rollout_service.embedded_engine.text import Text
 
@@ -22,6 +24,7 @@ class ServedModel:
     max_tokens: int  # prompt and completion: the model's context, or all of the KV memory if that is less
     end_token_ids: tuple[int, ...]
     text: Text
+    adapters: Mapping[str, Adapter]  # by name; changes while it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +50,24 @@ def build_job(body: GenerateBody, model: ServedModel) -> Asked:
     if any(item.n != num_samples for item in params):
         raise RequestRefused("sampling_params.n must be the same for all prompts of a batch")
     rids = _rids(body.rid, len(prompts))
+    adapters = _adapters(body.lora_path, len(prompts), model)
     sequences, their_params = [], []
-    for prompt, asked, rid in zip(prompts, params, rids, strict=True):
+    for prompt, asked, rid, adapter in zip(prompts, params, rids, adapters, strict=True):
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
             sampling = _sampling(asked, index, len(prompt), model)
             name = rid if num_samples == 1 else f"{rid}-{index}"
-            sequences.append(Sequence(name, prompt, sampling, extra_key=body.extra_key, input_logprobs_from=start))
+            sequences.append(
+                Sequence(
+                    name,
+                    prompt,
+                    sampling,
+                    extra_key=body.extra_key,
+                    adapter=adapter,
+                    input_logprobs_from=start,
+                )
+            )
             their_params.append(asked)
     return Asked(
         sequences,
@@ -96,6 +109,17 @@ def _rids(rid: str | list[str] | None, num_prompts: int) -> list[str]:
     if len(set(rids)) != len(rids):
         raise RequestRefused("rid holds the same id twice")
     return rids
+
+
+def _adapters(named: str | list[str | None] | None, num_prompts: int, model: ServedModel) -> list[Adapter | None]:
+    names = named if isinstance(named, list) else [named] * num_prompts
+    if len(names) != num_prompts:
+        raise RequestRefused(f"lora_path holds {len(names)} entries for {num_prompts} prompts")
+    unknown = next((name for name in names if name is not None and name not in model.adapters), None)
+    if unknown is not None:
+        loaded = ", ".join(model.adapters) or "none"
+        raise RequestRefused(f"lora_path names {unknown!r}, which is not loaded; loaded are: {loaded}")
+    return [None if name is None else model.adapters[name] for name in names]
 
 
 def _check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:

@@ -66,7 +66,7 @@ def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor
     expected = expected_shapes(config)
     tensors: dict[str, torch.Tensor] = {}
     for path in _files_of(folder):
-        tensors |= _read_file(path)
+        tensors |= read_safetensors(path)
     ignored = {name for name in tensors if name.endswith(_IGNORED_SUFFIXES)}
     if config.tied_head:
         ignored.add("lm_head.weight")  # the embedding is the head; a stored copy says nothing new
@@ -97,7 +97,8 @@ def _files_of(folder: Path) -> list[Path]:
     return files
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of one file, on the CPU; raises CheckpointRefused for one that is cut short or none."""
     try:
         with safe_open(path, framework="pt") as file:
             # clone: the file may be replaced after we return, and a mapped page would change with it
@@ -120,6 +121,11 @@ def _check_names(folder: Path, expected: Set[str], found: Set[str]) -> None:
 def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], tensor: torch.Tensor) -> None:
     if tuple(tensor.shape) != shape:
         raise CheckpointRefused(f"{folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+    check_values(folder, name, tensor)
+
+
+def check_values(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointRefused for a tensor that holds other than finite floating-point numbers."""
     if tensor.dtype not in _FLOAT_TYPES:
         raise CheckpointRefused(f"{folder}: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
     # A sum is not finite if any term is not; only then look closer (a sum may overflow on its own).

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from rollout_service.embedded_engine.errors import EngineStopped
+from rollout_service.embedded_engine.low_rank import Adapter
 from rollout_service.embedded_engine.runner import Runner
 from rollout_service.embedded_engine.scheduler import Limits, choose_admissions
 from rollout_service.embedded_engine.sequence import FinishReason, Job, Sequence
@@ -188,6 +189,10 @@ class Engine:
     def flush(self) -> Future[bool]:
         """Report whether no keys and values are held; nothing outlives its sequence here."""
         return self._command(lambda: not self._runner.running and not (self._waiting and not self.paused))
+
+    def forget(self, adapter: Adapter) -> Future[None]:
+        """Drop what was made of an adapter that no sequence uses any more."""
+        return self._command(lambda: self._runner.forget(adapter))
 
     def _command(self, action: Callable[[], T]) -> Future[T]:
         command = _Command(action)

@@ -2,8 +2,9 @@
 
 EngineError
 ├── UnsupportedModel    config.json describes a model this engine cannot compute; names those it can
-├── CheckpointRefused   a weights folder is missing, truncated, incomplete, mis-shaped or not finite
+├── CheckpointRefused   a folder of weights or of an adapter is missing, truncated, incomplete, mis-shaped or not finite
 ├── RequestRefused      a request body asks for something impossible; answered with HTTP 400
+├── EngineAtFault       a request that was in order could not be computed; answered with HTTP 500
 └── EngineStopped       the engine thread is gone; answered with HTTP 503
 """
 
@@ -26,6 +27,10 @@ class CheckpointRefused(EngineError):
 
 class RequestRefused(EngineError):
     """The request cannot be served as asked."""
+
+
+class EngineAtFault(EngineError):
+    """The engine could not compute a request that was in order."""
 
 
 class EngineStopped(EngineError):

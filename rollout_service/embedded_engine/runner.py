@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 
@@ -15,13 +16,15 @@ import numpy as np
 import torch
 
 from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.low_rank import NO_ADAPTER, Adapter, AdapterMix, RowAdapters
 from rollout_service.embedded_engine.sampler import GREEDY_BELOW, Choice, sample, uniforms
 from rollout_service.embedded_engine.scheduler import padded_rows
-from rollout_service.embedded_engine.sequence import FinishReason, Sequence
+from rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
 from rollout_service.embedded_engine.transformer import PromptBatch, Transformer, Weights
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
 _NO_TOKEN = -1
+_KEPT_MIXES = 8  # newcomers and runners of two or three adapters come and go in as many combinations
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class Rows:
 
     last_token: np.ndarray  # int64, sampled but not yet computed
     position: np.ndarray  # int64, where the last token will stand; equals the tokens stored so far
+    adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
     num_output: np.ndarray  # int64
     max_output: np.ndarray  # int64
     min_output: np.ndarray  # int64
@@ -62,6 +66,7 @@ class Rows:
         if len(stops) > self.stop_ids.shape[1]:
             widen = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
             self.stop_ids = np.pad(self.stop_ids, widen, constant_values=_NO_TOKEN)
+        self.adapter[row] = sequence.adapter_number
         self.num_output[row] = len(sequence.output_ids)
         self.max_output[row] = sampling.max_new_tokens
         self.min_output[row] = sampling.min_new_tokens
@@ -103,6 +108,7 @@ class Runner:
         self._rows = Rows.empty(padded_rows(max_running))
         self._device = cache.data.device
         self._find_stop_string = find_stop_string
+        self._mixes: OrderedDict[tuple[int, ...], AdapterMix] = OrderedDict()  # the last used at the end
 
     @property
     def num_stored_tokens(self) -> int:
@@ -111,7 +117,7 @@ class Runner:
 
     def start(self, newcomers: list[Sequence]) -> list[Sequence]:
         """Compute the prompts of ``newcomers`` and sample one token each; returns those that finished."""
-        groups: dict[tuple[str | None, tuple[int, ...]], list[Sequence]] = {}
+        groups: dict[Prefix, list[Sequence]] = {}
         for sequence in newcomers:
             groups.setdefault(sequence.prefix(), []).append(sequence)
         sharers = sorted(groups.items(), key=lambda item: len(item[0][1]))
@@ -120,7 +126,9 @@ class Runner:
         first = len(self.running)
         self._cache.ensure(padded_rows(first + len(ordered)), len(prompts[-1]) + 1)
         copies = [len(same) for _, same in sharers]
-        hidden = self._model.prefill(self.weights, self._pack(prompts, copies, first), self._cache)
+        batch = self._pack(prompts, copies, first)
+        adapters = self._of_prompts([(same[0].adapter, len(tokens)) for (_, tokens), same in sharers])
+        hidden = self._model.prefill(self.weights, batch, self._cache, adapters)
         ends = np.cumsum([len(prompt) for prompt in prompts])
         for ((_, tokens), same), end in zip(sharers, ends.tolist(), strict=True):
             self._report_prompt(same, hidden[end - len(tokens) : end])
@@ -149,7 +157,8 @@ class Runner:
             beyond = torch.arange(columns, device=self._device) > at.unsqueeze(1)
             mask = torch.zeros(rows, columns, device=self._device).masked_fill_(beyond, -torch.inf)
         tokens = self._to_device(self._rows.last_token[:rows])
-        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache)[:num]
+        adapters = self._of_rows(rows)
+        logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache, adapters)[:num]
         self._rows.position[:num] += 1
         return self._advance(logits, 0)
 
@@ -169,6 +178,39 @@ class Runner:
             for source, target in zip(sources, targets, strict=True):
                 self.running[target] = self.running[source]
         del self.running[kept:]
+
+    def forget(self, adapter: Adapter) -> None:
+        """Drop what was made of an adapter, once nothing runs with it."""
+        for numbers in [numbers for numbers in self._mixes if adapter.number in numbers]:
+            del self._mixes[numbers]
+
+    def _of_prompts(self, prompts: list[tuple[Adapter | None, int]]) -> RowAdapters | None:
+        """Return the adapters of packed prompts, given as (adapter, tokens); None when none has one."""
+        given = [adapter for adapter, _ in prompts if adapter is not None]
+        if not given:
+            return None
+        lengths = [length for _, length in prompts]
+        numbers = [NO_ADAPTER if adapter is None else adapter.number for adapter, _ in prompts]
+        padding = padded_rows(sum(lengths)) - sum(lengths)
+        return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))
+
+    def _of_rows(self, num_rows: int) -> RowAdapters | None:
+        """Return the adapters of the running sequences, and of the padding behind them; None when none has one."""
+        num, numbers = len(self.running), self._rows.adapter
+        if not numbers[:num].any():
+            return None
+        numbers[num:num_rows] = numbers[num - 1]  # one more of those is cheaper than another kind of row
+        given = [sequence.adapter for sequence in self.running if sequence.adapter is not None]
+        return self._mix(given).of_rows(self._to_device(numbers[:num_rows]))
+
+    def _mix(self, given: list[Adapter]) -> AdapterMix:
+        adapters = {adapter.number: adapter for adapter in given}
+        numbers = tuple(sorted(adapters))
+        mix = self._mixes.pop(numbers, None) or AdapterMix([adapters[number] for number in numbers])
+        self._mixes[numbers] = mix
+        if len(self._mixes) > _KEPT_MIXES:
+            self._mixes.popitem(last=False)
+        return mix
 
     def _pack(self, prompts: list[tuple[int, ...]], copies: list[int], first_row: int) -> PromptBatch:
         spans = [(len(list(same)), length) for length, same in itertools.groupby(map(len, prompts))]

@@ -5,7 +5,7 @@ First come, first served: nobody overtakes, so nobody starves. Three rules:
 1. The KV rectangle must hold the worst case: (padded rows x longest possible sequence) <= ``max_total_tokens``.
    A sequence once admitted is therefore never thrown out for lack of memory.
 2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
-   goes alone). Sequences with the same tokens and key are computed once and cost nothing more.
+   goes alone). Sequences with the same tokens, key and adapter are computed once and cost nothing more.
 3. While sequences run, newcomers are let in by an eighth of the rows at a time (or all that wait, if
    fewer): a prompt pass stalls every running sequence, so it should be worth it.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout_service.embedded_engine.sequence import Sequence
+from rollout_service.embedded_engine.sequence import Prefix, Sequence
 
 _EXACT_ROWS = 8
 
@@ -52,7 +52,7 @@ def choose_admissions(waiting: deque[Sequence], running: Iterable[Sequence], lim
         return []
     longest = max((sequence.max_tokens for sequence in current), default=0)
     chosen: list[Sequence] = []
-    prefixes: set[tuple[str | None, tuple[int, ...]]] = set()
+    prefixes: set[Prefix] = set()
     prefill_tokens = 0
     for sequence in waiting:
         longest = max(longest, sequence.max_tokens)

@@ -10,6 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from rollout_service.embedded_engine.low_rank import NO_ADAPTER, Adapter
+
+Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]  # what keeps equal tokens apart; the tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class Sequence:
     prompt: tuple[int, ...]
     sampling: Sampling
     extra_key: str | None = None  # shares a computed prompt only with sequences of the same key
+    adapter: Adapter | None = None  # None: the model alone
     input_logprobs_from: int | None = None  # report prompt logprobs from this position on; None: do not
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -87,9 +93,14 @@ class Sequence:
         """Return prompt and completion so far."""
         return (*self.prompt, *self.output_ids) if self.output_ids else self.prompt
 
-    def prefix(self) -> tuple[str | None, tuple[int, ...]]:
-        """Return what sequences must have alike to be computed together: their key and their tokens."""
-        return self.extra_key, self.tokens()
+    @property
+    def adapter_number(self) -> int:
+        """Number of its adapter, or `NO_ADAPTER`."""
+        return NO_ADAPTER if self.adapter is None else self.adapter.number
+
+    def prefix(self) -> Prefix:
+        """Return what sequences must have alike to be computed together: their key, their adapter and their tokens."""
+        return (self.extra_key, self.adapter_number), self.tokens()
 
     def close_span(self, version: str) -> None:
         """Attribute every token since the last span to ``version``."""

@@ -11,13 +11,17 @@ import structlog
 import torch
 import uvicorn
 
+from rollout_service.embedded_engine.adapter_file import read_adapter
+from rollout_service.embedded_engine.adapter_registry import AdapterRegistry
 from rollout_service.embedded_engine.app import Server, build_app
 from rollout_service.embedded_engine.build_job import ServedModel
 from rollout_service.embedded_engine.checkpoint import read_checkpoint
 from rollout_service.embedded_engine.engine import Engine
 from rollout_service.embedded_engine.errors import CheckpointRefused
 from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.low_rank import Adapter, prepare_adapter
 from rollout_service.embedded_engine.model_config import ModelConfig, read_eos_token_ids, read_model_config
+from rollout_service.embedded_engine.run_job import JobRunner
 from rollout_service.embedded_engine.runner import Runner
 from rollout_service.embedded_engine.scheduler import Limits
 from rollout_service.embedded_engine.settings import EngineSettings
@@ -47,6 +51,14 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
                 raise CheckpointRefused(f"{folder}: its config.json describes another model: {found}, serving {config}")
             return prepare_weights(config, read_checkpoint(folder, config), device=device, dtype=dtype)
 
+    def adapter_of(name: str, path: str) -> Adapter:
+        with torch.inference_mode():
+            factors = read_adapter(Path(path), config, max_rank=settings.max_lora_rank)
+            return prepare_adapter(name, path, factors, config, device=device, dtype=dtype)
+
+    async def forget(adapter: Adapter) -> None:
+        await asyncio.wrap_future(engine.forget(adapter))
+
     limits = _limits(settings, config, dtype)
     weights = read_weights(settings.model_path)
     server: _Server | None = None
@@ -67,14 +79,17 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         model_path=str(settings.model_path),
         on_failure=stop_serving,
     )
+    adapters = AdapterRegistry(adapter_of, forget, max_loaded=settings.max_loaded_loras)
     ends = tuple(dict.fromkeys((*read_eos_token_ids(settings.model_path), *text.eos_token_ids())))
     served = ServedModel(
         vocab_size=config.vocab_size,
         max_tokens=min(config.context_tokens, limits.max_total_tokens),
         end_token_ids=ends,
         text=text,
+        adapters=adapters.listed,
     )
-    app = build_app(Server(engine, settings, config, served, text, read_weights))
+    jobs = JobRunner(engine, adapters)
+    app = build_app(Server(engine, jobs, adapters, settings, config, served, text, read_weights))
     http = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
     )

@@ -26,6 +26,8 @@ class EngineSettings(BaseModel):
     max_prefill_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one pass")] = 8192
     device: Annotated[str, Field(description="torch device: cpu, cuda, cuda:1")] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="type of weights and KV memory")] = "float32"
+    max_lora_rank: Annotated[int, Field(ge=1, description="largest rank of an adapter")] = 256
+    max_loaded_loras: Annotated[int, Field(ge=1, description="adapters that are held at once")] = 64
     weight_version: Annotated[str, Field(description="label of the first weights")] = "default"
     served_model_name: Annotated[str | None, Field(description="name in /model_info; default: model_path")] = None
     threads: Annotated[int, Field(ge=1, description="CPU threads of one operation")] = 1

@@ -10,6 +10,7 @@ Differs from the textbook (and from transformers) in layout only:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ from torch.nn import functional
 
 from protocol.weights_digest import tensor_digest, weights_digest
 from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.low_rank import RowAdapters, Site, interleaved_halves
 from rollout_service.embedded_engine.model_config import ModelConfig, Rope
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's share to a product, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def prepare_weights(
     config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype
 ) -> Weights:
     """Fuse, reorder, cast and pack a checked checkpoint; ``tensors`` is not modified."""
-    order = _interleaved_halves(config.head_dim)
+    order = interleaved_halves(config.head_dim)
 
     def get(name: str) -> torch.Tensor:
         return tensors[name].to(device=device, dtype=dtype)
@@ -149,14 +152,20 @@ class Transformer:
         # precision where scores must be kept in float32, the fused kernel is right.
         self._by_products = device.type == "cpu" and dtype == torch.float32
 
-    def prefill(self, weights: Weights, batch: PromptBatch, cache: KVCache) -> torch.Tensor:
-        """Compute prompts and store their keys and values; returns final hidden states [N, hidden]."""
+    def prefill(
+        self, weights: Weights, batch: PromptBatch, cache: KVCache, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
+        """Compute prompts and store their keys and values; returns final hidden states [N, hidden].
+
+        ``adapters`` are those of the N tokens; None: the model alone.
+        """
         rotations = self._rotations[batch.positions].unsqueeze(1)
         hidden = functional.embedding(batch.token_ids, weights.embedding)
         for index, layer in enumerate(weights.layers):
-            qkv = self._project(layer, hidden, rotations)
+            change = None if adapters is None else functools.partial(adapters.add, index)
+            qkv = self._project(layer, change, hidden, rotations)
             attended = self._attend_prompts(qkv, batch, cache.data[index])
-            hidden = self._finish_layer(layer, hidden, attended)
+            hidden = self._finish_layer(layer, change, hidden, attended)
         return self._norm(hidden, weights.final_norm)
 
     def decode(
@@ -167,6 +176,7 @@ class Transformer:
         num_columns: int,
         mask: torch.Tensor | None,
         cache: KVCache,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """Compute one token for each of the n running sequences.
 
@@ -177,6 +187,7 @@ class Transformer:
             num_columns: longest of the sequences, this token included.
             mask: [n, num_columns] additive (0 or -inf), or None when all sequences are equally long.
             cache: keys and values of rows 0..n-1.
+            adapters: those of the n sequences; None: the model alone.
 
         Returns:
             logits [n, vocab] float32.
@@ -189,22 +200,25 @@ class Transformer:
         bias = None if mask is None else self._mask_bias(mask)
         kv_start = config.num_heads * config.head_dim
         for index, layer in enumerate(weights.layers):
-            qkv = self._project(layer, hidden, rotations)
+            change = None if adapters is None else functools.partial(adapters.add, index)
+            qkv = self._project(layer, change, hidden, rotations)
             stored = cache.data[index]
             new = qkv[:, kv_start:].view(num, 2, config.num_kv_heads, config.head_dim).transpose(1, 2)
             stored[rows, :, :, positions] = new
             attended = self._attend_step(qkv[:, :kv_start], stored[:num, :, :, :num_columns], bias)
-            hidden = self._finish_layer(layer, hidden, attended)
+            hidden = self._finish_layer(layer, change, hidden, attended)
         return self.logits(weights, self._norm(hidden, weights.final_norm))
 
     def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [*, vocab] of final hidden states."""
         return weights.head(hidden).float()
 
-    def _project(self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    def _project(
+        self, layer: Layer, change: Change | None, hidden: torch.Tensor, rotations: torch.Tensor
+    ) -> torch.Tensor:
         """Return q, k, v of every token in one row [N, (heads + 2 kv heads) * head_dim], q and k rotated."""
         config = self.config
-        qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
+        qkv = _product(layer.qkv, self._norm(hidden, layer.attention_norm), "qkv", change)
         qk = qkv[:, : self._num_rotated * config.head_dim].view(-1, self._num_rotated, config.head_dim)
         rotated = qk
         if layer.qk_norm is not None:
@@ -259,10 +273,13 @@ class Transformer:
             return mask[:, None, None, :].to(self.dtype)
         return mask[:, None, :].repeat_interleave(self.config.num_kv_heads, dim=0)
 
-    def _finish_layer(self, layer: Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        hidden = layer.output(attended).add_(hidden)
-        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate).mul_(up)).add_(hidden)
+    def _finish_layer(
+        self, layer: Layer, change: Change | None, hidden: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = _product(layer.output, attended, "output", change).add_(hidden)
+        normed = self._norm(hidden, layer.mlp_norm)
+        gate, up = _product(layer.gate_up, normed, "gate_up", change).chunk(2, dim=-1)
+        return _product(layer.down, functional.silu(gate).mul_(up), "down", change).add_(hidden)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.norm_eps)
@@ -286,9 +303,11 @@ def _llama3_frequencies(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
     return (1.0 - blend) * frequencies / rope.factor + blend * frequencies
 
 
-def _interleaved_halves(head_dim: int) -> torch.Tensor:
-    """Return the order 0, d/2, 1, d/2 + 1, ...: rotary embedding mixes dimension i with i + d/2."""
-    return torch.arange(head_dim).view(2, -1).t().flatten()
+def _product(linear: Linear, rows: torch.Tensor, site: Site, change: Change | None) -> torch.Tensor:
+    product = linear(rows)
+    if change is not None:
+        change(site, rows, product)
+    return product
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

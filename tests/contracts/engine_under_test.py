@@ -56,7 +56,9 @@ class EngineUnderTest:
         return self.get("/model_info")["weight_version"]
 
     @contextlib.contextmanager
-    def streaming(self, input_ids: list[int], *, rid: str, **params: Any) -> Iterator[Stream]:
+    def streaming(
+        self, input_ids: list[int], *, rid: str, lora_path: str | None = None, **params: Any
+    ) -> Iterator[Stream]:
         """Start a long generation and wait until it has begun; the block acts while it runs."""
         body = {
             "input_ids": input_ids,
@@ -64,6 +66,7 @@ class EngineUnderTest:
             "sampling_params": {"ignore_eos": True, **params},
             "return_logprob": True,
             "stream": True,
+            "lora_path": lora_path,
         }
         with httpx.stream("POST", self.url + "/generate", json=body, timeout=DEADLINE_S) as reply:
             assert reply.status_code == 200

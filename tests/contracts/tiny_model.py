@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,58 @@ def logprobs_over_kept_cache(
         found += [table[index, token].item() for index, token in enumerate(completion[start:end])]
         computed = upto
     return found
+
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter folder in PEFT's format, and the tensors in it."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def random(cls, model: Path, folder: Path, *, seed: int, rank: int = 4, targets: Sequence[str] = LAYERS) -> Adapter:
+        """Make one that changes what the model says; nothing is written yet."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, weight in read_tensors(model).items():
+            layer = name.removesuffix(".weight")
+            if layer.rpartition(".")[2] in targets:
+                down = torch.randn(rank, weight.shape[1], generator=generator)
+                tensors[f"base_model.model.{layer}.lora_A.weight"] = 0.1 * down
+                up = torch.randn(weight.shape[0], rank, generator=generator)
+                tensors[f"base_model.model.{layer}.lora_B.weight"] = 0.1 * up
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "r": rank,
+            "lora_alpha": 2 * rank,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(targets),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "use_rslora": False,
+            "base_model_name_or_path": None,
+        }
+        return cls(folder, config, tensors)
+
+    def write(self) -> Adapter:
+        """Write the folder."""
+        self.folder.mkdir(parents=True)
+        (self.folder / "adapter_config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, self.folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        return self
+
+    def merged_into(self, model: Path, target: Path) -> Path:
+        """Write the model that it is together with the one in ``model``."""
+        tensors = read_tensors(model)
+        for layer in {name.rpartition(".lora_")[0] for name in self.tensors}:
+            down, up = (self.tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
+            scale = self.config["lora_alpha"] / self.config["r"]
+            tensors[f"{layer.removeprefix('base_model.model.')}.weight"] += scale * (up @ down)
+        return write_tensors(model, target, tensors)

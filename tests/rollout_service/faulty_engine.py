@@ -37,6 +37,8 @@ class FaultyEngine:
         self.status = 200  # /generate answers this
         self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
         self.checksum = ""  # what it says of its weights; empty: it cannot say
+        self.adapters: dict[str, str] = {}  # name → folder, of those that are loaded
+        self.lose_adapters = False  # loads of adapters are confirmed but not done
         self.refuse_loads = 0  # so many updates are answered with success = false
         self.lose_loads = 0  # so many updates are confirmed but not done
         self.flow = threading.Event()  # /generate waits for it before it answers
@@ -109,13 +111,18 @@ class FaultyEngine:
             return 200, {}
         if path == "/server_info":
             return 200, self.info
+        if path == "/v1/models":
+            return 200, {"data": [{"id": str(self.folder)}, *({"id": name} for name in self.adapters)]}
         return 404, {"error": path}
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/update_weights_from_disk":
             return self._update(body)
         if path == "/generate":
-            return self._generate(body)
+            unknown = body.get("lora_path", "") not in {"", *self.adapters}
+            return (400, {"error": {"message": "never loaded"}}) if unknown else self._generate(body)
+        if path in ("/load_lora_adapter", "/unload_lora_adapter"):
+            return self._change_adapter(body, loading=path.startswith("/load"))
         if path in ("/pause_generation", "/continue_generation"):
             self.pauses.append(body.get("mode", "continue"))
             with self._drained:
@@ -126,6 +133,20 @@ class FaultyEngine:
             ranks = [{"parallelism_info": {"tp_size": 1}}]
             return 200, {"success": True, "ranks": ranks, "per_engine_checksum": self.checksum}
         return 404, {"error": path}
+
+    def _change_adapter(self, body: dict[str, Any], *, loading: bool) -> tuple[int, Any]:
+        name = body["lora_name"]
+        fits = (name in self.adapters) != loading
+        if fits and loading and not self.lose_adapters:
+            self.adapters[name] = body["lora_path"]
+        elif fits and not loading:
+            del self.adapters[name]
+        answer = {
+            "success": fits,
+            "error_message": "" if fits else f"no, {name}",
+            "loaded_adapters": dict(self.adapters),
+        }
+        return 200 if fits else 400, answer
 
     def _update(self, body: dict[str, Any]) -> tuple[int, Any]:
         self.loads.append((body["weight_version"], body["model_path"]))

@@ -1,0 +1,42 @@
+"""Reads an adapter folder completely and checks it before anybody computes with it; see `adapter_shapes.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from rollout_service.adapter_shapes import CONFIG_FILE, TENSORS_FILE, pair_tensors, read_config
+from rollout_service.embedded_engine.checkpoint import check_values, expected_shapes, read_safetensors
+from rollout_service.embedded_engine.errors import CheckpointRefused
+from rollout_service.embedded_engine.low_rank import LowRank
+from rollout_service.embedded_engine.model_config import ModelConfig
+from rollout_service.errors import AdapterUnfit
+
+
+def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str, LowRank]:
+    """Return the factors of every adapted layer by its name in the model, the scale in them.
+
+    Each ``down`` is [rank, in] and ``up`` [out, rank], in the file's own dtype but for the scale, which makes ``up``
+    float32.
+
+    Raises:
+        CheckpointRefused: names the folder and what of it does not fit.
+    """
+    try:
+        raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = read_config(raw)
+        if config.rank > max_rank:
+            raise AdapterUnfit(f"its rank is {config.rank}, the engine was started with --max-lora-rank {max_rank}")
+        tensors = read_safetensors(folder / TENSORS_FILE)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        pairs = pair_tensors(config, shapes, expected_shapes(model))
+    except (OSError, ValueError, AdapterUnfit) as error:
+        raise CheckpointRefused(f"{folder}: {error}") from error
+    for name, tensor in tensors.items():
+        check_values(folder, name, tensor)
+    return {
+        layer: LowRank(tensors[pair.down], tensors[pair.up].to(torch.float32) * config.scale)
+        for layer, pair in pairs.items()
+    }

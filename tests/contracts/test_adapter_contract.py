@@ -1,0 +1,270 @@
+"""Adapters beside the weights: what a worker needs of an engine that serves several policy versions at once."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.engine_under_test import EngineUnderTest
+from tests.contracts.tiny_model import Adapter, Dense, write_changed_copy
+
+EXACT = 1e-5
+PROMPT = [5, 17, 101, 44, 9, 260, 31]
+PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="session")
+def adapters(running_engine: EngineUnderTest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
+    """Three adapters of the engine's first weights: all layers, another rank, two kinds of layers."""
+    model, folder = running_engine.model, tmp_path_factory.mktemp("adapters")
+    return {
+        "policy@1": Adapter.random(model, folder / "1", seed=1).write(),
+        "policy@2": Adapter.random(model, folder / "2", seed=2, rank=8).write(),
+        "policy@3": Adapter.random(model, folder / "3", seed=3, targets=("q_proj", "v_proj")).write(),
+    }
+
+
+@pytest.fixture(scope="session")
+def merged(adapters: dict[str, Adapter], dense: Dense, running_engine: EngineUnderTest) -> dict[str | None, Dense]:
+    """What each of them computes with the weights below it, and what those compute alone."""
+    folders = {name: one.folder.with_name(f"{one.folder.name}-merged") for name, one in adapters.items()}
+    found: dict[str | None, Dense] = {None: dense}
+    for name, one in adapters.items():
+        found[name] = Dense(one.merged_into(running_engine.model, folders[name]))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(engine: EngineUnderTest) -> Iterator[None]:
+    """What a test, or somebody before the tests, loaded is unloaded."""
+    unload_all(engine)
+    yield
+    unload_all(engine)
+
+
+@pytest.fixture
+def serving(engine: EngineUnderTest, adapters: dict[str, Adapter]) -> EngineUnderTest:
+    """An engine that has all three."""
+    for name, one in adapters.items():
+        load(engine, name, one.folder)
+    return engine
+
+
+def load(engine: EngineUnderTest, name: str, folder: Path, *, expect: int = 200) -> Any:
+    """Load an adapter."""
+    return engine.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, expect=expect)
+
+
+def unload_all(engine: EngineUnderTest) -> None:
+    """Leave the weights alone."""
+    for name in listed(engine):
+        engine.post("/unload_lora_adapter", {"lora_name": name})
+
+
+def listed(engine: EngineUnderTest) -> set[str]:
+    """Return the names of the adapters it has."""
+    return {card["id"] for card in engine.get("/v1/models")["data"] if card["id"].startswith("policy@")}
+
+
+def ask(engine: EngineUnderTest, prompts: Any, lora_path: Any, *, expect: int = 200, **params: Any) -> Any:
+    """Sample with an adapter, or one for each prompt."""
+    body = {
+        "input_ids": prompts,
+        "lora_path": lora_path,
+        "sampling_params": PARAMS | params,
+        "return_logprob": True,
+    }
+    return engine.post("/generate", body, expect=expect)
+
+
+def assert_computed_by(model: Dense, prompt: list[int], reply: dict[str, Any]) -> None:
+    """Hold every log-probability against a dense forward."""
+    said = [triple[0] for triple in reply["meta_info"]["output_token_logprobs"]]
+    assert said == pytest.approx(model.of_completion(prompt, reply["output_ids"]), abs=EXACT)
+
+
+def test_adapters_and_none_share_a_batch(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
+    """Rows of three adapters and of none, in one request, each have the log-probabilities of their merged model."""
+    names = [None, "policy@1", "policy@2", "policy@3", "policy@1", None]
+    prompts = [[*PROMPT, number] for number in range(len(names))]
+    replies = ask(serving, prompts, names, n=2)
+    for prompt, name, number in zip(prompts, names, range(0, 12, 2), strict=True):
+        for reply in replies[number : number + 2]:
+            assert_computed_by(merged[name], prompt, reply)
+
+
+def test_greedy_tokens_are_those_of_the_merged_model(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
+    """An adapter's greedy completion is its merged model's, and not the one of the weights alone."""
+    for name in ("policy@1", "policy@3"):
+        tokens = ask(serving, PROMPT, name, temperature=0.0)["output_ids"]
+        assert tokens == merged[name].greedy(PROMPT, 12)
+        assert tokens != merged[None].greedy(PROMPT, 12)
+
+
+def test_a_prompt_is_not_shared_across_adapters(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
+    """One prompt under every adapter, one after the other and together: nobody reads another's keys and values."""
+    prompt = [(7 * number) % 300 + 3 for number in range(40)]
+    names = [None, "policy@1", "policy@2", "policy@3"]
+    for name in (*names, *reversed(names)):
+        assert_computed_by(merged[name], prompt, ask(serving, prompt, name))
+    for name, reply in zip(names, ask(serving, [prompt] * 4, names), strict=True):
+        assert_computed_by(merged[name], prompt, reply)
+
+
+def test_samples_of_an_adapter_share_their_prompt(serving: EngineUnderTest) -> None:
+    """The samples of one prompt under one adapter compute it once."""
+    prompt = [(11 * number) % 300 + 3 for number in range(40)]
+    replies = ask(serving, prompt, "policy@2", n=4)
+    assert sum(reply["meta_info"]["cached_tokens"] > 0 for reply in replies) >= 3
+
+
+def test_a_reply_names_the_weights_below(serving: EngineUnderTest) -> None:
+    """Tokens of an adapter are spans of the weights' version: the adapter's is known from the request."""
+    reply = ask(serving, PROMPT, "policy@1")
+    assert reply["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 12}]
+
+
+def test_an_unknown_adapter_is_an_error(serving: EngineUnderTest) -> None:
+    """A request that names an adapter which was never loaded is refused, not answered by the weights alone."""
+    assert "policy@99" in str(ask(serving, PROMPT, "policy@99", expect=400))
+    assert "policy@99" in str(ask(serving, [PROMPT, PROMPT], ["policy@1", "policy@99"], expect=400))
+
+
+def test_a_load_says_what_is_loaded(engine: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
+    """Load and unload answer with the names and folders of all that are loaded; the list of models has them too."""
+    first, second = adapters["policy@1"].folder, adapters["policy@2"].folder
+    assert load(engine, "policy@1", first)["loaded_adapters"] == {"policy@1": str(first)}
+    assert load(engine, "policy@2", second)["loaded_adapters"] == {"policy@1": str(first), "policy@2": str(second)}
+    assert listed(engine) == {"policy@1", "policy@2"}
+    answer = engine.post("/unload_lora_adapter", {"lora_name": "policy@1"})
+    assert answer["success"] is True
+    assert answer["loaded_adapters"] == {"policy@2": str(second)}
+    assert listed(engine) == {"policy@2"}
+
+
+def test_a_name_is_given_once(serving: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
+    """A second adapter under a name that is taken is refused, and the first one stays."""
+    answer = load(serving, "policy@1", adapters["policy@2"].folder, expect=400)
+    assert answer["success"] is False
+    assert "already loaded" in answer["error_message"]
+    assert answer["loaded_adapters"]["policy@1"] == str(adapters["policy@1"].folder)
+
+
+def test_what_is_not_there_cannot_be_unloaded(engine: EngineUnderTest) -> None:
+    """An unload of an unknown name is refused."""
+    answer = engine.post("/unload_lora_adapter", {"lora_name": "policy@99"}, expect=400)
+    assert answer["success"] is False
+    assert "policy@99" in answer["error_message"]
+
+
+def test_an_adapter_comes_while_others_generate(
+    engine: EngineUnderTest, adapters: dict[str, Adapter], merged: dict[str | None, Dense]
+) -> None:
+    """A load neither waits for a generation under way nor changes it, and serves at once."""
+    load(engine, "policy@1", adapters["policy@1"].folder)
+    with engine.streaming(PROMPT, rid="by-weights", max_new_tokens=400) as stream:
+        load(engine, "policy@2", adapters["policy@2"].folder)
+        assert_computed_by(merged["policy@2"], PROMPT, ask(engine, PROMPT, "policy@2"))
+        reply = stream.result()
+    assert reply["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 400}]
+    assert_computed_by(merged[None], PROMPT, reply)
+
+
+def test_an_unload_waits_for_those_who_compute_with_it(
+    serving: EngineUnderTest, merged: dict[str | None, Dense]
+) -> None:
+    """A generation with an adapter that is unloaded meanwhile ends whole, by that adapter; then it is gone."""
+    with (
+        concurrent.futures.ThreadPoolExecutor() as pool,
+        serving.streaming(PROMPT, rid="by-adapter", lora_path="policy@1", max_new_tokens=300) as stream,
+    ):
+        unloading = pool.submit(serving.post, "/unload_lora_adapter", {"lora_name": "policy@1"})
+        reply = stream.result()
+        assert unloading.result()["success"] is True
+    assert len(reply["output_ids"]) == 300
+    assert_computed_by(merged["policy@1"], PROMPT, reply)
+    assert listed(serving) == {"policy@2", "policy@3"}
+
+
+def test_new_weights_go_below_the_adapters(
+    serving: EngineUnderTest, adapters: dict[str, Adapter], tmp_path: Path
+) -> None:
+    """An update of the weights leaves the adapters loaded: they change the new ones."""
+    changed = write_changed_copy(serving.model, tmp_path / "changed", seed=5)
+    serving.update(changed, "7")
+    reply = ask(serving, PROMPT, "policy@1")
+    assert reply["meta_info"]["weight_versions"] == [{"version": "7", "start": 0, "end": 12}]
+    assert_computed_by(Dense(adapters["policy@1"].merged_into(changed, tmp_path / "merged")), PROMPT, reply)
+
+
+@pytest.mark.parametrize("what", ["missing folder", "no config", "cut short", "rank beyond the maximum"])
+def test_what_is_no_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, what: str) -> None:
+    """A folder that cannot be read, or whose rank is too large, is refused; nothing is listed, and the engine serves."""
+    rank = 512 if what == "rank beyond the maximum" else 4
+    one = Adapter.random(engine.model, tmp_path / "adapter", seed=9, rank=rank)
+    if what != "missing folder":
+        one.write()
+    if what == "no config":
+        (one.folder / "adapter_config.json").unlink()
+    if what == "cut short":
+        file = one.folder / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    answer = load(engine, "policy@9", one.folder, expect=400)
+    assert answer["success"] is False
+    assert answer["error_message"]
+    assert listed(engine) == set()
+    assert len(engine.generate(PROMPT, **PARAMS)["output_ids"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("missing tensor", "missing"),
+        ("unknown tensor", "unknown"),
+        ("wrong shape", "shape"),
+        ("nan", "NaN or infinite"),
+        ("rslora", "use_rslora"),
+        ("rank pattern", "rank_pattern"),
+        ("dora", "use_dora"),
+        ("embedding", "embed_tokens"),
+        ("unknown layer", "x_proj"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    engine: EngineUnderTest, tmp_path: Path, change: str, says: str
+) -> None:
+    """Tensors that do not fit the model, and PEFT's options that change the sum, are refused before anything serves."""
+    if engine.kind == "sglang":
+        pytest.skip("SGLang takes these, and dies of them or computes something else; the worker never sends them")
+    one = Adapter.random(engine.model, tmp_path / "adapter", seed=9)
+    spoil(one, change)
+    one.write()
+    answer = load(engine, "policy@9", one.folder, expect=400)
+    assert says in answer["error_message"]
+    assert listed(engine) == set()
+
+
+def spoil(adapter: Adapter, change: str) -> None:
+    """Make an adapter wrong in one way."""
+    name = sorted(adapter.tensors)[0]
+    config: dict[str, dict[str, Any]] = {
+        "rslora": {"use_rslora": True},
+        "rank pattern": {"rank_pattern": {"q_proj": 2}},
+        "dora": {"use_dora": True},
+        "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+        "unknown layer": {"target_modules": ["q_proj", "x_proj"]},
+    }
+    adapter.config.update(config.get(change, {}))
+    match change:
+        case "missing tensor":
+            del adapter.tensors[name]
+        case "unknown tensor":
+            adapter.tensors["base_model.model.model.norm.lora_A.weight"] = adapter.tensors[name].clone()
+        case "wrong shape":
+            adapter.tensors[name] = adapter.tensors[name][:, :-1].contiguous()
+        case "nan":
+            adapter.tensors[name][0, 0] = float("nan")
