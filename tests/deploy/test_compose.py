@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -39,6 +40,7 @@ from protocol.facts import (
 from protocol.runfile import load
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
+from reward_model.__main__ import _parser as reward_model_options
 from reward_service.settings import RewardSettings
 from rollout_service.settings import RolloutSettings
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
@@ -47,6 +49,7 @@ from trainer.settings import TrainerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
+PORT = "PENSTOCK_REWARD_SERVICE__PORT"
 SERVICES: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())["services"]
 OURS: dict[str, type[BaseModel]] = {
     "bootstrap": ConnectionSettings,
@@ -131,6 +134,19 @@ def test_every_base_image_is_pinned(path: Path) -> None:
     for base in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
         image = re.sub(r"\$\{(\w+)\}", lambda match: arguments[match[1]], base)
         assert image in stages or re.search(r":[\w.-]*\d", image), image
+
+
+def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
+    """Its command line parses, it registers where the reward service is, and says how that reaches it."""
+    module, *arguments = (filled_in(word) for word in SERVICES["reward-model"]["command"])
+    options = reward_model_options().parse_args(arguments)
+    assert module == "reward_model"
+    assert str(options.path) == SERVICES["reward-model"]["volumes"][0].split(":")[-2]
+    assert urlsplit(options.register).netloc == "reward:" + SERVICES["reward"]["environment"][PORT]
+    assert urlsplit(options.url).netloc == f"reward-model:{options.port}"
+    assert f":{options.port}/" in SERVICES["reward-model"]["healthcheck"]["test"][-1]
+    assert Path(options.token_file).name in SERVICES["reward-model"]["secrets"]
+    assert SERVICES["reward"]["environment"]["PENSTOCK_REWARD_SERVICE__TOKEN_FILE"] == str(options.token_file)
 
 
 def test_the_s3_image_is_one_variable() -> None:

@@ -1,0 +1,26 @@
+# A reward model as a reward endpoint: torch and transformers, no NATS and no S3. Build from the repository's root.
+# With CUDA: BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime; its torch stays.
+ARG BASE=python:3.12.12-slim-bookworm
+# hadolint ignore=DL3006
+FROM ${BASE}
+
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /app
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protocol protocol
+COPY reward_service reward_service
+COPY reward_model reward_model
+COPY rollout_service rollout_service
+COPY trainer trainer
+COPY console console
+COPY deploy deploy
+# torch first: its CPU build is small, any other pulls gigabytes. Pass the URL of an index with CPU
+# builds as TORCH_INDEX to get it; without one pip takes what its own index offers.
+ARG TORCH_INDEX=
+RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
+    && pip install -c constraints.txt '.[reward-model]' \
+    && useradd --uid 10001 --create-home penstock
+USER 10001
+EXPOSE 8710
+ENTRYPOINT ["python", "-m"]
+CMD ["reward_model", "/reward-model"]
