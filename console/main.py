@@ -149,8 +149,10 @@ def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) ->
     json
         Write lines to stderr and, at the end, one JSON object as the last line of stdout.
     """
+    from console import stored_run
     from console.watch import watch_run
 
+    stored_run.beside(run, arguments, os.environ, sys.argv[1:], finished_only=True)
     return watch_run(run, arguments, os.environ, plain=plain, as_json=json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -157,8 +158,10 @@ def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
     json
         Print one JSON array instead of the table.
     """
+    from console import stored_run
     from console.reward_errors import print_errors
 
+    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
     return print_errors(run, arguments, os.environ, as_json=json)
 
 

@@ -51,6 +51,20 @@ def reach(run: str, arguments: Sequence[str], environ: Mapping[str, str], typed:
         launch.become(launch.module("deploy.stored", str(store), "--", *launch.module("console.main", *typed)))
 
 
+def beside(
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str], *, finished_only: bool = False
+) -> None:
+    """Do as `reach` does for a run that has a folder here; one that has none may be where NATS is by default.
+
+    ``finished_only`` is for commands that stay: beside the servers of a run that was only stopped they would keep it
+    from going on.
+    """
+    check_run_id(run)
+    folder = connections.find(arguments, environ).settings.run.dir / run
+    if folder.is_dir() and not (finished_only and not (folder / "report.json").exists()):
+        reach(run, arguments, environ, typed)
+
+
 def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path | None:
     """Return the folder of the servers that a run of this machine has to itself; None when others were named."""
     loaded = connections.find(arguments, environ)

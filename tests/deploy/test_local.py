@@ -203,3 +203,23 @@ def test_a_command_finds_the_servers_of_a_store_beside_it(tmp_path: Path) -> Non
     assert done.returncode == 7
     with LocalStack(tmp_path / "store"):
         pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_ended_takes_the_servers_of_its_store_with_it(tmp_path: Path, number: int) -> None:
+    """Ctrl-C as a terminal sends it, or a SIGTERM: the command hears it, and the store is free again."""
+    code = "import signal, sys; print('began', flush=True); signal.pause()"
+    running = subprocess.Popen(
+        [sys.executable, "-m", "deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert running.stdout is not None
+    assert running.stdout.readline() == "began\n"
+    if number == signal.SIGINT:
+        os.killpg(running.pid, number)
+    else:
+        running.send_signal(number)
+    assert running.wait(30.0) == 128 + number
+    running.stdout.close()
+    with LocalStack(tmp_path / "store"):
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from console.runs import is_locked
 from tests.servers import require
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +89,31 @@ def test_the_model_folder_loads_with_transformers(quickstart: dict):
         out = model.generate(**prompt, max_new_tokens=9, do_sample=False)
     answer = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer.strip().isdigit()
+
+
+READING = {
+    "audit": (["audit", "quickstart", "--json"], lambda out: json.loads(out)["closes"] is True),
+    "lineage": (["lineage", "quickstart", "--version", "1"], lambda out: "e0.p" in out),
+    "weights": (["weights", "quickstart", "--json"], lambda out: json.loads(out)[-1]["version"] == STEPS),
+    "replay": (["replay", "quickstart", "--to", "1", "--json"], lambda out: json.loads(out.splitlines()[-1])),
+    "report": (["runs", "show", "quickstart"], lambda out: "penstock chat quickstart" in out),
+    "dead letters": (["dead-letters", "list", "quickstart", "--json"], lambda out: json.loads(out) == []),
+    "reward errors": (["reward", "errors", "quickstart", "--json"], lambda out: isinstance(json.loads(out), list)),
+    "watch": (["watch", "quickstart", "--json"], lambda out: json.loads(out.splitlines()[-1])["steps"] == STEPS),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_finished_run_is_read_with_one_command(quickstart: dict):
+    """Nobody has to start a server for any verb that reads; each leaves the store as it found it: free."""
+    runs = quickstart["folder"].parent
+    for what, (command, holds) in READING.items():
+        done = subprocess.run(
+            [sys.executable, "-m", "console.main", *command, f"run.dir={runs}"],
+            cwd=ROOT, env={k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{what}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert holds(done.stdout), f"{what}: {done.stdout[-2000:]}"
+        assert not is_locked(quickstart["folder"] / "store" / "lock"), f"{what} left servers behind"
