@@ -17,6 +17,7 @@ from console.runs import is_locked
 from protocol import blob_keys, logs, streams
 from protocol.errors import ConfigError, MissingStream, PenstockError
 from protocol.facts import Heartbeat, decode
+from protocol.rescored import users
 from protocol.subjects import check_run_id
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -24,6 +25,10 @@ from protocol.transport.bus import Bus
 
 class RunIsAlive(PenstockError):
     """Somebody works on the run; it is not removed."""
+
+
+class RunIsNeeded(PenstockError):
+    """Other runs stand on what would be removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ def remove_run(
 ) -> int:
     """Remove a run after asking; returns 1 when nothing was removed because nobody said yes.
 
-    Raises ConfigError, RunIsAlive, BusError or BlobError; whatever was not removed by then is by the next try.
+    Raises ConfigError, RunIsAlive, RunIsNeeded, BusError or BlobError; whatever was not removed by then is by the next try.
     """
     check_run_id(run)
     loaded = connections.find(arguments, environ, run_id=run)
@@ -72,6 +77,11 @@ def remove_run(
         raise ConfigError(f"nobody said where run {run} is stored: give a run file, or nats.url and s3.endpoint")
     else:
         print(f"the streams and objects of run {run} are in its folder: {own_store}")
+        if (others := _others_in(own_store, run)) and not force:
+            raise RunIsNeeded(
+                f"{own_store} holds {', '.join(others)} as well, and they would go with it; copy what you need of them "
+                "(penstock weights export), or say --force"
+            )
     if its_servers_run:
         print(f"kept {here}: the run's own servers work in it")
     elif here.is_dir():
@@ -114,6 +124,11 @@ def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) 
         raise RunIsAlive(
             f"run {run} is alive: {', '.join(services)}; stop these services first (--force removes it under their feet)"
         )
+    if (standing := users(run, blobs)) and not force:
+        raise RunIsNeeded(
+            f"{run} is what {', '.join(standing)} trained on, and its packs are their only copy: without them they can be "
+            "neither replayed nor rescored; remove those runs first (--force removes it under their feet)"
+        )
     holdings = find_holdings(run, bus, blobs)
     if holdings.is_empty:
         print(f"run {run} has no streams at {bus.url} and no objects in bucket {blobs.bucket}")
@@ -138,6 +153,11 @@ def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
     elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
         shutil.rmtree(here)
         print(f"removed {what}")
+
+
+def _others_in(store: Path, run: str) -> list[str]:
+    """Return the other runs and rescored inputs whose objects lie in the store of a local run that is over."""
+    return sorted({path.name for path in store.glob("objects/*/runs/*") if path.is_dir() and path.name != run})
 
 
 def _agreed(question: str, *, yes: bool) -> bool:

@@ -79,6 +79,16 @@ def rescored_piece(run_id: str, number: int, sha256: str) -> str:
     return f"runs/{run_id}/input/piece{number:08d}.{sha256[:16]}.msgpack"
 
 
+def input_users_prefix(run_id: str) -> str:
+    """Return the prefix below which each run that trains on a rescored input has a mark; the name after it is the run's."""
+    return f"{rescored_prefix(run_id)}used-by/"
+
+
+def lineage_prefix(run_id: str) -> str:
+    """Return the prefix below which the record of a run lies."""
+    return f"runs/{run_id}/lineage/"
+
+
 def rescored_sha256(run_id: str, key: str) -> str:
     """Return the sha256 that the key of a rescored input holds; empty for any other key."""
     name = key.removeprefix(rescored_prefix(run_id))

@@ -2,7 +2,8 @@
 
 `penstock rescore` writes it, the trainer reads it (``data.from_run``). It has an id like a run's, and everything it
 needs lies below ``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in
-the order in which the source run trained them, and last the input itself, whose key holds its own sha256.
+the order in which the source run trained them, and last the input itself, whose key holds its own sha256. A run that
+trains on it leaves a mark there: its record names these packs, and it has no copies of its own.
 """
 
 from __future__ import annotations
@@ -64,3 +65,24 @@ def pieces(of: RescoredInput, blobs: Blobs) -> Iterator[RescoredPiece]:
     """Read an input piece by piece; raises BlobMissing, BlobCorrupt or WireError."""
     for reference in of.pieces:
         yield decode(blobs.get(reference), RescoredPiece)
+
+
+def mark_use(name: str, run_id: str, blobs: Blobs) -> None:
+    """Note beside an input that a run trains on it."""
+    key = blob_keys.input_users_prefix(name) + run_id
+    if not blobs.exists(key):
+        blobs.put(key, b"")
+
+
+def users(name: str, blobs: Blobs) -> list[str]:
+    """Return the other runs that train on the input of this name and have a record still."""
+    prefix = blob_keys.input_users_prefix(name)
+    marked = sorted(stat.key.removeprefix(prefix) for stat in blobs.list(prefix))
+    return [run for run in marked if run != name and any(blobs.list(blob_keys.lineage_prefix(run)))]
+
+
+def packs_of_input(name: str, blobs: Blobs) -> set[str]:
+    """Return the keys of the packs of an input; empty where there is none. Raises as `find_input` and `pieces`."""
+    if not any(blob_keys.rescored_sha256(name, stat.key) for stat in blobs.list(blob_keys.rescored_prefix(name))):
+        return set()
+    return {pack.key for piece in pieces(find_input(name, blobs)[0], blobs) for pack in piece.packs}

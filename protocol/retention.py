@@ -3,6 +3,7 @@
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
 | packs of trained groups       | `retention.trained_packs_h`; 0, the default: until the run is removed |
+| packs of a rescored input     | until it is removed, by `penstock runs rm` of its name                |
 | packs and task lists that nothing names | `retention.unused_packs_h` after they were written: dropped groups, repeated attempts |
 | events, dead letters          | `retention.events_h`, `retention.dead_letters_h`, the streams' own age; 0: until they are full |
 | checkpoints, weights          | `trainer.keep_checkpoints`, `trainer.keep_versions` and what `protocol/weight_retention.py` says |

@@ -1,7 +1,8 @@
 """Removes packs and task lists whose time is over (`protocol/retention.py`), in a thread beside the training.
 
 What is still needed is read from the outside, as an audit does: the queues in the order in which a group travels,
-so that none slips past, then the dead letters, then the record that the newest checkpoint names. Only who
+so that none slips past, then the dead letters, then the record that the newest checkpoint names. The packs of a rescored
+input stay, whoever trained on them: they may be another run's only copy. Only who
 holds the lease sweeps; two who sweep at once would do nothing worse than delete the same objects twice.
 """
 
@@ -17,6 +18,7 @@ from protocol import blob_keys, streams
 from protocol.errors import CompareAndSwapFailed, PenstockError, WireError
 from protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, decode
 from protocol.lineage import CheckpointCommitted, LineageChapter
+from protocol.rescored import packs_of_input
 from protocol.retention import RetentionSettings, expired
 from trainer.doors import Doors
 
@@ -71,7 +73,7 @@ class Expiry:
         """Do one round; returns the keys that were deleted. Raises BlobError, BusError or WireError."""
         prefixes = (blob_keys.groups_prefix(self._run_id), blob_keys.task_lists_prefix(self._run_id))
         stored = [stat for prefix in prefixes for stat in self._blobs.list(prefix)]
-        named = set(self._named())
+        named = set(self._named()) | packs_of_input(self._run_id, self._blobs)
         self._read_record()
         doomed = expired(stored, named=named, trained=self._trained, settings=self._settings, now=self._clock())
         if doomed:

@@ -50,6 +50,11 @@ class StoredGroups:
         self.position = 0
         _check(settings, self._of, sum(self._reason(group) is None for group, _ in self._places))
 
+    @property
+    def input_name(self) -> str:
+        """Id of the input."""
+        return self._of.run_id
+
     def resume(self, document: Mapping[str, Any]) -> None:
         """Go on where a checkpoint ended; raises CheckpointError when it is of another input."""
         if document.get("schema_tag") != _STATE_TAG or document.get("input") != self._sha256:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.checkpoint_state import CheckpointState
+from protocol.rescored import mark_use
 from trainer.account import Account
 from trainer.batcher import Batcher
 from trainer.collect import Collector
@@ -44,6 +45,7 @@ class Books:
 def stored(settings: TrainerSettings, doors: Doors, books: Books, resumed: CheckpointState | None) -> Supply:
     """Make the supply of a run on ``data.from_run``; raises as `StoredGroups`."""
     groups = StoredGroups(settings, doors.blobs)
+    mark_use(groups.input_name, doors.run_id, doors.blobs)
     if resumed is not None:
         groups.resume(resumed.dispatch)
     issuer = StoredIssuer(groups, books.tally, books.account)

@@ -13,6 +13,7 @@ from protocol import streams, subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import BlobStoreUnreachable
 from protocol.facts import Heartbeat, RunEvent, encode
+from protocol.rescored import mark_use
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from tests.console.test_command import penstock
@@ -125,3 +126,35 @@ def test_a_local_run_that_is_over_goes_with_its_folder(tmp_path: Path):
     answer = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert not (tmp_path / "runs" / "mine").exists()
+
+
+def test_what_other_runs_trained_on_is_not_removed(
+    bus: Bus, blobs: Blobs, run_id: str, typed: list[str], tmp_path: Path
+):
+    """A rescored input goes only when no run with a record stands on it, or by force; the error names them."""
+    name, user, gone = f"{run_id}-input", f"{run_id}-user", f"{run_id}-gone"
+    blobs.put(f"runs/{name}/groups/v00000000/0", b"pack")
+    for run in (user, gone, name):
+        mark_use(name, run, blobs)
+    record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
+    refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert f"{name} is what {user} trained on" in refused.stderr
+    assert "--force" in refused.stderr
+    assert blobs.exists(f"runs/{name}/groups/v00000000/0")
+    blobs.delete([record.key])
+    assert penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path).returncode == 0
+    assert find_holdings(name, bus, blobs).is_empty
+
+
+def test_a_local_store_with_other_runs_in_it_goes_only_by_force(tmp_path: Path):
+    """A rescored input lies in the store of the local run it was made from: removing that folder would take it along."""
+    store = tmp_path / "runs" / "mine" / "store"
+    for run in ("mine", "mine-strict"):
+        (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
+    refused = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "holds mine-strict as well" in refused.stderr
+    assert store.is_dir()
+    assert penstock("runs", "rm", "mine", "--yes", "--folder", "--force", cwd=tmp_path).returncode == 0
+    assert not store.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +12,7 @@ from deploy.bootstrap import bootstrap
 from protocol import blob_keys, streams, subjects
 from protocol.facts import BlobRef, DeadLetter, GroupGenerated, encode
 from protocol.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedGroup, RecordedStep
+from protocol.rescored import RescoredInput, RescoredPiece
 from protocol.retention import RetentionSettings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -123,3 +125,30 @@ def test_streams_get_the_ages_that_are_set(bus: Bus, blobs: Blobs, run_id: str) 
     bootstrap(bus, blobs, run_id, settings.limits())
     with pytest.raises(ValidationError, match="0 or at least 1 hour"):
         RetentionSettings(events_h=0.5)
+
+
+def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """A run that trains under the name of its own rescored input sweeps below that prefix, and leaves the packs there."""
+    run, clock = ring_streams, Clock()
+    kept, dropped = store(blobs, run, "kept"), store(blobs, run, "dropped")
+    scored = make_scored(make_generated(run, [make_group()])).groups[0]
+    piece = RescoredPiece(packs=(kept,), groups=(RecordedGroup(prompt=0, pack=0, scored=scored),))
+    reference = blobs.put(blob_keys.rescored_piece(run, 1, "b" * 64), encode(piece))
+    whole = encode(
+        RescoredInput(
+            run_id=run,
+            source="s",
+            source_record=kept,
+            source_version=1,
+            reward="r",
+            temperature=1.0,
+            pieces=(reference,),
+            num_groups=1,
+        )
+    )
+    blobs.put(blob_keys.rescored_input(run, hashlib.sha256(whole).hexdigest()), whole)
+    expiry = Expiry(Doors(run, bus, blobs), RetentionSettings(trained_packs_h=1.0), holder="t", clock=clock)
+    commit(bus, blobs, run, kept)
+    clock.hours = 1e5
+    assert expiry.sweep() == [dropped.key]
+    assert blobs.exists(kept.key)
