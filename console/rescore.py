@@ -17,7 +17,7 @@ from console.rewards import RewardService
 from protocol import blob_keys, group_pack
 from protocol.errors import ConfigError, PackError, RecordBroken
 from protocol.facts import BlobRef, ScoredGroup, encode_unbounded
-from protocol.lineage import LineageChapter, RecordedGroup
+from protocol.lineage import LineageChapter, RecordedGroup, SplitTotals
 from protocol.rescored import RescoredInput, RescoredPiece
 from protocol.reward_settings import RewardDefinition, RewardSettings
 from protocol.stored_record import StoredRecord
@@ -62,8 +62,15 @@ def rescore(run: str, arguments: Sequence[str], environ: Mapping[str, str], how:
         return 1
     written = _write(into, record, outcomes, how.rule, blobs)
     store = connections.find(arguments, environ).settings.run.dir / run / connections.STORE
-    _say(written, as_json=as_json, store=store if store.is_dir() else None)
+    _say(written, not_trained(record), as_json=as_json, store=store if store.is_dir() else None)
     return 0
+
+
+def not_trained(record: StoredRecord) -> dict[str, int]:
+    """Count the training groups of a run that no step used, by what became of them: an input does not have them."""
+    totals = record.told[-1].account.totals.get("train", SplitTotals())
+    counts = {f"dropped: {reason}": number for reason, number in sorted(totals.dropped.items())}
+    return {what: number for what, number in {**counts, "in flight": totals.in_flight}.items() if number}
 
 
 def _name(run: str, rule: Rule) -> str:
@@ -148,15 +155,18 @@ def _temperature(record: StoredRecord, blobs: Blobs) -> float:
     return found.pop()
 
 
-def _say(written: RescoredInput, *, as_json: bool, store: Path | None) -> None:
+def _say(written: RescoredInput, others: Mapping[str, int], *, as_json: bool, store: Path | None) -> None:
     if as_json:
         document = written.model_dump(
             mode="json", include={"run_id", "source", "num_groups", "left_out", "reward", "weights"}
         )
-        print(json.dumps(document))
+        print(json.dumps(document | {"not_trained": dict(others)}))
         return
     left = f", {len(written.left_out)} left out" if written.left_out else ""
     print(f"{written.run_id}: {written.num_groups} groups of run {written.source} with new rewards{left}")
+    if others:
+        told = ", ".join(f"{what} {number}" for what, number in others.items())
+        print(f"not in it: {sum(others.values())} groups that no step of run {written.source} trained on ({told})")
     if store is not None:
         print(f"next: penstock up --data {store} --run NEW, and with the lines that it prints, in another terminal:")
     print(f"next: penstock train run.toml run.id=NEW data.from_run={written.run_id}")

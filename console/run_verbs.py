@@ -67,8 +67,10 @@ def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
     json
         Print one JSON array instead of the table.
     """
+    from console import stored_run
     from console.weights import print_versions
 
+    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
     return print_versions(run, arguments, os.environ, as_json=json)
 
 
@@ -92,8 +94,10 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: F
     adapter
         Write adapter_config.json and adapter_model.safetensors alone.
     """
+    from console import stored_run
     from console.weights import export
 
+    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
     return export(run, version, to, arguments, os.environ, adapter=adapter)
 
 
@@ -101,7 +105,8 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: F
 def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = False, force: Flag = False) -> int:
     """Remove a run: its objects, streams and buckets, and, asked separately, its folder on this machine.
 
-    It says what and how much, and asks first. What lives is not removed. An interrupted removal is repeated as it was typed.
+    It says what and how much, and asks first. What lives is not removed, nor a rescored input that another run
+    trained on, nor a local store that holds other runs. An interrupted removal is repeated as it was typed.
 
     Example:  penstock runs rm quickstart
               penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
@@ -116,7 +121,7 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
     folder
         Remove the folder without asking.
     force
-        Remove it although services of it are alive.
+        Remove it although services of it are alive, or other runs stand on it.
     """
     from console.removal import remove_run as remove_it
 
@@ -178,8 +183,9 @@ def rescore(
     """Score a run's groups again, by another reward or other weights of its parts, for a run without engines.
 
     The groups that the run trained are scored by the reward service; packs, new rewards and their order become the
-    input of another run, which trains on them with the corrections for samples of other policies. A group that
-    cannot be scored is an error, never a 0.
+    input of another run, which trains on them with the corrections for samples of other policies. Only groups that
+    a step trained on are covered: those that were dropped or are in flight are counted, and not in it; nor are held-out
+    ones. A group that cannot be scored is an error, never a 0.
 
     Example:  penstock rescore my-run --reward my_reward
               penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
@@ -271,6 +277,8 @@ def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> 
     json
         Print one JSON object instead of the table.
     """
+    from console import stored_run
     from console.audit import audit_run
 
+    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)

@@ -11,7 +11,7 @@ import pytest
 from deploy.bootstrap import bootstrap, delete_run
 from protocol.checkpoint_state import committed
 from protocol.errors import ConfigError
-from protocol.rescored import RescoredPiece, find_input, pieces
+from protocol.rescored import RescoredPiece, find_input, pieces, users
 from protocol.runfile import load
 from protocol.stored_record import StoredRecord
 from protocol.transport.bus import Bus
@@ -69,7 +69,11 @@ def stored(run: StoredRun, name: str) -> list[RescoredPiece]:
 
 def test_a_run_is_scored_again_by_another_reward(run: StoredRun, service: Service) -> None:
     """Every group that was trained, once, in order, with the new rewards and parts; packs are copied byte for byte."""
-    run.console("rescore", "--reward", "places", "--url", service.url, "--into", "scored-again")
+    said = run.console("rescore", "--reward", "places", "--url", service.url, "--into", "scored-again")
+    totals = run.record.told[-1].account.totals["train"]
+    num_others = totals.issued - totals.used
+    assert num_others > 0
+    assert f"not in it: {num_others} groups that no step of run {RUN} trained on (" in said
     told = find_input("scored-again", run.blobs)[0]
     assert (told.source, told.reward, told.temperature, told.left_out) == (RUN, "places", 1.0, {})
     assert told.source_record == run.record.end
@@ -140,6 +144,7 @@ def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
         Command(run.folder, *arguments, "trainer.kill_at=stepped:4").wait(-9)
         Command(run.folder, *arguments).wait()
         assert "the account closes" in run.console("audit", run=OFFLINE)
+        assert users("scored-again", run.blobs) == [OFFLINE]
         delete_run(bus, OFFLINE)
     home = run.folder / "runs" / OFFLINE
     own = StoredRecord.read(OFFLINE, committed(home / "checkpoints")[-1][1].record, run.blobs.get)
