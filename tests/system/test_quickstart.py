@@ -95,16 +95,13 @@ READING = {
     "audit": (["audit", "quickstart", "--json"], lambda out: json.loads(out)["closes"] is True),
     "lineage": (["lineage", "quickstart", "--version", "1"], lambda out: "e0.p" in out),
     "weights": (["weights", "quickstart", "--json"], lambda out: json.loads(out)[-1]["version"] == STEPS),
-    "replay": (["replay", "quickstart", "--to", "1", "--json"], lambda out: json.loads(out.splitlines()[-1])),
     "report": (["runs", "show", "quickstart"], lambda out: "penstock chat quickstart" in out),
-    "dead letters": (["dead-letters", "list", "quickstart", "--json"], lambda out: json.loads(out) == []),
-    "reward errors": (["reward", "errors", "quickstart", "--json"], lambda out: isinstance(json.loads(out), list)),
     "watch": (["watch", "quickstart", "--json"], lambda out: json.loads(out.splitlines()[-1])["steps"] == STEPS),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_a_finished_run_is_read_with_one_command(quickstart: dict):
     """Nobody has to start a server for any verb that reads; each leaves the store as it found it: free."""
     runs = quickstart["folder"].parent
