@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from protocol import patch_segment, raw_segment
-from protocol.bucket_diff import Readable, as_bytes, difference, num_words_of
+from protocol.bucket_diff import Readable, as_bytes, count_if_dense, difference, num_words_of
 from protocol.errors import SegmentRefused
 from protocol.patch_segment import Parsed
 from protocol.raw_segment import ParsedRaw
@@ -51,15 +51,17 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
     Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
     """
-    found = difference(old, new, word_bytes)
-    num_words, num_changed = num_words_of(new, word_bytes), found.num_changed
-    if num_changed == 0:
-        return Encoded("none", b"", 0)
-    if num_changed > DENSE_ABOVE * num_words:
-        return Encoded(
-            "raw_zstd", raw_segment.encode(new, word_bytes, bucket=bucket, num_changed=num_changed), num_changed
-        )
-    return Encoded("gapabs1", patch_segment.pack(found, num_words, bucket=bucket), num_changed)
+    num_words = num_words_of(new, word_bytes)
+    num_changed = count_if_dense(old, new, word_bytes, above=DENSE_ABOVE)
+    if num_changed is None:
+        found = difference(old, new, word_bytes)
+        num_changed = found.num_changed
+        if num_changed == 0:
+            return Encoded("none", b"", 0)
+        if num_changed <= DENSE_ABOVE * num_words:
+            return Encoded("gapabs1", patch_segment.pack(found, num_words, bucket=bucket), num_changed)
+    segment = raw_segment.encode(new, word_bytes, bucket=bucket, num_changed=num_changed)
+    return Encoded("raw_zstd", segment, num_changed)
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:

@@ -19,6 +19,7 @@ Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
 WORD_BYTES = (1, 2, 4, 8)
 _WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _BLOCK = 1 << 17  # eight-byte words compared at once; smaller blocks cost calls, larger ones leave the cache
+_SAMPLED_WORDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,28 @@ def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
             chosen = (delta != 0).nonzero()[0]
             planes.append(Changes(indices[chosen], now[chosen]))
     return Difference(tuple(planes), indices.size)
+
+
+def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: float) -> int | None:
+    """Return how many words differ, when it is more than the share ``above`` of them; None when it is not, or hardly.
+
+    A sample decides whether it is worth a look at all words, so that sparse changes pay nothing for it.
+    Raises ValueError as `difference` does.
+    """
+    before, after = as_bytes(old), as_bytes(new)
+    num_words = num_words_of(new, word_bytes)
+    if before.size != after.size:
+        raise ValueError(f"old has {before.size} bytes, new {after.size}; a patch needs the same layout on both sides")
+    one, two = before.view(_WORDS[word_bytes]), after.view(_WORDS[word_bytes])
+    step = max(1, num_words // _SAMPLED_WORDS)
+    sample = one[::step] != two[::step]
+    if np.count_nonzero(sample) <= above * sample.size:
+        return None
+    num_changed = sum(
+        int(np.count_nonzero(one[start : start + _BLOCK] != two[start : start + _BLOCK]))
+        for start in range(0, num_words, _BLOCK)
+    )
+    return num_changed if num_changed > above * num_words else None
 
 
 def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:

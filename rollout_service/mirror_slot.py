@@ -31,6 +31,7 @@ from protocol.weights_digest import TensorDigest, weights_digest
 
 _INDEX = "model.safetensors.index.json"
 _SHARDS = "*.safetensors"
+_JOURNAL_BLOCK = 4096  # bytes that are written at once: a journal is filled up to a multiple of it
 
 Link = Callable[[ModelFile, Path], None]  # puts a small file of a version into a folder
 
@@ -100,9 +101,9 @@ class Slot:
             version=target.version, manifest=reference, state_root=target.state_root, layout=target.layout
         )
         known, self._digests = self._digests, None
-        if plan.anchor is not None:
-            self._empty()
-        self._write(SlotState(holds=self.state.holds, becoming=becoming))
+        if plan.anchor is not None:  # all of it comes anew; files that fit are written over
+            known = None
+        self._write(SlotState(holds=self.state.holds if plan.anchor is None else None, becoming=becoming))
         self._lay_out(layout, target.model_files, link)
         digests = known or [[] for _ in layout.buckets]
         touched = [n for n in range(len(layout.buckets)) if known is None or plan.changes_of(n)]
@@ -154,7 +155,9 @@ class Slot:
                 path.unlink()
         for number, bucket in enumerate(layout.buckets):
             _make_shard(self.folder / shard_name(number, count), bucket)
-        (self.folder / _INDEX).write_bytes(shard_index(layout))
+        index, wanted_index = self.folder / _INDEX, shard_index(layout)
+        if not index.exists() or index.read_bytes() != wanted_index:
+            index.write_bytes(wanted_index)
         for file in files:
             link(file, self.folder)
 
@@ -168,9 +171,19 @@ class Slot:
         return np.memmap(path, np.uint8, mode="r+", offset=len(header), shape=(bucket.num_bytes,))
 
     def _write(self, state: SlotState) -> None:
-        partial = self._journal.with_suffix(".partial")
-        partial.write_text(state.model_dump_json())
-        partial.replace(self._journal)
+        """Put the journal down: over the old one where it is as long, since a rename costs as much as a small model.
+
+        A journal that was torn all the same says nothing, and the folder is made anew.
+        """
+        data = state.model_dump_json().encode()
+        data += b" " * (-len(data) % _JOURNAL_BLOCK)
+        if self._journal.exists() and self._journal.stat().st_size == len(data):
+            with self._journal.open("r+b", buffering=0) as file:
+                file.write(data)
+        else:
+            partial = self._journal.with_suffix(".partial")
+            partial.write_bytes(data)
+            partial.replace(self._journal)
         self.state = state
 
 
@@ -186,7 +199,9 @@ def _make_shard(path: Path, bucket: Bucket) -> None:
     header = shard_header(bucket)
     size = len(header) + bucket.num_bytes
     if path.exists() and path.stat().st_size == size:
-        return
+        with path.open("rb") as file:
+            if file.read(len(header)) == header:
+                return
     with path.open("wb") as file:
         file.write(header)
         file.flush()

@@ -72,6 +72,8 @@ class SglangClient:
         self._num_doubts = 0
         self._doubt: str | None = None
         self._aborting = False  # a pause that ends what runs is under way
+        self._may_be_paused = True  # by whoever was killed in the middle of an update, before us
+        self._said: EngineChecksum | None = None  # of the weights it serves, where the answer to their update held it
         self._num_aborts = 0  # counted when such a pause begins and when it ends
         self._cache_key: str | None = None  # keeps prefixes of different versions apart, where nothing flushes them
         self._folder: Path | None = None  # of the last weights, whose tokenizer decodes what was put together
@@ -207,10 +209,10 @@ class SglangClient:
             await self.drop_adapters()
         async with self._adapters_turn, self._weights_turn:
             self._folder = folder
-            if mode == "drain":
-                await self._continue()  # whoever was killed in the middle of an update may have left it paused
-            else:
+            if mode != "drain":
                 await self._pause(mode)
+            elif self._may_be_paused:
+                await self._continue()
             await self._update(folder, version, flush=mode != "in_place")
             self._cache_key = str(version) if mode == "in_place" else None
             if mode != "drain":
@@ -295,17 +297,22 @@ class SglangClient:
             "flush_cache": flush,
             "abort_all_requests": False,
         }
+        self._said = None
         try:
             answer = await self._http.call("POST", "/update_weights_from_disk", body, _LOAD_S)
         except EngineRefused as err:
             raise WeightsNotApplied(f"version {version}: {err}") from None
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise WeightsNotApplied(f"{self.url} did not load version {version} from {folder}: {shorten(answer)}")
-        served = await self._read_version()
+        says_itself = "weight_version" in answer  # SGLang does not
+        served = read_version(answer["weight_version"]) if says_itself else await self._read_version()
         if served != version:
-            raise WeightsNotApplied(f"{self.url} said it loaded version {version}, but its model_info names {served}")
+            where = "answer" if says_itself else "model_info"
+            raise WeightsNotApplied(f"{self.url} said it loaded version {version}, but its {where} names {served}")
+        self._said = read_checksum(answer)
 
     async def _pause(self, mode: UpdateMode) -> None:
+        self._may_be_paused = True
         self._aborting = mode == "abort"
         self._num_aborts += self._aborting
         try:
@@ -316,6 +323,7 @@ class SglangClient:
 
     async def _continue(self) -> None:
         await self._http.call("POST", "/continue_generation", {}, _PAUSE_S)
+        self._may_be_paused = False
 
     async def served_version(self) -> PolicyVersion | None:
         """Ask which version is served; None when the engine's label is not a version of ours."""
@@ -323,8 +331,13 @@ class SglangClient:
             return await self._read_version()
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Ask for the checksum of the served weights; None of an engine that cannot say it."""
+        """Return the checksum of the served weights as the engine says it; None of one that cannot.
+
+        An engine that said it when it took the weights is not asked again.
+        """
         async with self._weights_turn:
+            if self._said is not None:
+                return self._said
             try:
                 answer = await self._http.call("POST", "/weights_checker", {"action": "checksum"}, _LOAD_S)
             except (EngineRefused, ReplyRefused):

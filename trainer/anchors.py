@@ -21,6 +21,9 @@ log = structlog.get_logger("trainer.anchors")
 
 _MAX_ANSWERS = 3
 _DENSE = 0.5  # a patch of this share of an anchor's size costs about as much as the anchor itself
+# From this share on it costs more: each worker decodes it and writes it twice, after the one before; whole weights are
+# written once, over whatever was there. Patches of float32 weights stay above it, of bfloat16 far below.
+_POINTLESS = 0.8
 
 
 class Anchors:
@@ -52,13 +55,11 @@ class Anchors:
             self._forget()
 
     def is_better_whole(self, patch_bytes: int) -> bool:
-        """Say whether the next version should be an anchor itself: one is due, and the patch is not much smaller."""
+        """Say whether the next version should be an anchor itself: the patch is hardly smaller, or not much and one is due."""
         with self._lock:
-            return (
-                self._newest is not None
-                and patch_bytes > _DENSE * self._newest.num_bytes
-                and self._is_due(extra=patch_bytes)
-            )
+            if self._newest is None or patch_bytes <= _DENSE * self._newest.num_bytes:
+                return False
+            return patch_bytes > _POINTLESS * self._newest.num_bytes or self._is_due(extra=patch_bytes)
 
     def follow(self, snapshot: Snapshot, patch: VersionManifest) -> None:
         """Take note of a patch that was committed; begin the anchor of that version when one is due."""

@@ -148,7 +148,11 @@ async def abort_request(request: Request) -> Response:
 
 
 async def update_weights_from_disk(request: Request) -> Response:
-    """Check a model folder completely, then serve it: ``/update_weights_from_disk``."""
+    """Check a model folder completely, then serve it: ``/update_weights_from_disk``.
+
+    The answer says more than SGLang's: the version that is served now, and its checksum as ``/weights_checker`` says
+    it, which is known from the check. Whoever reads them need not ask.
+    """
     server = _server(request)
     body = await read_body(request, UpdateWeightsBody)
     async with server.one_update:
@@ -158,8 +162,10 @@ async def update_weights_from_disk(request: Request) -> Response:
             return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
         update = Update(weights, body.weight_version, body.model_path, body.flush_cache, body.abort_all_requests)
         outcome = await asyncio.wrap_future(server.engine.update(update))
-    reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
-    return json_response(reply, status=200 if outcome.success else 400)
+        reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
+        if not outcome.success:
+            return json_response(reply, status=400)
+        return json_response(reply | {"weight_version": server.engine.version} | _checksum(server))
 
 
 async def load_lora_adapter(request: Request) -> Response:
@@ -200,9 +206,7 @@ async def models(request: Request) -> Response:
 async def weights_checker(request: Request) -> Response:
     """Say the checksum of the served weights: ``/weights_checker``."""
     await read_body(request, CheckWeightsBody)
-    checksum = _server(request).engine.weights_checksum
-    rank = {"checksums": {}, "per_gpu_checksum": checksum, "parallelism_info": {"engine": "embedded"}}
-    return json_response({"success": True, "message": "", "ranks": [rank], "per_engine_checksum": checksum})
+    return json_response({"success": True, "message": "", **_checksum(_server(request))})
 
 
 async def flush_cache(request: Request) -> Response:
@@ -318,6 +322,12 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
     except (EngineStopped, EngineAtFault) as error:
         yield event({"error": {"message": str(error), "type": type(error).__name__, "code": 500, "retryable": True}})
     yield b"data: [DONE]\n\n"
+
+
+def _checksum(server: Server) -> dict[str, Any]:
+    checksum = server.engine.weights_checksum
+    rank = {"checksums": {}, "per_gpu_checksum": checksum, "parallelism_info": {"engine": "embedded"}}
+    return {"ranks": [rank], "per_engine_checksum": checksum}
 
 
 def _model_name(server: Server) -> str:

@@ -41,6 +41,7 @@ class FaultyEngine:
         self.lose_adapters = False  # loads of adapters are confirmed but not done
         self.refuse_loads = 0  # so many updates are answered with success = false
         self.lose_loads = 0  # so many updates are confirmed but not done
+        self.says: dict[str, Any] = {}  # what the answer to an update says beyond SGLang's
         self.flow = threading.Event()  # /generate waits for it before it answers
         self.flow.set()
         self._drained = threading.Condition()
@@ -164,7 +165,8 @@ class FaultyEngine:
                     self.lose_loads -= 1
                 else:
                     self.version, self.folder = body["weight_version"], Path(body["model_path"])
-                return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+                answer = {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+                return 200, answer | self.says
             finally:
                 self._updating = False
                 self._drained.notify_all()

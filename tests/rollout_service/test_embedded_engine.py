@@ -34,6 +34,17 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnd
         yield engine
 
 
+def test_the_answer_to_an_update_says_what_is_served(small_engine: EngineUnderTest, tmp_path: Path) -> None:
+    """Version and checksum as model_info and weights_checker say them afterwards."""
+    answer = small_engine.update(write_changed_copy(small_engine.model, tmp_path / "v1", seed=1), "1")
+    assert answer["weight_version"] == small_engine.get("/model_info")["weight_version"] == "1"
+    asked = small_engine.post("/weights_checker", {"action": "checksum"})
+    assert {key: answer[key] for key in ("ranks", "per_engine_checksum")} == {
+        key: asked[key] for key in ("ranks", "per_engine_checksum")
+    }
+    small_engine.update(small_engine.model, "0")
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

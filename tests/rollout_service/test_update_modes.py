@@ -77,6 +77,37 @@ async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
     assert faulty_engine.pauses == [mode, mode, "continue"]
 
 
+async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """The first one does, after whoever was killed before us, and the one after an update that failed while paused."""
+    await client.load_weights(model, V1)
+    await client.load_weights(model, V2)
+    assert faulty_engine.pauses == ["continue"]
+    faulty_engine.refuse_loads = 1
+    with pytest.raises(WeightsNotApplied):
+        await client.load_weights(model, V1, "retract")
+    await client.load_weights(model, V1)
+    await client.load_weights(model, V2)
+    assert faulty_engine.pauses == ["continue", "retract", "continue"]
+
+
+async def test_what_the_answer_to_an_update_says_is_believed_before_anything_is_asked(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """A version in it must be the one that was asked for; a checksum in it is the engine's, until the next update."""
+    ranks = [{"parallelism_info": {"tp_size": 1}}]
+    faulty_engine.says = {"weight_version": "1", "ranks": ranks, "per_engine_checksum": "abc"}
+    faulty_engine.lose_loads = 1  # its model_info would say 0
+    await client.load_weights(model, V1)
+    said = await client.weights_checksum()
+    assert said is not None
+    assert said.value == "abc"
+    with pytest.raises(WeightsNotApplied, match="loaded version 2, but its answer names 1"):
+        await client.load_weights(model, V2)
+    assert await client.weights_checksum() is None  # nobody knows what it serves, and this engine cannot say it
+
+
 async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):

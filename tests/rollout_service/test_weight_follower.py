@@ -144,11 +144,11 @@ def test_an_older_version_is_never_loaded(ring_end: RingEnd, start_worker: Start
 def test_corrupt_weights_are_refused_and_the_old_version_is_served_on(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A segment with another hash is never applied: the worker says so, and what the trainer answers is served."""
+    """An object with another hash is never applied: the worker says so, and what the trainer answers is served."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
-    ring_end.publish(1, corrupt=".pack")
+    ring_end.publish(1, corrupt=".safetensors")
     wait_for(lambda: ring_end.refused, "the refusal")
     [fact] = ring_end.refused
     assert (fact.worker_id, fact.version, fact.serving) == ("w0", 1, 0)

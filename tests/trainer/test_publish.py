@@ -204,14 +204,29 @@ def test_a_dense_version_that_is_due_an_anchor_is_one(doors: Doors, model_folder
     publisher = Publisher(doors, model_folder=model_folder, policy=policy, on_published=told.append)
     random = torch.Generator().manual_seed(0)
     for version in range(8):
-        dense = {"a": torch.randn(32, 64, generator=random), "b": torch.arange(10.0)}
+        shorter = (torch.randn(128, 64, generator=random).view(torch.int32) & ~0xFF).view(torch.float32)
+        dense = {"a": shorter, "b": torch.arange(10.0)}
         publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
     publisher.close()
-    assert [p.kind for p in told] == ["anchor", "patch", "patch", "anchor", "patch", "patch", "anchor", "patch"]
+    patches = ["patch"] * 3  # of two thirds of an anchor
+    assert [p.kind for p in told] == ["anchor", *patches, "anchor", *patches]
     assert publisher.num_anchors == 0
     assert sum(p.sent_bytes for p in told) < 1.4 * sum(p.raw_bytes for p in told)  # the rest is manifests
     found = read_version(doors.blobs, doors.run_id, 7, head_of(doors).manifest)
     assert torch.equal(found["a"], dense["a"])
+
+
+def test_a_patch_that_is_hardly_smaller_is_not_made(doors: Doors, model_folder: Path) -> None:
+    """When all bits of float32 values change, every version is whole: decoding a patch twice would cost workers more."""
+    told: list[Publication] = []
+    publisher = Publisher(doors, model_folder=model_folder, policy=AnchorPolicy(100.0), on_published=told.append)
+    random = torch.Generator().manual_seed(0)
+    for version in range(3):
+        dense = {"a": torch.randn(128, 64, generator=random)}
+        publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
+    publisher.close()
+    assert [p.kind for p in told] == ["anchor"] * 3
+    assert [p.parent for p in told] == [None, 0, 1]
 
 
 def refuse(doors: Doors, worker: str) -> None:
