@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +26,13 @@ from protocol.facts import BlobRef, decode
 from protocol.lineage import LineageChapter
 from protocol.versions import PolicyVersion
 from trainer import checkpoint
-from trainer.chronicle import Chronicle, snapshot_digest
+from trainer.chronicle import Chronicle
 from trainer.committing import CHECKPOINTS, commit_everything
 from trainer.doors import Doors
 from trainer.intake import Intake
 from trainer.issue import Issuer
 from trainer.ledger import Ledger
+from trainer.snapshot import Weights
 from trainer.step_plan import ReadyGroup
 
 RUN = "machine"
@@ -47,9 +48,9 @@ def shelf() -> Path:
 class Unthreaded(Chronicle):
     """A chronicle that hashes at once: the next thing in a machine is always the next thing."""
 
-    def weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def weights(self, weights: Weights) -> None:
         self._digest = Future()
-        self._digest.set_result(snapshot_digest(tensors))
+        self._digest.set_result(weights.root())
 
 
 class Objects:
@@ -139,6 +140,7 @@ class Commits:
         before = self._chronicle.committed
         training: Any = SimpleNamespace(
             settings=SimpleNamespace(
+                publishes_adapters=False,
                 run=SimpleNamespace(id=RUN, folder=self.folder), trainer=SimpleNamespace(keep_checkpoints=1)
             ),
             crew=SimpleNamespace(save=lambda _: None),
@@ -153,5 +155,5 @@ class Commits:
             return None
         return decode(self.objects.stored[state.record.key], LineageChapter)
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.tensor(zlib.crc32(repr(self._effects[self.step]).encode()))}
+    def _weights(self) -> Weights:
+        return Weights({"w": torch.tensor(zlib.crc32(repr(self._effects[self.step]).encode()))})
