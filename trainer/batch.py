@@ -84,8 +84,12 @@ class Prompt:
 def prompt_of(loss_mask: npt.NDArray[np.bool_], number: int) -> Prompt | None:
     """Return the prompt of a row that can share it; None for one of several turns, or without a sampled token."""
     where = np.flatnonzero(loss_mask)
-    is_plain = len(where) > 0 and where[-1] - where[0] + 1 == len(where) and where[-1] == len(loss_mask) - 1
-    return Prompt(number, int(where[0])) if is_plain else None
+    return Prompt(number, int(where[0])) if _ends_with(where, len(loss_mask)) else None
+
+
+def _ends_with(sampled: npt.NDArray[np.int64], length: int) -> bool:
+    """Say whether the sampled positions are the end of a row of ``length`` tokens, without a gap."""
+    return len(sampled) > 0 and sampled[0] + len(sampled) == length
 
 
 def plan_micro_batches(
@@ -206,10 +210,11 @@ def build(rows: Sequence[Row]) -> MicroBatch:
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     layout = _shared_prompts(rows, sampled) or _row_by_row(rows, sampled)
 
-    def each(value: Callable[[int, Row], float], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Give every sampled token a value of its trajectory."""
-        parts = [np.full(len(where), value(n, row)) for n, (row, where) in enumerate(zip(rows, sampled, strict=True))]
-        return _flat(parts, dtype)
+    counts = [len(where) for where in sampled]
+
+    def each(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Give every sampled token the value of its trajectory."""
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), counts)).to(dtype)
 
     def taken(values: Callable[[Row], npt.NDArray[Any]], dtype: torch.dtype = torch.float32) -> Tensor:
         """Give every sampled token its own value of an array over the trajectory."""
@@ -220,11 +225,11 @@ def build(rows: Sequence[Row]) -> MicroBatch:
         predictors=_flat(layout.predictors, torch.int64),
         targets=taken(lambda row: row.token_ids, torch.int64),
         behaviour_logprobs=taken(lambda row: row.behaviour_logprobs),
-        advantages=each(lambda _, row: row.advantage),
-        weights=each(lambda _, row: row.weight),
-        sequence=each(lambda number, _: number, torch.int64),
+        advantages=each([row.advantage for row in rows]),
+        weights=each([row.weight for row in rows]),
+        sequence=each(range(len(rows)), torch.int64),
         ages=taken(lambda row: np.zeros(len(row.token_ids)) if row.ages is None else row.ages),
-        sft_weights=each(lambda _, row: row.sft_weight),
+        sft_weights=each([row.sft_weight for row in rows]),
         num_sequences=max(1, len(rows)),
         position_ids=None if layout.position_ids is None else torch.from_numpy(layout.position_ids),
         attention_mask=None if layout.attention_mask is None else torch.from_numpy(layout.attention_mask[:, None]),
@@ -253,7 +258,7 @@ def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]
     """Lay the rows of one prompt behind it; None where that does not pay or a row is not prompt and completion."""
     bundles: dict[bytes, list[int]] = {}
     for number, (row, where) in enumerate(zip(rows, sampled, strict=True)):
-        if prompt_of(row.loss_mask, number) is None:
+        if not _ends_with(where, len(row.loss_mask)):
             return None
         bundles.setdefault(row.token_ids[: where[0]].tobytes(), []).append(number)
     prompts = [int(sampled[members[0]][0]) for members in bundles.values()]
@@ -268,11 +273,12 @@ def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]
     input_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     mask = np.zeros((*shape, shape[1]), dtype=np.bool_)
     mask[:] = np.eye(shape[1], dtype=np.bool_)  # padding sees itself: a row of nothing would be NaN
+    causal = np.tri(shape[1], dtype=np.bool_)
     predictors: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(rows)
     for place, (prompt, members) in enumerate(zip(prompts, bundles.values(), strict=True)):
         input_ids[place, :prompt] = rows[members[0]].token_ids[:prompt]
         position_ids[place, :prompt] = np.arange(prompt)
-        mask[place, :prompt, :prompt] = np.tri(prompt, dtype=np.bool_)
+        mask[place, :prompt, :prompt] = causal[:prompt, :prompt]
         start = prompt
         for number in members:
             size = len(sampled[number]) - 1  # the last token predicts nothing
@@ -280,7 +286,7 @@ def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]
             input_ids[place, start:end] = rows[number].token_ids[prompt:-1]
             position_ids[place, start:end] = prompt + np.arange(size)
             mask[place, start:end, :prompt] = True
-            mask[place, start:end, start:end] = np.tri(size, dtype=np.bool_)
+            mask[place, start:end, start:end] = causal[:size, :size]
             predictors[number] = place * shape[1] + np.concatenate([[prompt - 1], np.arange(start, end)])
             start = end
     return _Layout(input_ids, predictors, position_ids, mask)
