@@ -88,8 +88,9 @@ class PackGenerator:
     @contextlib.asynccontextmanager
     async def _holding(self, pin: int | None, *, issued_for: int) -> AsyncIterator[None]:
         if pin is None:
-            await self._weights.catch_up(PolicyVersion(issued_for))
-            await self._gate.free()
+            with self._gate.ordinary():
+                await self._weights.catch_up(PolicyVersion(issued_for))
+                await self._gate.free()
             yield
         else:
             async with self._weights.pinned(PolicyVersion(pin)):

@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from protocol.versions import PolicyVersion
 
-LINGER_S = 0.2  # the next pack of an evaluation is usually under way; do not swap in between
+# The next pack of an evaluation is usually under way; do not swap in between, unless ordinary generation waits for it.
+LINGER_S = 0.2
 
 
 class VersionGate:
@@ -27,6 +28,7 @@ class VersionGate:
         self._pin: PolicyVersion | None = None
         self._num_pinned = 0
         self._num_wanting = 0
+        self._num_ordinary = 0
         self._swapping = False
         self._set_back = False
         self._released_at = -linger_s
@@ -36,6 +38,19 @@ class VersionGate:
     def held_back(self) -> bool:
         """Ordinary generation waits until somebody swaps to the newest version."""
         return self._set_back
+
+    @contextlib.contextmanager
+    def ordinary(self) -> Iterator[None]:
+        """Say that ordinary generation waits, for as long as the block lasts.
+
+        The queue of evaluations was found empty then, since it is read first: a swap need not linger for its next pack.
+        """
+        self._num_ordinary += 1
+        self._notify()
+        try:
+            yield
+        finally:
+            self._num_ordinary -= 1
 
     async def free(self) -> None:
         """Wait until ordinary generation may start."""
@@ -73,9 +88,11 @@ class VersionGate:
         while True:
             await self._until(lambda: not self._swapping and self._num_pinned == 0 and self._num_wanting == 0)
             rest = self._released_at + self._linger_s - time.monotonic()
-            if rest <= 0:
+            if rest <= 0 or self._num_ordinary:
                 break
-            await asyncio.sleep(rest)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    await self._changed.wait()
         with self._swap():
             yield
             self._set_back = False

@@ -113,6 +113,19 @@ async def test_packs_of_one_evaluation_share_their_pin():
     assert engine.loads == 1
 
 
+async def test_a_swap_lingers_for_the_next_pack_of_an_evaluation_unless_ordinary_generation_waits():
+    """A pin that comes soon finds its version still there; once training waits, nothing more of the evaluation is queued."""
+    gate, engine = VersionGate(linger_s=60.0), SwappedEngine()
+    await pinned(gate, engine, 0, 1)
+    engine.newest = 1
+    swap = asyncio.create_task(follow(gate, engine))
+    await pinned(gate, engine, 0, 1)
+    assert engine.loads == 0
+    with gate.ordinary():
+        await asyncio.wait_for(swap, 5)
+    assert engine.version == 1
+
+
 async def test_a_load_that_fails_holds_nobody_back_for_ever():
     """The error reaches the evaluation; the next swap sets training free."""
     gate = VersionGate(linger_s=0.0)
