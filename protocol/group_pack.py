@@ -187,8 +187,9 @@ def decode_texts(data: bytes, row_groups: Sequence[int]) -> list[GroupTexts]:
 def _slices(table: pa.Table, name: str) -> list[np.ndarray]:
     column = table.column(name).chunk(0)
     offsets = column.offsets.to_numpy()
-    offsets = offsets - offsets[0]  # a slice keeps the offsets of the whole column
-    values = column.flatten().to_numpy(zero_copy_only=False)
+    start = offsets[0]  # a slice keeps the offsets of the whole column
+    values = column.values.slice(start, offsets[-1] - start).to_numpy(zero_copy_only=False)
+    offsets = offsets - start
     return [values[offsets[i] : offsets[i + 1]] for i in range(len(column))]
 
 

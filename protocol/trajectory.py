@@ -40,18 +40,18 @@ class Trajectory:
             )
         if not np.isfinite(self.behaviour_logprobs).all():
             raise PackError("behaviour_logprobs hold NaN or infinity; the engine's answer is unusable")
-        covered = sum(run.end - run.start for run in self.version_runs)
         inside = all(0 <= run.start < run.end <= length for run in self.version_runs)
-        if not inside or covered != int(self.loss_mask.sum()):
+        num_sampled = np.count_nonzero(self.loss_mask)
+        if not inside or self.num_completion_tokens != num_sampled:
             raise PackError(
-                f"version runs {list(self.version_runs)} do not cover the {int(self.loss_mask.sum())} sampled "
-                f"tokens of a trajectory of {length}"
+                f"version runs {list(self.version_runs)} do not cover the {num_sampled} sampled tokens of a trajectory "
+                f"of {length}"
             )
 
     @property
     def num_completion_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return int(self.loss_mask.sum())
+        """Number of sampled tokens; the version runs cover exactly those."""
+        return sum(run.end - run.start for run in self.version_runs)
 
     @property
     def oldest_version(self) -> PolicyVersion:

@@ -162,8 +162,7 @@ class Collector:
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
         """Acknowledge what a committed checkpoint covers."""
-        for pending in [delivery.ack() for delivery in deliveries]:
-            pending.wait()
+        Delivery.ack_all(deliveries)
         with self._changed:
             self._intake.acknowledged(delivery.sequence for delivery in deliveries)
             for delivery in deliveries:

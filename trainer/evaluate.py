@@ -154,8 +154,7 @@ class Evaluator:
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
         """Acknowledge what a committed checkpoint covers."""
-        for pending in [delivery.ack() for delivery in deliveries]:
-            pending.wait()
+        Delivery.ack_all(deliveries)
         with self._changed:
             for delivery in deliveries:
                 self._held.pop(delivery.sequence, None)

@@ -173,6 +173,8 @@ class Intake:
         self._settle([drop.group_id for drop in drops])
 
     def _settle(self, group_ids: Sequence[str]) -> None:
+        if not group_ids:
+            return
         for left in self._unsettled.values():
             left.difference_update(group_ids)
 

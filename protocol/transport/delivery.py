@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -12,13 +13,13 @@ from nats.aio.msg import Msg
 from protocol import subjects
 from protocol.facts import DeadLetter, Fact
 from protocol.streams import ConsumerSpec
-from protocol.transport.nats_connection import ATTEMPT_S, Connection
+from protocol.transport.acks import DURABLE_S, Acks
+from protocol.transport.nats_connection import Connection
 from protocol.transport.pending import Pending
 from protocol.transport.publication import publish
 
 F = TypeVar("F", bound=Fact)
 
-_DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 _MAX_LETTER_DETAIL = 2000
 MAX_LETTER_IDS = 128
 
@@ -26,14 +27,31 @@ MAX_LETTER_IDS = 128
 class Delivery(Generic[F]):
     """One message held by this process. Exactly one of ack, give_back and dead_letter ends it."""
 
-    __slots__ = ("_connection", "_msg", "_release", "_spec", "fact", "num_delivered", "sequence", "traceparent")
+    __slots__ = (
+        "_acks",
+        "_connection",
+        "_msg",
+        "_release",
+        "_spec",
+        "fact",
+        "num_delivered",
+        "sequence",
+        "traceparent",
+    )
 
     def __init__(
-        self, connection: Connection, spec: ConsumerSpec, msg: Msg, fact: F, release: Callable[[Delivery[F]], None]
+        self,
+        connection: Connection,
+        spec: ConsumerSpec,
+        acks: Acks,
+        msg: Msg,
+        fact: F,
+        release: Callable[[Delivery[F]], None],
     ) -> None:
         """Hold a decoded message; ``release`` is called when it is held no longer, maybe twice."""
         self._connection = connection
         self._spec = spec
+        self._acks = acks
         self._msg = msg
         self._release = release
         self.fact = fact
@@ -43,7 +61,15 @@ class Delivery(Generic[F]):
 
     def ack(self) -> Pending[None]:
         """Say that the message's effect is durable; it never comes again."""
-        return self._end(lambda: _acknowledge(self._connection, self._spec, lambda: self._msg), "acknowledge")
+        return self._end(lambda: self._acks.acknowledge(lambda: self._msg), "acknowledge")
+
+    @staticmethod
+    def ack_all(deliveries: Sequence[Delivery[F]]) -> None:
+        """Acknowledge messages of one consumer and wait until all are confirmed; one call costs less than many."""
+        if deliveries:
+            first = deliveries[0]
+            what = f"acknowledge {len(deliveries)} messages of {first._spec.durable}"
+            first._connection.call(_ack_each(deliveries), what, DURABLE_S).wait()
 
     def give_back(self, delay_s: float) -> Pending[None]:
         """Return the message, to be delivered again (to anybody) after ``delay_s``."""
@@ -66,18 +92,25 @@ class Delivery(Generic[F]):
             await self._msg.in_progress()
 
     def _end(self, action: Callable[[], Awaitable[None]], what: str) -> Pending[None]:
-        async def run() -> None:
-            try:
-                await action()
-            finally:
-                self._release(self)
+        return self._connection.call(self._ended(action), f"{what} a message of {self._spec.durable}")
 
-        return self._connection.call(run(), f"{what} a message of {self._spec.durable}")
+    async def _ended(self, action: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await action()
+        finally:
+            self._release(self)
 
     async def _nak(self, delay_s: float) -> None:
         self._release(self)  # first: it may be back before the next line ends
         with contextlib.suppress(nats.errors.ConnectionClosedError):  # a lost nak is only a later redelivery
             await self._msg.nak(delay=delay_s)
+
+
+async def _ack_each(deliveries: Sequence[Delivery[F]]) -> None:
+    def acknowledged(delivery: Delivery[F]) -> Coroutine[Any, Any, None]:
+        return delivery._ended(lambda: delivery._acks.acknowledge(lambda: delivery._msg))
+
+    await asyncio.gather(*map(acknowledged, deliveries))
 
 
 async def bury(
@@ -96,15 +129,8 @@ async def bury(
         payload=msg.data,
     )
     msg_id = f"{spec.stream}:{meta.sequence.stream}"
-    await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=_DURABLE_S)
-    await _acknowledge(connection, spec, lambda: msg)
-
-
-async def _acknowledge(connection: Connection, spec: ConsumerSpec, newest: Callable[[], Msg]) -> None:
-    """End a message and see the server confirm it; each try asks for the ``newest`` handle anew."""
-    await connection.retry(
-        lambda: newest().ack_sync(timeout=ATTEMPT_S), what=f"acknowledgement to {spec.stream}", deadline_s=_DURABLE_S
-    )
+    await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=DURABLE_S)
+    await Acks(connection, spec).acknowledge(lambda: msg)
 
 
 def _group_ids(fact: Fact) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 from protocol.errors import BusError, MalformedFact, MissingStream, WireError
 from protocol.facts import Fact, decode
 from protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
+from protocol.transport.acks import Acks
 from protocol.transport.delivery import Delivery, bury
 from protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
 from protocol.transport.pending import Pending
@@ -32,6 +33,7 @@ class Inbox(Generic[F]):
         self._connection = connection
         self._fact = fact
         self._pull = Pull(connection, spec.stream, spec.durable)
+        self._acks = Acks(connection, spec)
         self._held: dict[int, Delivery[F]] = {}
         self.spec = spec
 
@@ -86,7 +88,7 @@ class Inbox(Generic[F]):
             log.warning("poison message", subject=msg.subject, error=str(err))
             self._connection.spawn(self._bury_poison(msg, err))
             return None
-        delivery = Delivery(self._connection, self.spec, msg, fact, self._release)
+        delivery = Delivery(self._connection, self.spec, self._acks, msg, fact, self._release)
         self._held[delivery.sequence] = delivery
         return delivery
 

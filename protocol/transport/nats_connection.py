@@ -151,8 +151,9 @@ class Connection:
         denials = self._denials
         while True:
             try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    await self._up.wait()
+                if not self._up.is_set():
+                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                        await self._up.wait()
                 async with self._in_flight:
                     return await attempt()
             except NO_ANSWER as err:

@@ -60,14 +60,18 @@ class Pull:
         async with self._turn:
             deadline = time.monotonic() + wait_s
             if not self._arrived and max_messages > 1:
-                until = min(deadline, time.monotonic() + _LINGER_S)
-                await self._request({"batch": max_messages, "no_wait": True}, max_messages, until)
-            while not self._arrived and (left := deadline - time.monotonic()) > 0:
-                # a request that the server forgot (its stream was deleted that moment) is asked again soon
-                linger = min(left, _LINGER_S)
-                until = min(deadline, time.monotonic() + linger + _LATE_S)
-                await self._request({"batch": 1, "expires": int(linger * 1e9)}, 1, until)
+                # with both, the server waits for the first message, sends what there is, and forgets the request
+                await self._ask({"batch": max_messages, "no_wait": True}, max_messages, deadline)
+            while not self._arrived and deadline > time.monotonic():
+                await self._ask({"batch": 1}, 1, deadline)
             return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
+
+    async def _ask(self, body: dict[str, Any], enough: int, deadline: float) -> None:
+        """Let the server wait, but not for ever: a request that it forgot (its stream was deleted) is asked again soon."""
+        linger = min(max(0.0, deadline - time.monotonic()), _LINGER_S)
+        until = min(deadline, time.monotonic() + linger + _LATE_S)
+        expires = {"expires": int(linger * 1e9)} if linger > 0 else {}
+        await self._request(body | expires, enough, until)
 
     async def _on_message(self, msg: Msg) -> None:
         if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):

@@ -591,6 +591,34 @@ def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
         assert sorted(seen) == sorted(f"p{n}" for n in range(600))
 
 
+def test_acknowledgements_outlast_a_server_that_dies_under_them(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
+    """What was acknowledged one by one or together is confirmed and gone, also when the server dies in the middle."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.streams(run_id):
+            bus.ensure_stream(spec).wait()
+        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
+        bus.ensure_consumer(spec).wait()
+        for number in range(90):
+            issue(bus, run_id, number)
+        inbox = bus.inbox(spec, TaskIssued).wait()
+        found = inbox.fetch(90, 5.0).wait()
+        assert len(found) == 90
+        Delivery.ack_all(found[:30])
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 60
+        Delivery.ack_all([])
+        pending = [delivery.ack() for delivery in found[30:60]]
+        server.kill()
+        pending += [delivery.ack() for delivery in found[60:]]
+        server.restart()
+        for ack in pending:
+            ack.wait()
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 0
+        assert inbox.num_held == 0
+
+
 def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """A waiting fetch, a tail, a held message and a key-value bucket go on when the server is back."""
     server = own_nats()

@@ -107,6 +107,17 @@ def test_a_pack_from_before_there_were_baselines_is_readable():
     assert [row.is_baseline for row in group.trajectories] == [False, False]
 
 
+def test_a_pack_of_the_first_writers_is_readable():
+    """Lists that might hold nulls, zstd and a dictionary for every text: as packs were written until they got cheaper."""
+    table = pq.read_table(pa.BufferReader(group_pack.encode([_group(), _group()])))
+    fields = [
+        pa.field(f.name, pa.list_(f.type.value_type) if pa.types.is_list(f.type) else f.type) for f in table.schema
+    ]
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.cast(pa.schema(fields, table.schema.metadata)), sink, compression="zstd", row_group_size=2)
+    assert all(_same(_group(), group) for group in group_pack.decode(sink.getvalue().to_pybytes()))
+
+
 def test_arrays_keep_their_types():
     """Token ids are int32, masks bool, log-probabilities float32, as the trainer expects them."""
     stored = group_pack.encode([_group()])
@@ -115,10 +126,14 @@ def test_arrays_keep_their_types():
 
 
 def test_long_groups_are_compressed_harder():
-    """A group of thousands of tokens is stored with zstd, a tiny one with LZ4."""
-    for length, codec in ((30, "LZ4"), (20_000, "ZSTD")):
-        file = pq.ParquetFile(pa.BufferReader(group_pack.encode([_group(length)])))
-        assert file.metadata.row_group(0).column(6).compression == codec
+    """Of a group of thousands of tokens the ids are stored with zstd and byte by byte, of a tiny one with LZ4."""
+    for length, codec, encoding in ((30, "LZ4", "PLAIN"), (20_000, "ZSTD", "BYTE_STREAM_SPLIT")):
+        [group] = group_pack.decode(group_pack.encode([_group(length)]))
+        assert _same(group, _group(length))
+        file = pq.ParquetFile(pa.BufferReader(group_pack.encode([group])))
+        token_ids = file.metadata.row_group(0).column(6)
+        assert (token_ids.path_in_schema, token_ids.compression) == ("token_ids.list.element", codec)
+        assert encoding in token_ids.encodings
 
 
 def test_the_summary_says_what_the_pack_holds():
