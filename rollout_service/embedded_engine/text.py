@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout_service.embedded_engine.errors import RequestRefused
-from rollout_service.embedded_engine.sequence import Sequence
+
+if TYPE_CHECKING:  # the worker's own process decodes too, and has no use for torch
+    from rollout_service.embedded_engine.sequence import Sequence
 
 _SPARE_TOKENS = 8  # a stop string is looked for in its own length in tokens, plus this many
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -257,3 +259,9 @@ def test_a_heartbeat_says_what_the_worker_did(
     assert beat.figures["tokens_generated"] == sum(delivery.fact.groups[0].completion_tokens)
     assert beat.busy_s > 0
     assert beat.cpu_s > 0
+
+
+def test_a_worker_imports_nothing_that_only_its_engine_needs():
+    """Its own process has no torch: a start takes half a second, and a killed worker's packs are soon with the next."""
+    code = "import sys, rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
