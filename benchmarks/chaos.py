@@ -53,7 +53,7 @@ from protocol.lineage import LineageChapter, chapters
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from trainer.crash_points import CrashPoint
-from trainer.snapshot import snapshot_digest
+from trainer.part import part_of
 
 REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
 VICTIMS = (
@@ -164,7 +164,7 @@ class ChaosRun:
         else:
             outcome.replay = self._replay()
             outcome.failures = _failures(self, outcome, proof)
-            made = snapshot_digest(load_file(ring.folder / "model" / "model.safetensors"))
+            made = part_of(load_file(ring.folder / "model" / "model.safetensors")).state_root
             if made != state.weights_digest:
                 outcome.failures.append(
                     f"the exported model is {made[:16]}…, the record says {state.weights_digest[:16]}…"

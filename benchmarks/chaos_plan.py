@@ -20,7 +20,7 @@ LONGEST_DELAY_S = 2.0
 
 # The first version a life publishes passes these before anything was trained: the second time is in the midst of it.
 _PASSED_AT_THE_START = {
-    CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED, CrashPoint.ANNOUNCED,
+    CrashPoint.OBJECT_STORED, CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED, CrashPoint.ANNOUNCED,
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from protocol.versions import PolicyVersion
 from protocol.weight_retention import AnchorPolicy
 from rollout_service.mirror import Mirror
 from trainer.doors import Doors
+from trainer.part import part_of
 from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.snapshot import Snapshot
@@ -91,7 +92,9 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     mirror_s, mirror_cpu_s, submit_s = [], [], []
     source = states(mb, density)
     for version in range(versions):
-        snapshot = Snapshot(PolicyVersion(version), version, next(source), "bfloat16", must_publish=True)
+        snapshot = Snapshot(
+            PolicyVersion(version), version, part_of(next(source), taken=version), "bfloat16", must_publish=True
+        )
         started = time.monotonic()
         publisher.submit(snapshot)
         submit_s.append(time.monotonic() - started)

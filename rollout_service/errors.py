@@ -12,6 +12,7 @@ PenstockError
 ├── TaskRefused               the task can never be done by this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are gone or not what its manifest promised
 ├── AdapterUnfit              an adapter folder is not what every engine computes alike, or not of this model
+├── MirrorFull                no room for the copy of a version; the one before it is served on meanwhile
 ├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
 ├── EngineMisconfigured       a server at a URL was started in a way the contract does not allow; the worker ends
 └── EngineKeepsDying          restarted too often; the worker ends with this error
@@ -69,6 +70,10 @@ class WeightsUnusable(PenstockError):
 
 class AdapterUnfit(PenstockError):
     """An adapter's configuration or tensors do not fit the model, or say what not every engine computes."""
+
+
+class MirrorFull(PenstockError):
+    """``worker.cache_dir`` has no room for the copy of a version; another attempt may find some."""
 
 
 class EngineDisagrees(PenstockError):

@@ -14,6 +14,7 @@ anchor and chain, and removed afterwards.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -32,7 +33,7 @@ from protocol.versions import PolicyVersion
 from protocol.weight_chain import verify_head
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weights import ModelFile, VersionManifest
-from rollout_service.errors import WeightsUnusable
+from rollout_service.errors import MirrorFull, WeightsUnusable
 from rollout_service.mirror_slot import Slot
 
 log = structlog.get_logger("rollout.mirror")
@@ -41,6 +42,7 @@ CACHED_SEGMENT_BYTES = 1024**3  # fetched for one folder, kept for the other
 _SLOTS = ("a", "b", "c", "d")
 _NORMAL_SLOTS = 2
 _LOCK = "lock"
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ class Mirror:
 
         ``newest`` says that it is to be served on, not looked back at: a version that was published under an
         older lease than one seen before is refused then. Raises WeightsUnusable when an object is gone,
-        corrupt, or not what the announcement said; BlobStoreUnreachable when the store is away; ConfigError when
-        the disk is full.
+        corrupt, or not what the announcement said; BlobStoreUnreachable when the store is away; MirrorFull when
+        the disk is, ConfigError when it cannot be written to.
         """
         started, bytes_before = time.monotonic(), self._reader.num_bytes + self._num_small_bytes
         try:
@@ -112,6 +114,12 @@ class Mirror:
         except UNUSABLE as err:
             raise WeightsUnusable(f"version {version}: {err}") from None
         except OSError as err:
+            if err.errno in _NO_ROOM:
+                raise MirrorFull(
+                    f"worker.cache_dir: {self._folder} has no room for version {version} ({err.strerror}; "
+                    f"{shutil.disk_usage(self._folder).free / 1e6:.1f} MB are free); two copies of the model are kept "
+                    "there: make room, or choose another folder"
+                ) from None
             raise ConfigError(
                 f"worker.cache_dir: {self._folder} cannot hold version {version} ({err.strerror})"
             ) from err

@@ -215,15 +215,18 @@ class WeightFollower:
         return None
 
     async def _fetch(self, version: PolicyVersion, *, newest: bool = False) -> MirroredVersion:
-        async with self._fetching:
-            manifest = self._known[version]
+        manifest = self._known[version]
 
-            def fetch() -> MirroredVersion:
-                mirrored = self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
-                self._check.check(mirrored.folder, version)
-                return mirrored
+        def fetch() -> MirroredVersion:
+            mirrored = self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
+            self._check.check(mirrored.folder, version)
+            return mirrored
 
-            return await outlast(lambda: asyncio.to_thread(fetch), f"weights of version {version}")
+        async def attempt() -> MirroredVersion:
+            async with self._fetching:
+                return await asyncio.to_thread(fetch)
+
+        return await outlast(attempt, f"weights of version {version}")
 
     def _in_use(self) -> set[PolicyVersion]:
         """The versions whose folders an engine reads, or is about to."""

@@ -1,4 +1,4 @@
-"""A proxy before the real S3 server that can be told to refuse what writes, and to answer parts as S3 does."""
+"""A proxy before the real S3 server that can be told to refuse what writes or hold it up, and to answer parts as S3 does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 
 class RefusingS3:
-    """Passes everything on; while ``refusal`` is set, writes are answered with that status and S3 error code."""
+    """Passes everything on; while ``refusal`` is set, writes are answered with that status and S3 error code.
+
+    Writes wait until ``gate`` is set, as it is at first. ``only`` limits both to keys that end so.
+    """
 
     def __init__(self, behind: S3Settings) -> None:
         """Use as a context manager; ``settings`` lead through the proxy."""
@@ -23,6 +26,10 @@ class RefusingS3:
         self.num_refused = 0
         self.num_gets = 0
         self.says_partial = False  # 206 for a part, where the server behind says 200
+        self.only = ""
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_held = 0
         upstream = urlsplit(behind.endpoint).netloc
         proxy = self
 
@@ -34,7 +41,11 @@ class RefusingS3:
 
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                if proxy.refusal is not None and self.command in {"PUT", "POST", "DELETE"}:
+                writes = self.command in {"PUT", "POST", "DELETE"} and urlsplit(self.path).path.endswith(proxy.only)
+                if writes and not proxy.gate.is_set():
+                    proxy.num_held += 1
+                    proxy.gate.wait(60.0)
+                if proxy.refusal is not None and writes:
                     proxy.num_refused += 1
                     status, code = proxy.refusal
                     self._answer(status, _BODY.format(code=code, message="no").encode(), "application/xml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from protocol.versions import PolicyVersion
 from protocol.weight_layout import BUCKET_BYTES
 from protocol.weight_reader import WeightReader
 from protocol.weight_retention import AnchorPolicy
-from trainer.committed_weights import CommittedWeights
 from trainer.doors import Doors
+from trainer.part import part_of, read_part
 from trainer.publication import Publications
+from trainer.share import Share
+from trainer.shares import Shares
 from trainer.snapshot import Base, Snapshot
 from trainer.version_writer import VersionWriter
 
@@ -63,13 +66,13 @@ class _Bus:
 def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:
     """Put a version together from the object store, as a worker that starts from nothing does."""
     reader = WeightReader(blobs, run_id)
-    committed = CommittedWeights.read(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
+    part = read_part(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
     return {
         tensor.name: torch.frombuffer(
-            bytearray(committed.raw[number][tensor.byte_offset : tensor.byte_offset + tensor.num_bytes].tobytes()),
+            bytearray(part.raw[number][tensor.byte_offset : tensor.byte_offset + tensor.num_bytes].tobytes()),
             dtype=getattr(torch, bucket.dtype),
         ).reshape(tensor.shape)
-        for number, bucket, tensor in committed.layout.placed()
+        for number, bucket, tensor in part.layout.placed()
     }
 
 
@@ -90,8 +93,11 @@ class WeightsSource:
         self._store = _Store(blobs._settings)
         self._bus: Any = _Bus(bus)
         doors = Doors(run_id, self._bus, self._store)
+        self._bucket_bytes = bucket_bytes
+        self._shares = Shares(Share(self._store, run_id))
+        self._num_taken = 0
         self.publications = Publications(
-            doors, VersionWriter(doors, model_folder), policy=policy, epoch=epoch, bucket_bytes=bucket_bytes
+            doors, VersionWriter(doors, model_folder), self._shares, policy=policy, epoch=epoch
         )
 
     def publish(
@@ -108,7 +114,13 @@ class WeightsSource:
         With a ``base`` that was published before, the tensors are an adapter. Without ``announce`` only the head moves.
         """
         self._store.corrupt, self._bus.quiet = corrupt, not announce
-        self.publications.publish(Snapshot(PolicyVersion(version), version, dict(tensors), "float32", base=base))
+        self._num_taken += 1
+        part = part_of(
+            tensors, taken=self._num_taken, bucket_bytes=sys.maxsize if base is not None else self._bucket_bytes
+        )
+        if base is None:
+            self._shares.hold(part)
+        self.publications.publish(Snapshot(PolicyVersion(version), version, part, "float32", base=base))
         self.publications.anchors.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False
         return self._bus.last

@@ -12,8 +12,8 @@ from protocol.errors import PenstockError
 from protocol.versions import PolicyVersion, is_newer
 from protocol.weight_retention import AnchorPolicy
 from protocol.weights import AnchorRef, VersionManifest
-from trainer.committed_weights import gather, layout_of
 from trainer.crash_points import CrashPoint
+from trainer.shares import Shares
 from trainer.snapshot import Snapshot
 from trainer.version_writer import Label, VersionWriter
 
@@ -29,11 +29,11 @@ _POINTLESS = 0.8
 class Anchors:
     """Knows the newest anchor and what was published since, and has the next one written when it is due."""
 
-    def __init__(self, writer: VersionWriter, policy: AnchorPolicy, *, bucket_bytes: int) -> None:
+    def __init__(self, writer: VersionWriter, shares: Shares, policy: AnchorPolicy) -> None:
         """Begin without an anchor."""
         self._writer = writer
+        self._shares = shares
         self._policy = policy
-        self._bucket_bytes = bucket_bytes
         self._newest: AnchorRef | None = None
         self._patches: list[tuple[PolicyVersion, int]] = []  # since the newest anchor: version, bytes
         self._thread: threading.Thread | None = None
@@ -61,14 +61,17 @@ class Anchors:
                 return False
             return patch_bytes > _POINTLESS * self._newest.num_bytes or self._is_due(extra=patch_bytes)
 
-    def follow(self, snapshot: Snapshot, patch: VersionManifest) -> None:
-        """Take note of a patch that was committed; begin the anchor of that version when one is due."""
+    def follow(self, version: PolicyVersion, patch: VersionManifest) -> bool:
+        """Take note of a patch that was committed; say whether its weights are to be kept, for `write_kept`."""
         with self._lock:
-            self._patches.append((snapshot.version, patch.num_bytes))
+            self._patches.append((version, patch.num_bytes))
             due = self._is_due()
-        if due and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._write, args=(snapshot, patch), name="anchor", daemon=True)
-            self._thread.start()
+        return due and (self._thread is None or not self._thread.is_alive())
+
+    def write_kept(self, snapshot: Snapshot, patch: VersionManifest) -> None:
+        """Begin the anchor of a version whose weights were kept."""
+        self._thread = threading.Thread(target=self._write, args=(snapshot, patch), name="anchor", daemon=True)
+        self._thread.start()
 
     def close(self, deadline_s: float) -> None:
         """Wait for an anchor that is being written; one that is not finished is no loss."""
@@ -77,16 +80,15 @@ class Anchors:
 
     def _write(self, snapshot: Snapshot, patch: VersionManifest) -> None:
         started = time.monotonic()
-        layout = layout_of(snapshot.tensors, self._bucket_bytes)
         try:
             written = self._writer.whole(
                 Label(snapshot.version, snapshot.step, patch.epoch),
-                layout,
+                snapshot.part.layout,
                 patch.model_files,
-                lambda number: gather(layout.buckets[number], snapshot.tensors),
+                self._shares.store_kept_beside(snapshot.version),
                 state_root=patch.state_root,
                 parent=patch.parent,
-                stored=CrashPoint.ANCHOR_STORED,
+                point=CrashPoint.ANCHOR_STORED,
             )
         except PenstockError as err:
             log.warning("an anchor was not written; the next due one is tried", error=str(err))

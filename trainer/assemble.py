@@ -47,6 +47,8 @@ from trainer.record import Recorder
 from trainer.reference import WithoutAdapter
 from trainer.retire import ORPHAN_AGE_S, Retention, Retirement
 from trainer.settings import TrainerSettings
+from trainer.share import Share
+from trainer.shares import Lines, Shares, serve
 from trainer.supply import Books, generated, stored
 from trainer.tally import Tally
 from trainer.token_credit import TokenCredit
@@ -68,14 +70,22 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
             f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
             "`penstock train` starts the right number (torchrun --nproc-per-node N -m trainer train ...)"
         )
+    crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
         _lead(settings, config, ranks, stop)
     else:
-        build_crew(settings, ranks, Blobs(settings.s3)).follow()
+        _follow(settings, ranks)
+
+
+def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
+    blobs = Blobs(settings.s3)
+    crew = build_crew(settings, ranks, blobs)
+    share = Share(blobs, settings.run.id, rank=ranks.rank, num_ranks=ranks.num_ranks)
+    serve(share, Lines(ranks.line(), ranks.line()))
+    crew.follow(share)
 
 
 def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
-    crash_points.arm(settings.trainer.kill_at)
     data = _open_data(settings)
     doors = open_doors(settings)
     try:
@@ -108,6 +118,8 @@ def _live(life: _Life, ranks: Ranks) -> None:
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(life.config)
     crew = build_crew(settings, ranks, doors.blobs)
+    share = Share(doors.blobs, doors.run_id, num_ranks=ranks.num_ranks)
+    shares = Shares(share, Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None)
     if life.data.sets:
         check_rewards(doors, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
     resumed = found[1] if found else None
@@ -116,7 +128,7 @@ def _live(life: _Life, ranks: Ranks) -> None:
         crew.load(found[0])
         log.info("resumed", checkpoint=str(found[0]), step=crew.policy.steps_done)
         chronicle.point(found[1], (found[0] / STATE_FILE).read_bytes())  # a crash may have come in between
-    with contextlib.closing(chronicle), _training(life, crew, chronicle, resumed) as training:
+    with _training(life, crew, shares, chronicle, resumed) as training:
         started = time.monotonic()
         try:
             loop.run(training)
@@ -219,7 +231,9 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
 
 
 @contextlib.contextmanager
-def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: CheckpointState | None) -> Iterator[Training]:
+def _training(
+    life: _Life, crew: Crew, shares: Shares, chronicle: Chronicle, resumed: CheckpointState | None
+) -> Iterator[Training]:
     """Make the parts, resume them, start their threads, and stop these at the end."""
     settings, doors, data = life.settings, life.doors, life.data
     books = Books(
@@ -245,6 +259,7 @@ def _training(life: _Life, crew: Crew, chronicle: Chronicle, resumed: Checkpoint
             epoch=life.lease.epoch,
             policy=AnchorPolicy(settings.trainer.anchor_ratio, settings.trainer.anchor_every),
             on_published=lambda publication: training.published(publication),  # noqa: PLW0108  bound below
+            shares=shares,
         ),
         evaluator=None,
         recorder=recorder,

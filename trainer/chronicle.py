@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from protocol import blob_keys
@@ -17,7 +17,6 @@ from trainer.account import Entries
 from trainer.dispatch import GroupKey
 from trainer.doors import Doors
 from trainer.lease import FencedKey
-from trainer.snapshot import Weights
 from trainer.step_plan import ReadyGroup
 from trainer.surroundings import surroundings
 
@@ -36,27 +35,25 @@ class Chronicle:
         self._steps: list[RecordedStep] = []
         self.committed: CheckpointState | None = None  # the newest, once `point` has said so
         self._taken: dict[str, Any] | None = None  # the newest step, until the digest of what it made is asked for
-        self._hashing = ThreadPoolExecutor(1, "digest")
-        self._digest: Future[str] | None = None
+        self._digest: Callable[[], str] | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was gathered since the last chapter; a step counts from the moment it is entered."""
         return not (self._lives or self._steps or self._taken)
 
-    def close(self) -> None:
-        """End the hashing thread."""
-        self._hashing.shutdown(cancel_futures=True)
+    def weights(self, digest: Callable[[], str]) -> None:
+        """Take note of the weights that the life began with, or that the newest step made.
 
-    def weights(self, weights: Weights) -> None:
-        """Begin to hash the weights that the life began with, or that the newest step made."""
-        self._digest = self._hashing.submit(weights.root)
+        ``digest`` says what they are; it is called once, on the training thread, before the next weights are taken.
+        """
+        self._digest = functools.cache(digest)
 
     def digest(self) -> str:
         """Return the digest of the weights as they are now, waiting for it if it must be."""
         if self._digest is None:
             raise ValueError("no weights were handed over yet")
-        return self._digest.result()
+        return self._digest()
 
     def life(self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes) -> None:
         """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON."""

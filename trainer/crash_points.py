@@ -1,10 +1,11 @@
 """Named points at which this process kills itself with SIGKILL, so that a test can crash it exactly there.
 
-``trainer.kill_at = "committed"`` (or ``PENSTOCK_TRAINER__KILL_AT=committed:2``: the second time in this life)
-arms one point. Off, which is the default, passing a point costs one comparison.
+``trainer.kill_at = "committed"`` (or ``PENSTOCK_TRAINER__KILL_AT=committed:2``: the second time in this life;
+``object_stored@1``: on rank 1, not on rank 0) arms one point. Off, which is the default, passing a point costs one
+comparison.
 
     step ▸ write ▸ [written] ▸ commit ▸ [committed] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
-         ▸ shards ▸ [shards_stored] ▸ manifest ▸ [manifest_stored] ▸ head ▸ [head_moved] ▸ announce ▸ [announced]
+         ▸ each object [object_stored] ▸ [shards_stored] ▸ manifest ▸ [manifest_stored] ▸ head ▸ [head_moved] ▸ announce ▸ [announced]
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class CrashPoint(StrEnum):
     POINTED = "pointed"  # the checkpoint key ▸ the first acknowledgement
     ACKNOWLEDGING = "acknowledging"  # half of the acknowledgements ▸ the others
     ACKNOWLEDGED = "acknowledged"  # the last acknowledgement ▸ the next step
-    SHARDS_STORED = "shards_stored"  # a version's shards ▸ its manifest
+    OBJECT_STORED = "object_stored"  # one of a rank's objects of a version ▸ its next, or that rank 0 hears of them
+    SHARDS_STORED = "shards_stored"  # all objects of all ranks ▸ the manifest
     MANIFEST_STORED = "manifest_stored"  # its manifest ▸ the head
     HEAD_MOVED = "head_moved"  # the head ▸ the announcement
     ANCHOR_STORED = "anchor_stored"  # the buckets of an anchor beside a version ▸ its manifest
@@ -38,15 +40,18 @@ class _Armed:
     times_left = 0
 
 
-def arm(text: str) -> None:
-    """Arm the point that ``trainer.kill_at`` names; empty disarms. Raises ConfigError."""
-    name, _, times = text.partition(":")
+def arm(text: str, *, rank: int = 0) -> None:
+    """Arm the point that ``trainer.kill_at`` names, if it means this rank; empty disarms. Raises ConfigError."""
+    what, _, where = text.partition("@")
+    name, _, times = what.partition(":")
     try:
-        _Armed.point = CrashPoint(name) if text else None
+        point = CrashPoint(name) if text else None
+        _Armed.point = point if int(where or 0) == rank else None
         _Armed.times_left = int(times or 1)
     except ValueError:
         raise ConfigError(
-            f"trainer.kill_at = {text!r}: expected one of {', '.join(CrashPoint)}, with :N for the N-th time"
+            f"trainer.kill_at = {text!r}: expected one of {', '.join(CrashPoint)}, with :N for the N-th time "
+            "and @R for rank R"
         ) from None
 
 

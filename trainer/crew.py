@@ -1,31 +1,39 @@
 """The ranks that train together: rank 0 gives the orders, every rank carries out its part.
 
-Rank 0 calls `step`, `snapshot`, `weights`, `save` and `load`; the others sit in `follow`, which does the same
+Rank 0 calls `step`, `weights`, `snapshot`, `save` and `load`; the others sit in `follow`, which does the same
 things in the same order until rank 0 says `dismiss`. Each rank fetches and builds only its own rows.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import torch
 from torch import Tensor
 
 from protocol import group_pack
+from protocol.adapter_format import published_name
 from protocol.trajectory import Group
 from protocol.transport.blobs import Blobs
+from protocol.weight_layout import BUCKET_BYTES
+from protocol.weights_digest import TensorDigest, weights_digest
 from trainer.batch import MicroBatch, build
 from trainer.corrections import m2po_limit, m2po_width, moved_along
 from trainer.critic import Critic
 from trainer.kl import AnyKlForm, kl_estimate
 from trainer.objective import PolicyGradient
+from trainer.part import Part, part_of, split
 from trainer.policy import Policy, StepFigures
 from trainer.ranks import Ranks
 from trainer.reference import ReferencePolicy
-from trainer.snapshot import Weights
+from trainer.share import Share
+from trainer.snapshot import Base, Weights
 from trainer.step_plan import ReadyGroup, StepPlan, rows_of
 
 
@@ -51,6 +59,10 @@ class Crew:
         self._objective = objective
         self._reference = reference
         self._critic = critic
+        self.bucket_bytes = BUCKET_BYTES  # of what is taken: the unit of comparison, and of an anchor's files
+        self._num_taken = 0
+        self._hashed: Future[list[TensorDigest]] | None = None  # of the model that was copied last
+        self._base: tuple[str | None, Base] | None = None  # as it was copied, and to which dtype
 
     @property
     def num_ranks(self) -> int:
@@ -72,10 +84,24 @@ class Crew:
         self._order("snapshot")
         return self.policy.snapshot(dtype)
 
-    def weights(self, dtype: torch.dtype | None = None, *, as_adapter: bool) -> Weights:
-        """Copy what is published of the policy to the CPU (rank 0); see `Policy.weights`."""
-        self._order("weights", lambda: [None if dtype is None else str(dtype), as_adapter])
-        return self.policy.weights(dtype, as_adapter=as_adapter)
+    def weights(
+        self, dtype: torch.dtype | None = None, *, as_adapter: bool = False, wanted: Sequence[int] = ()
+    ) -> Weights:
+        """Copy what is published of the policy to the CPUs of all ranks, each its own buckets (rank 0).
+
+        The others hold their parts under the same ``taken``, besides those that are still ``wanted``. Whether the
+        weights have to be gathered or not, no rank has more than its part and one tensor. ``as_adapter``: the adapters
+        upon the model as it was before they learned, all of them on rank 0. A policy that has made no step yet is that model.
+        """
+        self._num_taken += 1
+        order = [self._num_taken, _name_of(dtype), as_adapter, list(wanted), self.bucket_bytes]
+        self._order("weights", lambda: order)
+        return self._weights(order, None)
+
+    def taken_root(self) -> str:
+        """Return the root of the model that was copied last, which threads have hashed since (rank 0)."""
+        self._order("taken_root")
+        return self._gather_root(self._hashed)
 
     def save(self, folder: Path) -> None:
         """Write the policy's part of a checkpoint (rank 0); the folder is on storage that all ranks share."""
@@ -91,8 +117,11 @@ class Crew:
         """Tell the other ranks that the run is over (rank 0)."""
         self._order("dismiss")
 
-    def follow(self) -> None:
-        """Carry out rank 0's orders until it says that the run is over (all other ranks)."""
+    def follow(self, share: Share | None = None) -> None:
+        """Carry out rank 0's orders until it says that the run is over (all other ranks).
+
+        Parts of what is taken for a publication go to ``share``.
+        """
         while True:
             what, detail = self._ranks.broadcast(None)
             match what:
@@ -105,8 +134,9 @@ class Crew:
                 case "snapshot":
                     self.policy.snapshot()
                 case "weights":
-                    dtype = None if detail[0] is None else getattr(torch, detail[0].removeprefix("torch."))
-                    self.policy.weights(dtype, as_adapter=detail[1])
+                    self._weights(detail, share)
+                case "taken_root":
+                    self._gather_root(self._hashed)
                 case "save":
                     self._save(Path(detail))
                 case "load":
@@ -117,6 +147,43 @@ class Crew:
     def _order(self, what: str, detail: Callable[[], Any] | None = None) -> None:
         if self._ranks.num_ranks > 1:
             self._ranks.broadcast([what, detail() if detail else None])
+
+    def _weights(self, order: Sequence[Any], share: Share | None) -> Weights:
+        taken, dtype, as_adapter, wanted, bucket_bytes = order
+        config = self.policy.adapter_config() if as_adapter else None
+        if share is not None:
+            share.discard(wanted)
+        if config is None:
+            self._hashed = None  # or the copy before would be kept while this one is made
+            part = self._copy(taken, dtype, bucket_bytes, merge=True)
+            self._hashed = part.hashed
+            if share is not None:
+                share.hold(part)
+            return Weights(part, whole_root=self.taken_root)
+        if self._base is None or self._base[0] != dtype:
+            part = self._copy(taken, dtype, bucket_bytes, merge=False)
+            self._base = dtype, Base(part, config, root=self._gather_root(part.hashed))
+            if share is not None:
+                share.hold(part, for_good=True)
+        base = self._base[1]
+        if self.policy.steps_done == 0:
+            return Weights(base.part, whole_root=lambda: base.root)
+        factors = {published_name(name): t for name, t in self.policy.adapter_tensors(_dtype_of(dtype)).items()}
+        return Weights(part_of(factors, taken=taken, bucket_bytes=sys.maxsize), base)
+
+    def _copy(self, taken: int, dtype: str | None, bucket_bytes: int, *, merge: bool) -> Part:
+        layout = self.policy.layout(_dtype_of(dtype), bucket_bytes=bucket_bytes)
+        part = Part(layout, split(layout, self._ranks.num_ranks)[self._ranks.rank], taken=taken)
+        self.policy.copy_to(part, merge=merge)
+        part.seal()
+        return part
+
+    def _gather_root(self, hashed: Future[list[TensorDigest]] | None) -> str:
+        assert hashed is not None, "weights are copied before their root is asked for"
+        rows = msgpack.packb([[d.name, d.dtype, d.shape, d.xxh3] for d in hashed.result()])
+        assert rows is not None
+        gathered = [row for data in self._ranks.gather(rows) for row in msgpack.unpackb(data)]
+        return weights_digest(TensorDigest(name, dtype, tuple(shape), xxh3) for name, dtype, shape, xxh3 in gathered)
 
     def _train(self, plan: StepPlan, groups: Mapping[tuple[int, int], Group]) -> StepFigures:
         mine = plan.micro_batches[self._ranks.rank]
@@ -194,6 +261,14 @@ class Crew:
             groups = group_pack.decode(self._blobs.get(plan.packs[pack]), order)
             found |= {(pack, row_group): group for row_group, group in zip(order, groups, strict=True)}
         return found
+
+
+def _name_of(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype_of(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
 
 
 def _by_place(plan: StepPlan, groups: Iterable[ReadyGroup]) -> dict[tuple[int, int], Group]:

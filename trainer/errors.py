@@ -11,6 +11,7 @@ PenstockError
     ├── EngineMismatch        engine and trainer give the same tokens of one version other log-probabilities
     ├── EvaluationFailed      an evaluation did not come back whole, or came from another version
     ├── PublicationFailed     the weights could not be stored, verified or announced
+    ├── RankSilent            another process of this trainer has ended, or does not answer
     ├── RunIsHeld             another trainer leads this run and is alive
     ├── LeaseLost             another trainer took the run over while this one was away
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
@@ -57,6 +58,10 @@ class EvaluationFailed(TrainerError):
 
 class PublicationFailed(TrainerError):
     """A version could not be stored, verified or announced."""
+
+
+class RankSilent(TrainerError):
+    """Another process of this trainer has ended, or has not answered within its deadline."""
 
 
 class RunIsHeld(TrainerError):

@@ -6,7 +6,7 @@ together. The model's parameters keep their Hugging Face names from file to file
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protocol.adapter_format import published_name
+from protocol.adapter_format import AdapterConfig
+from protocol.weight_layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
 from trainer import adapter
 from trainer.batch import MicroBatch
 from trainer.errors import CheckpointError, UnsupportedModel
 from trainer.logprobs import CompletionScorer, Logits
 from trainer.objective import Objective, Outcome
+from trainer.part import Part
 from trainer.ranks import Ranks
 from trainer.reference import Reference, ReferencePolicy
-from trainer.snapshot import Base, Weights
 from trainer.trainable import Optimisation, Trainable
 
 _PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
@@ -49,7 +50,6 @@ class Policy:
         self._trainable = trainable
         self._scorer = scorer
         self._ranks = ranks
-        self._base: tuple[torch.dtype | None, Base] | None = None  # as it was copied last, and its dtype
         self.steps_done = 0
         self.device = trainable.device
 
@@ -95,45 +95,37 @@ class Policy:
         loss, sums, maxima = tally.over(self._ranks)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
 
-    def weights(self, dtype: torch.dtype | None = None, *, as_adapter: bool = False) -> Weights:
-        """Copy what is published of this policy to the CPU; nothing on the other ranks. Collective under ZeRO-3.
+    def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on the other ranks.
 
-        ``as_adapter``: the adapters upon the model as it was before they learned. A policy that has made no step yet
-        is that model.
-        """
-        config = adapter.config(self._scorer) if as_adapter else None
-        if config is None:
-            return Weights(self.snapshot(dtype))
-        if self._base is None or self._base[0] != dtype:
-            self._base = dtype, Base(self.snapshot(dtype, merge=False), config)
-        base = self._base[1]
-        if self.steps_done == 0:
-            return Weights(base.tensors)
-        return Weights({published_name(name): t for name, t in self.adapter_tensors(dtype).items()}, base)
-
-    def snapshot(self, dtype: torch.dtype | None = None, *, merge: bool = True) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU under its Hugging Face names; empty on the other ranks.
-
-        Adapters are merged, or left away when ``merge`` says so. Collective under ZeRO-3, which gathers one parameter
-        at a time. Floating-point tensors are rounded to ``dtype`` on the way, where they are, so that only the smaller
-        copy travels.
+        Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
+        ``dtype`` on the way, where they are, so that only the smaller copy travels.
         """
         copies: dict[str, Tensor] = {}
-        persistent = self._scorer.state_dict().keys()
-        adapted = adapter.factors(self._scorer) if merge else {}
-        for name, parameter in self._scorer.named_parameters():
-            if adapter.is_adapter(name):
-                continue
-            low_rank = adapted.get(name)
-            with self._trainable.whole(parameter, *(low_rank[:2] if low_rank else ())):
-                if self._ranks.is_leader:
-                    whole = adapter.merged(parameter, *low_rank) if low_rank else parameter
-                    copies[adapter.plain_name(name).removeprefix(_PREFIX)] = _to_cpu(whole, dtype)
-        if self._ranks.is_leader:
-            for name, buffer in self._scorer.named_buffers():
-                if name in persistent:
-                    copies[name.removeprefix(_PREFIX)] = _to_cpu(buffer, dtype)
+        self._show(
+            lambda _: self._ranks.is_leader, lambda name, tensor: copies.__setitem__(name, _to_cpu(tensor, dtype))
+        )
         return copies
+
+    def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
+        """Lay out the model as `copy_to` copies it; the same on every rank, and nothing is gathered."""
+        specs = []
+        for name, tensor, _ in self._published():
+            rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # a sharded parameter looks empty
+            specs.append(TensorSpec(name, str(rounded).removeprefix("torch."), shape))
+        return build_layout(specs, bucket_bytes=bucket_bytes)
+
+    def copy_to(self, part: Part, *, merge: bool = True) -> None:
+        """Copy those tensors that belong to a part into it. Collective under ZeRO-3, as `snapshot`.
+
+        Adapters are merged, or left away when ``merge`` says so.
+        """
+        self._show(part.names.__contains__, part.put, merge=merge)
+
+    def adapter_config(self) -> AdapterConfig | None:
+        """Return how the adapters count; None without adapters."""
+        return adapter.config(self._scorer)
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Copy the adapters to the CPU, by their layer's name with ``lora_A.weight`` or ``lora_B.weight`` behind it.
@@ -150,6 +142,24 @@ class Policy:
                         f"{layer}.lora_B.weight": _to_cpu(up, dtype),
                     }
         return copies
+
+    def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
+        """Yield what is published, in the order that all ranks share: name, tensor, and the adapter merged into it."""
+        adapted = adapter.factors(self._scorer) if merge else {}
+        for name, parameter in self._scorer.named_parameters():
+            if not adapter.is_adapter(name):
+                yield adapter.plain_name(name).removeprefix(_PREFIX), parameter, adapted.get(name)
+        persistent = self._scorer.state_dict().keys()
+        for name, buffer in self._scorer.named_buffers():
+            if name in persistent:
+                yield name.removeprefix(_PREFIX), buffer, None
+
+    def _show(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
+        """Show whole tensors, one after another, to whoever wants them; every rank passes every tensor."""
+        for name, tensor, low_rank in self._published(merge=merge):
+            with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())):
+                if wanted(name):
+                    take(name, adapter.merged(tensor, *low_rank) if low_rank else tensor)
 
     def save(self, folder: Path) -> None:
         """Write model, optimizer, scheduler and this rank's random state below ``folder``; collective."""

@@ -10,29 +10,28 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import time
 from dataclasses import dataclass
 
 import structlog
 
 from protocol import subjects
+from protocol.adapter_format import ADAPTER_WEIGHTS
 from protocol.facts import Head, WeightsPublished
-from protocol.patch_segment import Bytes
 from protocol.versions import PolicyVersion
 from protocol.weight_layout import WeightLayout
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weight_retention import AnchorPolicy
-from protocol.weights import Ancestor, AnchorRef, ModelFile
+from protocol.weights import Ancestor, AnchorRef
 from trainer import crash_points
 from trainer.anchors import Anchors
-from trainer.committed_weights import CommittedWeights, Difference, gather, layout_of
 from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.head import HeadKey
 from trainer.published_base import PublishedBase
+from trainer.share import Compared, Share
+from trainer.shares import Shares
 from trainer.snapshot import Base, Snapshot, Weights
 from trainer.version_writer import Label, VersionWriter, Written
 
@@ -59,19 +58,20 @@ class Publications:
     """Publishes one snapshot after another. Used by one thread, except where said."""
 
     def __init__(
-        self, doors: Doors, writer: VersionWriter, *, policy: AnchorPolicy, epoch: int, bucket_bytes: int
+        self, doors: Doors, writer: VersionWriter, shares: Shares, *, policy: AnchorPolicy, epoch: int
     ) -> None:
         """Read where the run stands; raises MissingStream when it was not bootstrapped."""
         self._run_id, self._bus = doors.run_id, doors.bus
         self._blobs = doors.blobs
         self._writer = writer
+        self._shares = shares
         self._epoch = epoch
-        self._bucket_bytes = bucket_bytes
         self.head = HeadKey(doors.bus, doors.run_id)
-        self.anchors = Anchors(writer, policy, bucket_bytes=bucket_bytes)
-        self._base_model = PublishedBase(doors, writer, bucket_bytes=bucket_bytes)
+        self.anchors = Anchors(writer, shares, policy)
+        self._adapters = Shares(Share(doors.blobs, doors.run_id))  # these are rank 0's alone
+        self._base_model = PublishedBase(doors, writer, shares)
         self._adapter: Snapshot | None = None  # what the head names, where that is an adapter
-        self._committed: CommittedWeights | None = None
+        self._base: WeightLayout | None = None  # of the head's bytes, which every rank holds its share of
         self._newest: Written | None = None  # what the head names
         self._dtype = ""  # of what was published or resumed last
         self._read = False  # whether the head's own bytes were looked for
@@ -91,18 +91,16 @@ class Publications:
 
     def resume(self, weights: Weights, dtype: str) -> bool:
         """Say whether these weights are bit for bit those of the head; then the next version follows on them."""
-        newest = self._read_newest()
+        newest, part = self._read_newest(), weights.part
         if newest is None:
             return False
         if weights.base is not None:
             return self._resume_adapter(newest, weights, dtype)
-        committed = CommittedWeights.copy_of(layout_of(weights.tensors, self._bucket_bytes), weights.tensors)
-        if (
-            committed.state_root != newest.manifest.state_root
-            or committed.layout.layout_id != newest.manifest.layout_id
-        ):
+        if weights.root() != newest.manifest.state_root or part.layout.layout_id != newest.manifest.layout_id:
             return False
-        self._committed, self._read, self._dtype = committed, True, dtype
+        self._shares.hold(part)
+        self._shares.settle(part.taken, keep=False)
+        self._base, self._read, self._dtype = part.layout, True, dtype
         self._announce(newest)  # the life before may have been killed between the head and the announcement
         return True
 
@@ -112,49 +110,53 @@ class Publications:
             return self._publish_adapter(snapshot, snapshot.base)
         started = time.monotonic()
         label = Label(snapshot.version, snapshot.step, self._epoch)
-        layout = layout_of(snapshot.tensors, self._bucket_bytes)
+        layout, taken = snapshot.part.layout, snapshot.part.taken
         self._dtype = snapshot.dtype
         files = self._writer.small_files(snapshot.dtype)
-        committed, newest = self._base(layout), self._newest
-        anchor = self.anchors.newest
-        difference: Difference | None = None
-        if committed is not None and newest is not None and anchor is not None:
-            difference = committed.compare(snapshot.tensors)
-        else:
-            committed = CommittedWeights.copy_of(layout, snapshot.tensors)
-        diff_s = time.monotonic() - started
+        is_based, newest, anchor = self._is_based_on(layout), self._newest, self.anchors.newest
         parent = newest.as_ancestor if newest else None
-        if difference is None:
-            written = self._anchor(label, files, committed, parent)
-        elif self.anchors.is_better_whole(difference.num_bytes):
-            raw_of = functools.partial(_gathered, layout, snapshot)
-            written = self._writer.whole(label, layout, files, raw_of, state_root=difference.state_root, parent=parent)
+        compared: Compared | None = None
+        if is_based and parent is not None and anchor is not None:
+            compared = self._shares.compare(taken)
+        state_root = self._shares.state_root(taken)
+        diff_s = time.monotonic() - started
+        if compared is None or self.anchors.is_better_whole(compared.num_bytes):
+            stored = self._shares.store_whole(taken, snapshot.version)
+            written = self._writer.whole(label, layout, files, stored, state_root=state_root, parent=parent)
         else:
             assert parent is not None
             assert anchor is not None
-            written = self._writer.patch(label, layout, files, difference, parent=parent, anchor=anchor)
+            stored = self._shares.store_changes(taken, snapshot.version)
+            written = self._writer.patch(
+                label, layout, files, stored, state_root=state_root, parent=parent, anchor=anchor
+            )
         upload_s = time.monotonic() - started - diff_s
         self._commit(written)
-        self._committed = committed
-        if difference is not None:
-            committed.promote(difference)
+        self._settle(snapshot, written)
         manifest = written.manifest
-        if manifest.kind == "anchor":
-            self.anchors.restart(written.as_anchor)
-        else:
-            self.anchors.follow(snapshot, manifest)
         return Publication(
             version=snapshot.version,
             step=snapshot.step,
             kind=manifest.kind,
             parent=manifest.parent.version if manifest.parent else None,
-            density=manifest.density if difference is None else difference.density(layout),
+            density=manifest.density if compared is None else compared.num_changed / max(layout.num_words, 1),
             raw_bytes=layout.num_bytes,
             sent_bytes=manifest.num_bytes + written.reference.size_bytes,
             diff_s=diff_s,
             upload_s=upload_s,
             publish_s=time.monotonic() - started,
         )
+
+    def _settle(self, snapshot: Snapshot, written: Written) -> None:
+        """Let every rank take the committed version as its base; begin the anchor beside it when one is due."""
+        manifest = written.manifest
+        is_due = manifest.kind == "patch" and self.anchors.follow(snapshot.version, manifest)
+        self._shares.settle(snapshot.part.taken, keep=is_due)
+        self._base = snapshot.part.layout
+        if manifest.kind == "anchor":
+            self.anchors.restart(written.as_anchor)
+        elif is_due:
+            self.anchors.write_kept(snapshot, manifest)
 
     def answer(self) -> bool:
         """Publish the newest version again, whole, under its own number: workers could not use it as it was.
@@ -167,14 +169,14 @@ class Publications:
             return False
         if newest.manifest.kind == "adapter":
             return self._answer_adapter(newest)
-        if self._committed is None and not self._read:
-            self._read = True
-            self._committed = self._put_together(newest)
-        if self._committed is None:
+        self._put_together(newest)
+        if self._base is None:
             return False
         label = Label(PolicyVersion(newest.manifest.version), newest.manifest.step, self._epoch)
         files = self._writer.small_files(self._dtype, again=True) if self._dtype else newest.manifest.model_files
-        written = self._anchor(label, files, self._committed, newest.manifest.parent)
+        stored = self._shares.store_base(label.version)
+        root, parent = newest.manifest.state_root, newest.manifest.parent
+        written = self._writer.whole(label, self._base, files, stored, state_root=root, parent=parent)
         self._commit(written)
         self.anchors.restart(written.as_anchor)
         log.warning("published whole, because workers refused it", policy_version=label.version)
@@ -193,7 +195,7 @@ class Publications:
         written = self._write_adapter(snapshot, base, reference, newest.as_ancestor if newest else None)
         upload_s = time.monotonic() - started
         self._commit(written)
-        self._adapter, self._committed, self._read = snapshot, None, False
+        self._adapter, self._base, self._read = snapshot, None, False
         manifest = written.manifest
         return Publication(
             version=snapshot.version,
@@ -201,7 +203,7 @@ class Publications:
             kind=manifest.kind,
             parent=manifest.parent.version if manifest.parent else None,
             density=manifest.density,
-            raw_bytes=sum(tensor.nbytes for tensor in base.tensors.values()),
+            raw_bytes=base.part.layout.num_bytes,
             sent_bytes=manifest.num_bytes + written.reference.size_bytes,
             diff_s=0.0,
             upload_s=upload_s,
@@ -209,13 +211,17 @@ class Publications:
         )
 
     def _write_adapter(self, snapshot: Snapshot, base: Base, reference: AnchorRef, parent: Ancestor | None) -> Written:
-        layout = layout_of(snapshot.tensors, sys.maxsize)  # one bucket: engines read one file
+        self._adapters.hold(snapshot.part)
+        try:
+            stored = self._adapters.store_whole(snapshot.part.taken, snapshot.version, name=ADAPTER_WEIGHTS)
+        finally:
+            self._adapters.discard(())
         return self._writer.whole(
             Label(snapshot.version, snapshot.step, self._epoch),
-            layout,
+            snapshot.part.layout,
             self._writer.adapter_files(base.config),
-            functools.partial(_gathered, layout, snapshot),
-            state_root=Weights(snapshot.tensors, base).root(),
+            stored,
+            state_root=Weights(snapshot.part, base).root(),
             parent=parent,
             base=reference,
         )
@@ -226,9 +232,7 @@ class Publications:
         if manifest.state_root != weights.root() or not self.has_base(weights.base):
             return False
         self._dtype = dtype
-        self._adapter = Snapshot(
-            PolicyVersion(manifest.version), manifest.step, weights.tensors, dtype, base=weights.base
-        )
+        self._adapter = Snapshot(PolicyVersion(manifest.version), manifest.step, weights.part, dtype, base=weights.base)
         self._announce(newest)  # as for whole models
         return True
 
@@ -240,18 +244,6 @@ class Publications:
         self._commit(self._write_adapter(adapter, adapter.base, reference, newest.manifest.parent))
         log.warning("published again, because workers refused it", policy_version=adapter.version)
         return True
-
-    def _anchor(
-        self, label: Label, files: tuple[ModelFile, ...], committed: CommittedWeights, parent: Ancestor | None
-    ) -> Written:
-        return self._writer.whole(
-            label,
-            committed.layout,
-            files,
-            lambda number: committed.raw[number],
-            state_root=committed.state_root,
-            parent=parent,
-        )
 
     def _commit(self, written: Written) -> None:
         crash_points.reach(CrashPoint.MANIFEST_STORED)
@@ -278,18 +270,16 @@ class Publications:
             msg_id=f"w:{manifest.version}:{written.reference.sha256[:16]}",
         ).wait()
 
-    def _base(self, layout: WeightLayout) -> CommittedWeights | None:
-        """Return the head's bytes, put together from the object store when this life has not made them itself."""
+    def _is_based_on(self, layout: WeightLayout) -> bool:
+        """Say whether the ranks hold the head's bytes in a layout, put together from the object store if need be."""
         newest = self._read_newest()
         if newest is None or newest.manifest.kind == "adapter":
-            return None
-        if self._committed is None and not self._read:
-            self._read = True
-            self._committed = self._put_together(newest)
-        if self._committed is not None and self._committed.layout.layout_id != layout.layout_id:
+            return False
+        self._put_together(newest)
+        if self._base is not None and self._base.layout_id != layout.layout_id:
             log.warning("the tensors' names, shapes or dtypes are others than the head's: a whole version is published")
-            return None
-        return self._committed
+            return False
+        return self._base is not None
 
     def _read_newest(self) -> Written | None:
         head = self.head.value
@@ -306,20 +296,20 @@ class Publications:
             self.anchors.restart(manifest.anchor or self._newest.as_anchor, chain.patches)
         return self._newest
 
-    def _put_together(self, newest: Written) -> CommittedWeights | None:
-        reader = WeightReader(self._blobs, self._run_id)
+    def _put_together(self, newest: Written) -> None:
+        """Have the ranks read the head, once in a life that has not made it itself."""
+        if self._base is not None or self._read:
+            return
+        self._read = True
+        version = PolicyVersion(newest.manifest.version)
         try:
-            plan = reader.plan(newest.manifest, None)
-            committed = CommittedWeights.read(plan, reader)
-        except UNUSABLE as err:
+            layout = WeightReader(self._blobs, self._run_id).layout(newest.manifest)
+            root = self._shares.read_head(newest.reference, version)
+        except (*UNUSABLE, PublicationFailed) as err:
             log.warning("the head cannot be put together: a whole version is published", error=str(err))
-            return None
-        if committed.state_root != newest.manifest.state_root:
+            return
+        if root != newest.manifest.state_root:
             log.warning("the head's root is not what its manifest says: a whole version is published")
-            return None
-        log.info("put the head together", policy_version=newest.manifest.version, num_bytes=reader.num_bytes)
-        return committed
-
-
-def _gathered(layout: WeightLayout, snapshot: Snapshot, number: int) -> Bytes:
-    return gather(layout.buckets[number], snapshot.tensors)
+            return
+        self._base = layout
+        log.info("put the head together", policy_version=version)

@@ -18,12 +18,13 @@ import structlog
 from protocol import subjects
 from protocol.facts import Head, WeightsRefused
 from protocol.versions import PolicyVersion
-from protocol.weight_layout import BUCKET_BYTES
 from protocol.weight_retention import AnchorPolicy
 from trainer.anchors import answer_is_due
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.publication import Publication, Publications
+from trainer.share import Share
+from trainer.shares import Shares
 from trainer.snapshot import Base, Snapshot, Weights
 from trainer.version_writer import Label, VersionWriter
 
@@ -43,7 +44,7 @@ class Publisher:
         epoch: int = 0,
         policy: AnchorPolicy | None = None,
         on_published: Callable[[Publication], None] = lambda _: None,
-        bucket_bytes: int = BUCKET_BYTES,
+        shares: Shares | None = None,
     ) -> None:
         """Read where the run stands and start the thread; raises MissingStream when it was not bootstrapped.
 
@@ -53,19 +54,19 @@ class Publisher:
             epoch: Of the trainer's lease.
             policy: When an anchor is due.
             on_published: Called on the publisher's thread for every version that has been announced.
-            bucket_bytes: Size of the unit of comparison, and of an anchor's files.
+            shares: Of all ranks; None where one process trains alone.
         """
         self._bus, self._blobs = doors.bus, doors.blobs
         self._epoch = epoch
         writer = VersionWriter(doors, model_folder)
-        self._publications = Publications(
-            doors, writer, policy=policy or AnchorPolicy(), epoch=epoch, bucket_bytes=bucket_bytes
-        )
+        self._shares = shares or Shares(Share(doors.blobs, doors.run_id))
+        self._publications = Publications(doors, writer, self._shares, policy=policy or AnchorPolicy(), epoch=epoch)
         self._on_published = on_published
         head = self.head
         self._published = {PolicyVersion(head.version)} if head else set[PolicyVersion]()
         self._pinned: set[PolicyVersion] = set()
         self._waiting: list[Snapshot] = []
+        self._under_way: Snapshot | None = None
         self._refused: dict[str, set[str]] = {}  # sha256 of a manifest -> workers that cannot use it
         self._num_answers: Counter[int] = Counter()  # by version
         self._failure: Exception | None = None
@@ -115,10 +116,17 @@ class Publisher:
             self._raise_failure()
             if snapshot.must_publish:
                 self._pinned.add(snapshot.version)
-            overtaken = [s for s in self._waiting if not s.must_publish]
-            self.num_skipped += len(overtaken)
-            self._waiting = [s for s in self._waiting if s.must_publish] + [snapshot]
+            self._drop_overtaken()
+            if snapshot.base is None:
+                self._shares.hold(snapshot.part)
+            self._waiting.append(snapshot)
             self._changed.notify_all()
+
+    def make_room(self) -> list[int]:
+        """Let go of the snapshots that the next one overtakes; returns the copies that are still wanted."""
+        with self._changed:
+            self._drop_overtaken()
+            return self._wanted()
 
     def check(self) -> None:
         """Raise PublicationFailed when a publication has failed."""
@@ -160,6 +168,16 @@ class Publisher:
         if self._thread.is_alive():
             raise PublicationFailed(f"the last version was not published within {deadline_s:.0f} s of the run's end")
 
+    def _drop_overtaken(self) -> None:
+        must = [snapshot for snapshot in self._waiting if snapshot.must_publish]
+        self.num_skipped += len(self._waiting) - len(must)
+        self._waiting = must
+        self._shares.discard(self._wanted())
+
+    def _wanted(self) -> list[int]:
+        under_way = [] if self._under_way is None else [self._under_way]
+        return [snapshot.part.taken for snapshot in (*under_way, *self._waiting)]
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise PublicationFailed(f"weights could not be published: {self._failure}") from self._failure
@@ -168,7 +186,7 @@ class Publisher:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing or self._must_answer())
-                snapshot = self._waiting.pop(0) if self._waiting else None
+                self._under_way = snapshot = self._waiting.pop(0) if self._waiting else None
                 answers = self._must_answer()
                 if snapshot is None and not answers:
                     return

@@ -5,12 +5,11 @@ from __future__ import annotations
 import structlog
 
 from protocol.errors import BlobCorrupt, BlobMissing
-from protocol.patch_segment import Bytes
 from protocol.versions import PolicyVersion
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weights import AnchorRef, ModelFile, VersionManifest
-from trainer.committed_weights import gather, layout_of
 from trainer.doors import Doors
+from trainer.shares import Shares
 from trainer.snapshot import Base
 from trainer.version_writer import Label, VersionWriter, Written
 
@@ -20,11 +19,11 @@ log = structlog.get_logger("trainer.publish")
 class PublishedBase:
     """The base of this life's adapters. Used by one thread."""
 
-    def __init__(self, doors: Doors, writer: VersionWriter, *, bucket_bytes: int) -> None:
+    def __init__(self, doors: Doors, writer: VersionWriter, shares: Shares) -> None:
         """Nothing is read before it is asked for."""
         self._run_id, self._blobs = doors.run_id, doors.blobs
         self._writer = writer
-        self._bucket_bytes = bucket_bytes
+        self._shares = shares
         self._found: Written | None = None
 
     def find(self, base: Base, newest: Written | None) -> AnchorRef | None:
@@ -39,12 +38,9 @@ class PublishedBase:
 
     def lay(self, base: Base, label: Label, files: tuple[ModelFile, ...]) -> AnchorRef:
         """Store a base as an anchor under a number of its own, which no head names."""
-        layout = layout_of(base.tensors, self._bucket_bytes)
-
-        def raw_of(number: int) -> Bytes:
-            return gather(layout.buckets[number], base.tensors)
-
-        self._found = self._writer.whole(label, layout, files, raw_of, state_root=base.root, parent=None)
+        self._shares.hold(base.part)
+        stored = self._shares.store_whole(base.part.taken, label.version)
+        self._found = self._writer.whole(label, base.part.layout, files, stored, state_root=base.root, parent=None)
         return self._found.as_anchor
 
     def mended(self, base: Base, files: tuple[ModelFile, ...]) -> AnchorRef:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 import torch
 import torch.distributed as dist
 
+from trainer.errors import RankSilent
+
+T = TypeVar("T")
+
+_ANSWER_DEADLINE_S = 1800.0  # of one rank to one question; a rank that died is known at once
 _DEADLINE = timedelta(days=1)  # followers wait while rank 0 collects; rank 0 has the deadlines that speak
 
 
@@ -53,6 +59,22 @@ class Ranks:
         dist.broadcast(buffer, src=0)
         return order if self.is_leader else msgpack.unpackb(buffer.numpy().tobytes(), raw=False)
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's ``data`` on rank 0, in the order of ranks; nothing on the others."""
+        if self.num_ranks == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64))
+        longest = max(int(size) for size in sizes)
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0") or b"\0"), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)] if self.is_leader else None
+        dist.gather(mine, found, dst=0)
+        return [t[: int(size)].numpy().tobytes() for t, size in zip(found or [], sizes, strict=False)]
+
+    def line(self) -> Line:
+        """Open a line of questions and answers for threads; called on all ranks, in the same order."""
+        return Line(self.rank, self.num_ranks)
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up vectors of figures over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -88,3 +110,73 @@ class Ranks:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, op=operation)
         return tensor.tolist()
+
+
+class Line:
+    """Rank 0's questions to the others and their answers, beside the training: a process group of its own.
+
+    Bytes only, and no collective: a rank that ends or is silent is known by its number. One conversation at a time.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        """Use `Ranks.line` instead."""
+        self._rank, self._num_ranks = rank, num_ranks
+        self._group: Any = dist.new_group(backend="gloo", timeout=_DEADLINE) if num_ranks > 1 else None
+        self._lock = threading.Lock()
+        self._broken: RankSilent | None = None  # questions and answers would not belong together any more
+
+    def ask(self, question: bytes, own: Callable[[], T]) -> tuple[T, list[bytes]]:
+        """Send a question, do rank 0's part of it, and return that with the others' answers (rank 0).
+
+        All answers are waited for, whatever ``own`` raises. Raises RankSilent for a rank that ended, or has not
+        answered for half an hour.
+        """
+        others = range(1, self._num_ranks)
+        with self._lock:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                for rank in others:
+                    self._send(question, rank)
+                try:
+                    mine = own()
+                finally:
+                    answers = [self._receive(rank, timedelta(seconds=_ANSWER_DEADLINE_S)) for rank in others]
+            except RankSilent as err:
+                self._broken = err
+                raise
+        return mine, answers
+
+    def listen(self, answer: Callable[[bytes], bytes]) -> None:
+        """Answer rank 0's questions until it ends (all other ranks)."""
+        while True:
+            try:
+                question = self._receive(0, _DEADLINE)
+                self._send(answer(question), 0)
+            except RankSilent:
+                return
+
+    def _send(self, data: bytes, rank: int) -> None:
+        tensors = (torch.tensor([len(data)], dtype=torch.int64), torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        try:
+            for tensor in tensors:
+                dist.send(tensor, dst=rank, group=self._group)
+        except RuntimeError as err:
+            raise RankSilent(f"rank {rank} of {self._num_ranks} has ended ({err})") from None
+
+    def _receive(self, rank: int, deadline: timedelta) -> bytes:
+        try:
+            size = torch.zeros(1, dtype=torch.int64)
+            self._wait(size, rank, deadline)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            self._wait(data, rank, deadline)
+        except RuntimeError as err:
+            raise RankSilent(
+                f"rank {rank} of {self._num_ranks} has ended, or was silent for {deadline.total_seconds():.0f} s ({err})"
+            ) from None
+        return data.numpy().tobytes()
+
+    def _wait(self, tensor: torch.Tensor, rank: int, deadline: timedelta) -> None:
+        work = dist.irecv(tensor, src=rank, group=self._group)
+        assert work is not None
+        work.wait(deadline)

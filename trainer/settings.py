@@ -174,7 +174,8 @@ class OptimizerSettings(Section):
     )
     kill_at: str = Field(
         default="",
-        description="For tests of crashes: SIGKILL oneself at this point (trainer/crash_points.py), NAME:2 the 2nd time.",
+        description="For tests of crashes: SIGKILL oneself at this point (trainer/crash_points.py), NAME:2 the 2nd time, "
+        "NAME@1 on rank 1.",
     )
     collect_deadline_s: float = Field(
         default=600.0,

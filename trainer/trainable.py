@@ -121,7 +121,7 @@ class Trainable:
         norm = self._engine.get_global_grad_norm()
         return Update(by_hand if norm is None else float(norm), lr)
 
-    def whole(self, *parameters: nn.Parameter) -> Any:
+    def whole(self, *parameters: Tensor) -> Any:
         """Return a context in which parameters are whole on every rank; collective under ZeRO-3."""
         import deepspeed  # noqa: PLC0415
 

@@ -306,11 +306,12 @@ class Training:
         return self.crew.policy.dtype if chosen == "as-trained" else chosen
 
     def _weights(self) -> Weights:
-        """Copy the weights as they are published, and begin to hash them."""
+        """Copy the weights as they are published, each rank its part; threads begin to hash them."""
         chosen = self.settings.trainer.publish_dtype
         dtype = None if chosen == "as-trained" else getattr(torch, chosen)
-        weights = self.crew.weights(dtype, as_adapter=self.settings.publishes_adapters)
-        self.chronicle.weights(weights)
+        wanted = self.publisher.make_room()
+        weights = self.crew.weights(dtype, as_adapter=self.settings.publishes_adapters, wanted=wanted)
+        self.chronicle.weights(weights.root_later())
         return weights
 
     def _submit(self, weights: Weights, *, must_publish: bool) -> None:
@@ -319,7 +320,7 @@ class Training:
             Snapshot(
                 version=self.version,
                 step=self.num_steps_done,
-                tensors=weights.tensors,
+                part=weights.part,
                 dtype=self.published_dtype,
                 must_publish=must_publish or is_last,
                 base=weights.base,

@@ -1,4 +1,4 @@
-"""Writes versions to the object store: segments or whole buckets first, then the manifest, then a look at the listing.
+"""Makes a version of what the ranks have stored: the manifest, written last, then a look at the listing.
 
 Every attempt has keys of its own, so nothing is ever overwritten and a crash leaves only objects that
 no head leads to.
@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from protocol import blob_keys
-from protocol.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from protocol.bucket_codec import bucket_xxh3
+from protocol.adapter_format import ADAPTER_CONFIG
 from protocol.errors import BlobCorrupt, BlobMissing
 from protocol.facts import BlobRef
-from protocol.patch_segment import Bytes
 from protocol.versions import PolicyVersion
-from protocol.weight_layout import WeightLayout, shard_header, shard_name
-from protocol.weights import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
+from protocol.weight_layout import WeightLayout
+from protocol.weights import Ancestor, AnchorRef, ModelFile, VersionManifest
 from trainer import crash_points
-from trainer.committed_weights import Difference
 from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.model_folder import small_files
+from trainer.shares import Assembled
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,34 +70,13 @@ class VersionWriter:
         label: Label,
         layout: WeightLayout,
         files: tuple[ModelFile, ...],
-        difference: Difference,
+        stored: Assembled,
         *,
+        state_root: str,
         parent: Ancestor,
         anchor: AnchorRef,
     ) -> Written:
-        """Store a version as what changed since its parent: all segments in one object."""
-        attempt = secrets.token_hex(4)
-        offset, buckets = 0, []
-        for bucket, change in zip(layout.buckets, difference.buckets, strict=True):
-            data, stored = change.encoded.data, None
-            if change.encoded.codec != "none":
-                digest = hashlib.sha256(data).hexdigest()
-                stored = StoredRange(object=0, offset=offset, size_bytes=len(data), sha256=digest)
-                offset += len(data)
-            buckets.append(
-                BucketState(
-                    codec=change.encoded.codec,
-                    stored=stored,
-                    num_words=bucket.num_words,
-                    num_changed=change.encoded.num_changed,
-                    base_xxh3=change.base_xxh3,
-                    new_xxh3=change.new_xxh3,
-                )
-            )
-        objects: tuple[BlobRef, ...] = ()
-        if offset:
-            key = blob_keys.weights_pack(self._run_id, label.version, attempt, rank=0)
-            objects = (self._blobs.put(key, b"".join(change.encoded.data for change in difference.buckets)),)
+        """Make a version of what changed since its parent, which is stored already."""
         crash_points.reach(CrashPoint.SHARDS_STORED)
         manifest = VersionManifest(
             kind="patch",
@@ -111,47 +87,30 @@ class VersionWriter:
             parent=parent,
             anchor=anchor,
             layout=self._layout(layout),
-            objects=objects,
-            buckets=tuple(buckets),
-            state_root=difference.state_root,
+            objects=stored.objects,
+            buckets=stored.buckets,
+            state_root=state_root,
             model_files=files,
         )
-        return self._finish(manifest, attempt)
+        return self._finish(manifest, stored.attempt)
 
     def whole(
         self,
         label: Label,
         layout: WeightLayout,
         files: tuple[ModelFile, ...],
-        raw_of: Callable[[int], Bytes],
+        stored: Assembled,
         *,
         state_root: str,
         parent: Ancestor | None,
         base: AnchorRef | None = None,
-        stored: CrashPoint = CrashPoint.SHARDS_STORED,
+        point: CrashPoint = CrashPoint.SHARDS_STORED,
     ) -> Written:
-        """Store a version whole: one safetensors file for each bucket; ``raw_of`` gives a bucket's bytes.
+        """Make a version of whole buckets, which are stored already.
 
         It is an anchor, or with a ``base`` the adapter of one bucket that sits upon it.
         """
-        attempt = secrets.token_hex(4)
-        objects, buckets = [], []
-        for number, bucket in enumerate(layout.buckets):
-            raw = raw_of(number)
-            name = ADAPTER_WEIGHTS if base else shard_name(number, len(layout.buckets))
-            key = blob_keys.weights_shard(self._run_id, label.version, attempt, name)
-            blob = self._blobs.put(key, shard_header(bucket) + raw.tobytes())
-            objects.append(blob)
-            buckets.append(
-                BucketState(
-                    codec="safetensors",
-                    stored=StoredRange(object=number, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256),
-                    num_words=bucket.num_words,
-                    num_changed=bucket.num_words,
-                    new_xxh3=bucket_xxh3(raw),
-                )
-            )
-        crash_points.reach(stored)
+        crash_points.reach(point)
         manifest = VersionManifest(
             kind="adapter" if base else "anchor",
             run_id=self._run_id,
@@ -161,12 +120,12 @@ class VersionWriter:
             parent=parent,
             anchor=base,
             layout=self._layout(layout),
-            objects=tuple(objects),
-            buckets=tuple(buckets),
+            objects=stored.objects,
+            buckets=stored.buckets,
             state_root=state_root,
             model_files=files,
         )
-        return self._finish(manifest, attempt)
+        return self._finish(manifest, stored.attempt)
 
     def _finish(self, manifest: VersionManifest, attempt: str) -> Written:
         version = PolicyVersion(manifest.version)

@@ -105,7 +105,9 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     folder = tmp_path / "model"
     write_model(folder, seed=0)
     source = WeightsSource(bus, blobs, ring_streams, folder)
-    base = Base(load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",)))
+    base = Base.of(
+        load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",))
+    )
     source.publish(0, base.tensors)
     layer = "model.layers.0.self_attn.q_proj"
     factors = {

@@ -18,6 +18,7 @@ from tests.groups import make_task
 from tests.rollout_service.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached
 from tests.servers import wait_for
+from tests.system.ring import fill, small_disk
 
 StartWorker = Callable[..., Child]
 
@@ -116,6 +117,25 @@ def test_versions_that_were_overtaken_are_skipped(
     faulty_engine.flow.set()
     ring_end.wait_applied("w0", 6)
     assert [version for version, _ in faulty_engine.loads] == ["0", "1", "6"]
+
+
+def test_a_full_disk_keeps_the_version_before_and_is_outlasted(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
+):
+    """Without room for the next copy the worker says so and serves on; with room it goes on to the newest."""
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        ring_end.publish(0)
+        worker = start_worker("w0", *attached(faulty_engine), f"worker.cache_dir={disk}")
+        ring_end.wait_applied("w0", 0)
+        ballast = fill(disk)
+        ring_end.publish(1)
+        wait_for(lambda: "has no room for version 1" in worker.log_tail(), "the worker to say so")
+        ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=0)])
+        [group] = ring_end.collect_groups(1)
+        assert versions_of([group]) == {0}
+        ring_end.publish(2)
+        ballast.unlink()
+        ring_end.wait_applied("w0", 2)
 
 
 def test_a_missed_announcement_is_repaired_by_the_head(

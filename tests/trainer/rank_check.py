@@ -1,6 +1,6 @@
-"""Trains a few steps on stored groups and prints what came out; run alone or under torchrun.
+"""Trains a few steps on stored groups, publishes them, and prints what came out; run alone or under torchrun.
 
-python -m tests.trainer.rank_check S3_JSON RUN_ID MODEL FOLDER
+python -m tests.trainer.rank_check MODEL FOLDER (FOLDER/told.json: connections and run)
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ from pathlib import Path
 
 import torch
 
+from deploy.bootstrap import bootstrap
 from protocol import group_pack
 from protocol.adapter_format import AdapterConfig, factor_pairs
-from protocol.connection import S3Settings
+from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import GroupScored, decode
 from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
+from protocol.weights import VersionManifest
+from tests.weights_source import NEVER
 from trainer import adapter
 from trainer.adapter import Lora
 from trainer.algorithm_settings import AlgorithmSettings
@@ -24,9 +29,15 @@ from trainer.algorithms import objective
 from trainer.credit import credit_rule
 from trainer.crew import Crew
 from trainer.critic import Regression, load_critic
-from trainer.policy import load_policy, load_reference
+from trainer.doors import Doors
+from trainer.part import part_of
+from trainer.policy import Policy, load_policy, load_reference
+from trainer.publish import Publisher
 from trainer.ranks import Ranks
 from trainer.reference import WithoutAdapter
+from trainer.share import Share
+from trainer.shares import Lines, Shares, serve
+from trainer.snapshot import Snapshot
 from trainer.step_plan import ReadyGroup, all_rows, make_plan
 from trainer.token_credit import TokenCredit
 from trainer.trainable import Optimisation
@@ -39,8 +50,10 @@ CASES = [
     *((f"lora-{stage}", stage, "float32", "grpo") for stage in (1, 2, 3)),
     ("lora-bfloat16", 2, "bfloat16", "grpo"),
 ]
+PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a life of one run
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
+BUCKET_BYTES = 40_000  # the model has several buckets
 CHUNK_TOKENS = 7  # through the output head at once: every micro-batch takes several chunks, and not equally many
 
 
@@ -52,7 +65,55 @@ def how(zero_stage: int, dtype: str) -> Optimisation:
     )  # fmt: skip
 
 
-def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings: AlgorithmSettings) -> dict:
+class TwoWays:
+    """Publishes the same weights by the shares of all ranks, and by rank 0 alone as another run (rank 0)."""
+
+    def __init__(self, doors: Doors, shares: Shares, model: Path) -> None:
+        self._doors, self._shares, self._model = doors, shares, model
+        self._alone = Publisher(
+            Doors(f"{doors.run_id}-alone", doors.bus, doors.blobs), model_folder=model, policy=NEVER
+        )
+        self._version = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another life, which has to read the head."""
+        self._together = Publisher(self._doors, model_folder=self._model, policy=NEVER, shares=self._shares)
+
+    def publish(self, crew: Crew) -> dict:
+        """Publish the next version in both ways; returns what there is to be seen of it."""
+        self._version += 1
+        version = PolicyVersion(self._version)
+        mine = crew.weights(wanted=self._together.make_room()).part
+        whole = part_of(crew.snapshot(), taken=version, bucket_bytes=BUCKET_BYTES)
+        found = []
+        for publisher, part in ((self._together, mine), (self._alone, whole)):
+            publisher.submit(Snapshot(version, version, part, crew.policy.dtype, must_publish=True))
+            publisher.wait_until_published(version, 60.0)
+            publisher.unpin(version)
+            head = publisher.head
+            assert head is not None
+            found.append(VersionManifest.from_json(self._doors.blobs.get(head.manifest)))
+        together, alone = found
+        return {
+            "same": [_seen(together), together.state_root] == [_seen(alone), alone.state_root],
+            "digests": len({together.state_root, whole.state_root, crew.taken_root()}),
+            "kind": together.kind,
+            "num_buckets": len(together.buckets),
+            "num_changed": together.num_changed,
+            "packs": sorted(blob.key.rpartition("/")[2] for blob in together.objects),
+            "share": mine.num_bytes / whole.num_bytes,
+        }
+
+
+def _seen(manifest: VersionManifest) -> list[dict]:
+    """What a manifest says of its buckets, wherever they are stored."""
+    return [{**b.model_dump(exclude={"stored"}), "sha256": b.stored and b.stored.sha256} for b in manifest.buckets]
+
+
+def lead(
+    crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings: AlgorithmSettings, ways: TwoWays | None
+) -> dict:
     """Four steps, a checkpoint after two of them; returns what must not depend on the number of ranks."""
     groups = group_pack.decode(blobs.get(message.pack))
     ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
@@ -62,6 +123,7 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings:
     )  # fmt: skip
     if settings.has_critic:
         plan = replace(plan, token_kl=0.05)
+    published = [ways.publish(crew)] if ways else []
     figures = []
     for step in range(NUM_STEPS):
         if step == 2:
@@ -70,7 +132,9 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings:
     crew.load(folder)
     again = [crew.step(plan, ready) for _ in range(2)]
     tensors = crew.snapshot()
+    published += [ways.publish(crew)] if ways else []
     return {
+        "published": published,
         "micro_batches": len(plan.micro_batches[0]),
         "loss": [f.loss for f in figures],
         "grad_norm": [f.grad_norm for f in figures],
@@ -89,28 +153,50 @@ def lead(crew: Crew, blobs: Blobs, message: GroupScored, folder: Path, settings:
     }
 
 
+def nudge(policy: Policy) -> None:
+    """Change a few values of every parameter that this rank holds; where all ranks hold all, the same ones."""
+    for parameter in policy._scorer.parameters():
+        getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
+
+
 def published_adapter(crew: Crew, merged: dict[str, torch.Tensor]) -> dict:
-    """Return what is published of adapters, and whether base and factors make exactly the model that is exported."""
+    """Return what is published of adapters, and whether rank 0's base and the factors make exactly what is exported."""
     weights = crew.weights(None, as_adapter=True)
     if weights.base is None:
         return {}
-    base, scale = weights.base.tensors, AdapterConfig.from_json(weights.base.config).scale
+    base, scale, factors = (
+        weights.base.tensors,
+        AdapterConfig.from_json(weights.base.config).scale,
+        weights.part.tensors(),
+    )
     made = dict(base)
-    for name, down, up in factor_pairs(weights.tensors):
-        made[name] = adapter.merged(base[name], weights.tensors[down], weights.tensors[up], scale)
+    for name, down, up in factor_pairs(factors):
+        if name in base:
+            made[name] = adapter.merged(base[name], factors[down], factors[up], scale)
     return {
-        "shapes": {name: list(tensor.shape) for name, tensor in weights.tensors.items()},
+        "shapes": {name: list(tensor.shape) for name, tensor in factors.items()},
         "scale": scale,
         "base": weights.base.root,
-        "is_exact": made.keys() == merged.keys() and all(torch.equal(made[name], merged[name]) for name in merged),
+        "is_exact": all(torch.equal(made[name], merged[name]) for name in made),
     }
 
 
 def main() -> None:
-    s3, run_id, model, folder = sys.argv[1:]
+    model, folder = sys.argv[1:]
+    told = json.loads(Path(folder, "told.json").read_text())
     torch.set_num_threads(1)
     ranks = Ranks()
-    blobs = Blobs(S3Settings.model_validate_json(s3))
+    blobs = Blobs(S3Settings.model_validate(told["s3"]))
+    share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
+    lines = Lines(ranks.line(), ranks.line())
+    ways = None
+    if ranks.is_leader:
+        bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank_check")
+        for run_id in (told["run_id"], f"{told['run_id']}-alone"):
+            bootstrap(bus, blobs, run_id)
+        ways = TwoWays(Doors(told["run_id"], bus, blobs), Shares(share, lines), Path(model))
+    else:
+        serve(share, lines)
     results = {}
     for name, stage, dtype, algorithm in CASES:
         full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
@@ -128,14 +214,24 @@ def main() -> None:
             critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, ranks)
         policy._scorer._chunk_tokens = CHUNK_TOKENS
         crew = Crew(policy, ranks, blobs, objective(settings), reference, critic)
+        crew.bucket_bytes = BUCKET_BYTES
         if ranks.is_leader:
-            message = decode((Path(model).parent / f"{run_id}.scored").read_bytes(), GroupScored)
+            message = decode((Path(model).parent / "ranks.scored").read_bytes(), GroupScored)
             target = Path(folder) / name
             target.mkdir(parents=True)
-            results[name] = lead(crew, blobs, message, target, settings)
+            results[name] = lead(crew, blobs, message, target, settings, ways if name in PUBLISHED else None)
             crew.dismiss()
         else:
-            crew.follow()
+            crew.follow(share)
+        if name in PUBLISHED:
+            nudge(policy)
+            if ranks.is_leader:
+                assert ways is not None
+                results[name]["published"].append(ways.publish(crew))
+                ways.begin()
+                crew.dismiss()
+            else:
+                crew.follow(share)
         ranks.barrier()
     if ranks.is_leader:
         print(json.dumps(results))

@@ -11,15 +11,11 @@ import functools
 import hashlib
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from protocol.checkpoint_state import CheckpointState
 from protocol.facts import BlobRef, decode
@@ -32,7 +28,6 @@ from trainer.doors import Doors
 from trainer.intake import Intake
 from trainer.issue import Issuer
 from trainer.ledger import Ledger
-from trainer.snapshot import Weights
 from trainer.step_plan import ReadyGroup
 
 RUN = "machine"
@@ -43,14 +38,6 @@ def shelf() -> Path:
     """Where the folders of all machines lie: in memory, where an fsync is free."""
     memory = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="ring-machine-", dir=memory if memory.is_dir() else None))
-
-
-class Unthreaded(Chronicle):
-    """A chronicle that hashes at once: the next thing in a machine is always the next thing."""
-
-    def weights(self, weights: Weights) -> None:
-        self._digest = Future()
-        self._digest.set_result(weights.root())
 
 
 class Objects:
@@ -92,9 +79,7 @@ class Commits:
         self.step = 0
 
     def close(self) -> None:
-        """End the hashing thread, and remove what is on the disk."""
-        if self._chronicle is not None:
-            self._chronicle.close()
+        """Remove what is on the disk."""
         shutil.rmtree(self.folder)
 
     def newest(self) -> CheckpointState | None:
@@ -108,8 +93,6 @@ class Commits:
 
     def begin(self, version: PolicyVersion) -> None:
         """Begin a life with the newest checkpoint, whose weights are now called ``version``."""
-        if self._chronicle is not None:
-            self._chronicle.close()
         state = self.newest()
         self.step = state.step if state else 0
         self.lease.epoch += 1
@@ -118,7 +101,7 @@ class Commits:
         self._chronicle = self._type(doors, pointer, epoch=self.lease.epoch, resumed=state)
         if state is not None:
             self._chronicle.point(state, b"")
-        self._chronicle.weights(self._weights())
+        self._chronicle.weights(self._digest)
         self._chronicle.life(
             holder="machine", at=0.0, step=self.step, version=version,
             parent=state.version if state else None, config=b"{}",
@@ -132,7 +115,7 @@ class Commits:
         self._effects[self.step] = (*self._effects[self.step - 1], *((group_id, version) for group_id in ids))
         uses = {group_id: ledger.uses(group_id) for group_id in ids}
         self._chronicle.step(self.step, version, made, batch, {}, uses)
-        self._chronicle.weights(self._weights())
+        self._chronicle.weights(self._digest)
 
     def commit(self, issuer: Issuer, ledger: Ledger, version: PolicyVersion, hands: Hands) -> LineageChapter | None:
         """Commit everything; returns the chapter that it wrote, if it wrote one."""
@@ -155,5 +138,5 @@ class Commits:
             return None
         return decode(self.objects.stored[state.record.key], LineageChapter)
 
-    def _weights(self) -> Weights:
-        return Weights({"w": torch.tensor(zlib.crc32(repr(self._effects[self.step]).encode()))})
+    def _digest(self) -> str:
+        return hashlib.sha256(repr(self._effects[self.step]).encode()).hexdigest()

@@ -24,10 +24,11 @@ from protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
 from protocol.lineage import AccountState, LineageChapter
 from protocol.reward_settings import RewardSettings
 from protocol.versions import PolicyVersion, is_fresh, next_version, staleness
-from tests.trainer.ring_commit import Commits, Hands, Unthreaded
+from tests.trainer.ring_commit import Commits, Hands
 from trainer.account import Account
 from trainer.batcher import Batcher
 from trainer.chat_template import ChatTokenizer
+from trainer.chronicle import Chronicle
 from trainer.data_order import DataOrder
 from trainer.dataset import Prompt, PromptSet
 from trainer.dispatch import Dispatch, GroupKey
@@ -129,7 +130,7 @@ class Record:
 class RingMachine(RuleBasedStateMachine):
     """Every rule is one thing that can happen next, in any order."""
 
-    chronicle = Unthreaded  # planted bugs override these
+    chronicle = Chronicle  # planted bugs override these
     issuing = Issuer
 
     @initialize(

@@ -52,7 +52,7 @@ def doors(bus: Bus, blobs: Blobs, ring_streams: str) -> Doors:
 
 def a_base(seed: int = 0) -> Base:
     generator = torch.Generator().manual_seed(seed)
-    return Base({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
+    return Base.of({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
 
 
 def factors(version: int) -> dict[str, Tensor]:
@@ -63,8 +63,8 @@ def factors(version: int) -> dict[str, Tensor]:
 
 def publish(publisher: Publisher, version: int, base: Base, *, whole: bool = False) -> None:
     number = PolicyVersion(version)
-    weights = Weights(base.tensors) if whole else Weights(factors(version), base)
-    publisher.submit(Snapshot(number, version, weights.tensors, "float32", must_publish=True, base=weights.base))
+    weights = Weights(base.part) if whole else Weights.of(factors(version), base)
+    publisher.submit(Snapshot(number, version, weights.part, "float32", must_publish=True, base=weights.base))
     publisher.wait_until_published(number, 20.0)
     publisher.unpin(number)
 
@@ -99,7 +99,7 @@ def test_the_base_is_published_once_and_then_adapters_alone(doors: Doors, model_
     assert (manifest.version, manifest.kind, manifest.parent.version if manifest.parent else None) == (2, "adapter", 1)
     assert manifest.base is not None
     assert (manifest.base.version, manifest.base.state_root) == (0, base.root)
-    assert manifest.state_root == Weights(factors(2), base).root()
+    assert manifest.state_root == Weights.of(factors(2), base).root()
     assert [file.name for file in manifest.model_files] == ["adapter_config.json"]
     assert manifest.num_words == 2 * 4 + 8 * 2
     assert_served(doors, manifest, base, tmp_path)
@@ -114,8 +114,8 @@ def test_a_later_life_finds_the_base_and_stores_nothing_twice(doors: Doors, mode
     first.close()
     before = versions(doors)
     second = Publisher(doors, model_folder=model_folder, epoch=1)
-    assert not second.resume(Weights(factors(5), a_base()), "float32")
-    assert second.resume(Weights(factors(1), a_base()), "float32")
+    assert not second.resume(Weights.of(factors(5), a_base()), "float32")
+    assert second.resume(Weights.of(factors(1), a_base()), "float32")
     assert second.has_base(a_base())
     assert not second.has_base(a_base(seed=1))
     publish(second, 2, a_base())

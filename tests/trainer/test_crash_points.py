@@ -34,7 +34,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, GROUPS_PER_STEP, EVALUATED = 10, 2, 4
 
 # Publication passes its points for the version that a life begins with first, then for those it makes.
-SECOND = {CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED, CrashPoint.ANNOUNCED}
+SECOND = {
+    CrashPoint.OBJECT_STORED, CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED,
+    CrashPoint.ANNOUNCED,
+}  # fmt: skip
 
 
 @dataclass

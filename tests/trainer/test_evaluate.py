@@ -25,6 +25,7 @@ from trainer.doors import Doors
 from trainer.errors import EvaluationFailed
 from trainer.eval_result import EvalResult, pass_at_k
 from trainer.evaluate import Evaluator
+from trainer.part import part_of
 from trainer.publish import Publisher
 from trainer.settings import DataSettings, EvalSettings
 from trainer.snapshot import Snapshot
@@ -54,7 +55,7 @@ class Scene:
         )  # fmt: skip
 
     def publish(self, version: PolicyVersion) -> None:
-        self.publisher.submit(Snapshot(version, 3, {"a": torch.zeros(2)}, "float32", must_publish=True))
+        self.publisher.submit(Snapshot(version, 3, part_of({"a": torch.zeros(2)}), "float32", must_publish=True))
 
 
 @pytest.fixture

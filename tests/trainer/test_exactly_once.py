@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from protocol.lineage import AccountState
-from tests.trainer.ring_commit import Unthreaded
+from tests.trainer.ring_commit import Chronicle
 from tests.trainer.ring_machine import RingMachine
 from trainer.account import Account
 from trainer.issue import Issuer, IssuerState
@@ -75,7 +75,7 @@ class RefusalsForgotten(RingMachine):
 class StepPassedOver(RingMachine):
     """A checkpoint after a single step, with nothing issued since the one before, takes it for nothing."""
 
-    class Hasty(Unthreaded):
+    class Hasty(Chronicle):
         @property
         def is_empty(self) -> bool:
             return not (self._lives or self._steps)

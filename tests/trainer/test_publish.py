@@ -32,6 +32,7 @@ from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.head import read_head
+from trainer.part import Part, part_of
 from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.snapshot import Snapshot, Weights
@@ -58,8 +59,12 @@ def tensors(version: int) -> dict[str, Tensor]:
     return {"a": table, "b": torch.arange(10.0)}
 
 
+def part(version: int) -> Part:
+    return part_of(tensors(version), taken=version, bucket_bytes=4096)
+
+
 def snapshot(version: int, *, must_publish: bool = False) -> Snapshot:
-    return Snapshot(PolicyVersion(version), version, tensors(version), "float32", must_publish)
+    return Snapshot(PolicyVersion(version), version, part(version), "float32", must_publish)
 
 
 def head_of(doors: Doors) -> Head:
@@ -92,7 +97,7 @@ def test_a_version_is_complete_before_it_is_announced(doors: Doors, model_folder
     subject = subjects.weights_published(doors.run_id)
     doors.bus.tail(f"{doors.run_id}-weights", subject, WeightsPublished, seen.append).wait()
     told: list[Publication] = []
-    publisher = Publisher(doors, model_folder=model_folder, on_published=told.append, bucket_bytes=4096)
+    publisher = Publisher(doors, model_folder=model_folder, on_published=told.append)
     publisher.submit(snapshot(0))
     wait_for(lambda: seen, "the announcement")
     manifest = manifest_of(doors, seen[0].manifest)
@@ -141,8 +146,8 @@ def test_a_life_that_resumes_the_head_itself_reads_nothing(doors: Doors, model_f
     publish(first, 1)
     first.close()
     second = Publisher(doors, model_folder=model_folder, epoch=1)
-    assert not second.resume(Weights(tensors(0)), "float32")
-    assert second.resume(Weights(tensors(1)), "float32")
+    assert not second.resume(Weights(part(0)), "float32")
+    assert second.resume(Weights(part(1)), "float32")
     for reference in manifest_of(doors, head_of(doors).manifest).objects:
         doors.blobs.delete([reference.key])  # nobody looks at it
     publish(second, 2)
@@ -171,7 +176,7 @@ def test_another_layout_starts_with_an_anchor(doors: Doors, model_folder: Path) 
     publisher = Publisher(doors, model_folder=model_folder)
     publish(publisher, 0)
     halves = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
-    publisher.submit(Snapshot(PolicyVersion(1), 1, halves, "bfloat16"))
+    publisher.submit(Snapshot(PolicyVersion(1), 1, part_of(halves, taken=1), "bfloat16"))
     publisher.close()
     manifest = manifest_of(doors, head_of(doors).manifest)
     assert (manifest.kind, manifest.parent is None) == ("anchor", False)
@@ -206,7 +211,10 @@ def test_a_dense_version_that_is_due_an_anchor_is_one(doors: Doors, model_folder
     for version in range(8):
         shorter = (torch.randn(128, 64, generator=random).view(torch.int32) & ~0xFF).view(torch.float32)
         dense = {"a": shorter, "b": torch.arange(10.0)}
-        publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
+        snapshot = Snapshot(
+            PolicyVersion(version), version, part_of(dense, taken=version), "float32", must_publish=True
+        )
+        publisher.submit(snapshot)
     publisher.close()
     patches = ["patch"] * 3  # of two thirds of an anchor
     assert [p.kind for p in told] == ["anchor", *patches, "anchor", *patches]
@@ -222,7 +230,7 @@ def test_a_patch_that_is_hardly_smaller_is_not_made(doors: Doors, model_folder: 
     publisher = Publisher(doors, model_folder=model_folder, policy=AnchorPolicy(100.0), on_published=told.append)
     random = torch.Generator().manual_seed(0)
     for version in range(3):
-        dense = {"a": torch.randn(128, 64, generator=random)}
+        dense = part_of({"a": torch.randn(128, 64, generator=random)}, taken=version)
         publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
     publisher.close()
     assert [p.kind for p in told] == ["anchor"] * 3
@@ -330,7 +338,7 @@ def test_a_publisher_killed_at_any_step_leaves_a_right_head(
         f"{doors.run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
     ).wait()
     later = Publisher(doors, model_folder=model_folder, epoch=2)
-    assert later.resume(Weights(tensors(committed)), "float32")  # the checkpoint was of this version
+    assert later.resume(Weights(part(committed)), "float32")  # the checkpoint was of this version
     publish(later, committed + 1)
     later.close()
     assert_head_is(doors, committed + 1)
@@ -346,8 +354,8 @@ def test_a_killed_life_may_resume_older_weights(doors: Doors, model_folder: Path
         publish(first, version)
     first.close()
     later = Publisher(doors, model_folder=model_folder, epoch=2)
-    assert not later.resume(Weights(tensors(1)), "float32")
-    later.submit(Snapshot(PolicyVersion(4), 1, tensors(1), "float32", must_publish=True))
+    assert not later.resume(Weights(part(1)), "float32")
+    later.submit(Snapshot(PolicyVersion(4), 1, part(1), "float32", must_publish=True))
     later.close()
     head = head_of(doors)
     assert manifest_of(doors, head.manifest).kind == "patch"

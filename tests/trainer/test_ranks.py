@@ -10,9 +10,10 @@ import sys
 import pytest
 
 from deploy.quickstart_task import write_model
-from protocol.connection import S3Settings
+from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import encode
 from protocol.transport.blobs import Blobs
+from tests.trainer.rank_check import PUBLISHED
 from tests.trainer.stored_groups import invent_group, store_scored
 
 pytestmark = [
@@ -22,7 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
     """The same stored groups, trained by one process and by two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     settings: S3Settings = s3_server.settings
@@ -34,7 +35,16 @@ def results(s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, di
     torchrun = [*python, "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone", "-m"]
     found = {}
     for num_ranks, launcher in ((1, python), (2, torchrun)):
-        arguments = [settings.model_dump_json(), "ranks", str(folder / "model"), str(folder / f"out{num_ranks}")]
+        out = folder / f"out{num_ranks}"
+        out.mkdir()
+        nats: NatsSettings = nats_server.settings
+        told = {
+            "nats": {**nats.model_dump(mode="json"), "password": nats.password},
+            "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
+            "run_id": f"ranks-of-{num_ranks}",
+        }
+        (out / "told.json").write_text(json.dumps(told))
+        arguments = [str(folder / "model"), str(out)]
         done = subprocess.run(
             [*launcher, "tests.trainer.rank_check", *arguments],
             env=environ, capture_output=True, text=True, timeout=280, check=False,
@@ -140,3 +150,21 @@ def test_resumed_steps_are_bitwise_equal(results: dict[int, dict]) -> None:
     """After loading a checkpoint the next steps have exactly the losses that they had without it."""
     for of_ranks in results.values():
         assert {name: case["resumed_equal"] for name, case in of_ranks.items()} == dict.fromkeys(of_ranks, True)
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_what_ranks_publish_by_shares_is_what_one_publishes_alone(results: dict[int, dict], case: str) -> None:
+    """Every bucket has the same segment and hashes, the version the same root; each rank stored its own half.
+
+    Each case is a life of its own, whose ranks put their shares of the head together first; another dtype starts whole.
+    """
+    for num_ranks, of_ranks in results.items():
+        versions = of_ranks[case]["published"]
+        for version in versions:
+            assert (version["same"], version["digests"]) == (True, 1)
+            assert version["share"] == pytest.approx(1 / num_ranks, abs=0.1)
+            assert version["num_buckets"] > 4 * num_ranks
+        nudged = versions[-1]
+        assert nudged["kind"] == "patch"
+        assert nudged["num_changed"] > 0
+        assert nudged["packs"] == [f"r{rank:03d}.pack" for rank in range(num_ranks)]
