@@ -34,7 +34,7 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
         watcher = Watcher(bus, view)
         watcher.catch_up()
         head = _head(bus, run)
-        rows = list_versions(_manifests(Blobs(settings.s3), run), view, head)
+        rows = list_versions(led_to(_manifests(Blobs(settings.s3), run), head), view, head)
     if as_json:
         print(json_text.dumps(rows))
     elif not rows:
@@ -51,7 +51,9 @@ def export(
     """Write one version as a model folder, or as the ``adapter`` that it is; returns the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     blobs = Blobs(settings.s3)
-    found = [(m, key) for key, m in _manifests(blobs, run).items() if m.version == version]
+    with Bus.connect(settings.nats, name="weights") as bus:
+        head = _head(bus, run)
+    found = [(m, key) for key, m in led_to(_manifests(blobs, run), head).items() if m.version == version]
     if not found:
         raise ConfigError(f"run {run} has no version {version} in the object store; see: penstock weights {run}")
     write = export_adapter if adapter else export_version
@@ -70,11 +72,26 @@ def export(
     raise ConfigError(f"version {version} of run {run} cannot be put together: {'; '.join(problems)}")
 
 
+def led_to(manifests: Mapping[str, VersionManifest], head: Head | None) -> dict[str, VersionManifest]:
+    """Return the manifests that the head leads to by parents, with whatever is stored of the same weights beside them.
+
+    A trainer that was killed before it moved the head, or whose lease had lapsed, leaves a manifest under a number that
+    another then used: those are not the run's weights.
+    """
+    known: set[tuple[int, str]] = set()
+    key = None if head is None else head.manifest.key
+    while key is not None and (manifest := manifests.get(key)) is not None:
+        for one in (manifest, manifest.anchor, manifest.base):
+            if one is not None:
+                known.add((one.version, one.state_root))
+        key = None if manifest.parent is None else manifest.parent.manifest.key
+    return {key: m for key, m in manifests.items() if (m.version, m.state_root) in known}
+
+
 def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None) -> list[Row]:
     """Describe every stored version, oldest first; a version that is stored whole as well says so.
 
-    A manifest that a killed trainer left behind has no announcement, and is not listed. A model that was stored only
-    for adapters to sit upon is listed with them.
+    ``manifests`` are those of `led_to`. A model that was stored only for adapters to sit upon is listed with them.
     """
     announced = {m.version for m in manifests.values() if m.version in view.published}
     listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}

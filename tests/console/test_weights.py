@@ -19,8 +19,14 @@ from protocol.errors import ConfigError
 from protocol.facts import RunEvent, WeightsApplied
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
 from tests.weights_source import WeightsSource
+from trainer.doors import Doors
+from trainer.part import part_of
+from trainer.share import Share
+from trainer.shares import Shares
 from trainer.snapshot import Base
+from trainer.version_writer import Label, VersionWriter
 
 State = dict[str, torch.Tensor]
 
@@ -134,6 +140,26 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
     with pytest.raises(ConfigError, match="is no adapter; export it as a model"):
         export(ring_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
+
+
+def test_what_a_dead_trainer_left_is_not_taken_for_the_version(
+    bus: Bus, ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A whole version under a number that the head's chain has otherwise is neither listed nor exported."""
+    doors, part = Doors(ring_streams, bus, blobs), part_of(states[3])
+    shares = Shares(Share(blobs, ring_streams))
+    shares.hold(part)
+    stored = shares.store_whole(part.taken, PolicyVersion(2))
+    VersionWriter(doors, tmp_path / "model").whole(
+        Label(PolicyVersion(2), 2, 0), part.layout, (), stored, state_root=part.state_root, parent=None
+    )
+    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["kind"], row["anchor"]) for row in rows] == [("anchor", True), *[("patch", False)] * 3]
+    assert export(ring_streams, 2, tmp_path / "v2", arguments, {}) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
 
 
 def test_a_version_whose_objects_are_damaged_is_not_exported(
