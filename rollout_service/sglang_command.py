@@ -53,12 +53,19 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
         "--max-total-tokens": settings.max_total_tokens,
         "--attention-backend": settings.attention_backend,
         "--quantization": settings.quantization,
+        "--max-lora-rank": settings.max_lora_rank,
+        "--max-loras-per-batch": settings.max_loras_per_batch,
+        "--max-loaded-loras": settings.max_loaded_loras,
+        "--lora-backend": settings.lora_backend,
     }
     for flag, value in valued.items():
         if value is not None:
             flags += [flag, str(value)]
     if settings.metrics:
         flags.append("--enable-metrics")
+    if settings.max_lora_rank is not None:
+        # strict: an adapter's tensor that no layer takes would be left out in silence
+        flags += ["--enable-lora", "--lora-strict-loading", "--lora-target-modules", *settings.lora_target_modules]
     if number:
         flags += ["--base-gpu-id", str(number * (settings.gpus_per_engine or settings.tp_size * settings.dp_size))]
     return [*flags, *settings.extra_args]

@@ -22,12 +22,17 @@ _OURS = frozenset(
         "--skip-tokenizer-init",
         "--sampling-defaults",
         "--preferred-sampling-params",
+        "--enable-lora",
+        "--lora-paths",
         "--incremental-streaming-output",
         "--nnodes",
         "--node-rank",
         "--dist-init-addr",
     }
 )
+
+
+_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class SglangSettings(Section):
@@ -68,6 +73,24 @@ class SglangSettings(Section):
     )
     attention_backend: str | None = Field(None, description="--attention-backend: 'fa3', 'flashinfer', 'triton', …")
     quantization: str | None = Field(None, description="--quantization: 'fp8', 'w8a8_int8', …")
+    max_lora_rank: int | None = Field(
+        None,
+        ge=1,
+        description="--enable-lora and --max-lora-rank: largest rank of an adapter, for a run whose versions are adapters "
+        "(model.lora.rank at least); none: the server takes no adapters.",
+    )
+    lora_target_modules: tuple[str, ...] = Field(
+        _LAYERS, description="--lora-target-modules: last words of the names of all layers that an adapter may change."
+    )
+    max_loras_per_batch: int | None = Field(
+        None, ge=2, description="--max-loras-per-batch: adapters decoded together, the weights alone counted as one."
+    )
+    max_loaded_loras: int | None = Field(
+        None,
+        ge=2,
+        description="--max-loaded-loras: adapters held; beyond, the one used longest ago is read anew when asked for.",
+    )
+    lora_backend: str | None = Field(None, description="--lora-backend: 'csgmv', 'triton', 'torch_native', …")
     metrics: bool = Field(True, description="--enable-metrics; the worker passes the figures on in its heartbeat.")
     extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enable-fp32-lm-head', …].")
 
@@ -84,5 +107,17 @@ class SglangSettings(Section):
         if self.command and self.python is not None:
             raise ValueError(
                 "sglang.command and sglang.python are both set; the command names its own Python, drop one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_enabled(self) -> SglangSettings:
+        if self.max_lora_rank is None:
+            idle = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
+            if given := [name for name in idle if name in self.model_fields_set]:
+                raise ValueError(f"sglang.{given[0]} does nothing without sglang.max_lora_rank; set that too")
+        elif self.dp_size > 1:
+            raise ValueError(
+                "sglang.dp_size above 1 and sglang.max_lora_rank: SGLang loads no adapters into replicas; use sglang.engines"
             )
         return self

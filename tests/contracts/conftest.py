@@ -1,7 +1,8 @@
 """The engines at hand: the embedded one always, a real SGLang server where one is asked for.
 
 ``make test-sglang`` has the worker's own code start a server for these tests. To run them against one of yours, start
-it on a small float32 model folder that is readable here and set PENSTOCK_TEST_SGLANG_URL to its URL.
+it on a small float32 model folder that is readable here, with --enable-lora --max-lora-rank 8 --lora-target-modules all,
+and set PENSTOCK_TEST_SGLANG_URL to its URL.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def running_engine(
     scratch = tmp_path_factory.mktemp("engine")
     build_model(scratch / "model")
     if request.param == "sglang":
-        with real_sglang.running_sglang(scratch / "model", scratch) as url:
+        with real_sglang.running_sglang(scratch / "model", scratch, **real_sglang.WITH_ADAPTERS) as url:
             yield EngineUnderTest("sglang", url, scratch / "model")
         return
     with embedded_engine(scratch / "model", scratch, "--weight-version", "0") as engine:

@@ -18,6 +18,7 @@ from rollout_service.sglang_settings import SglangSettings
 
 T = TypeVar("T")
 START_S = 180.0
+WITH_ADAPTERS = {"max_lora_rank": 8, "max_loras_per_batch": 4, "lora_backend": "torch_native"}
 ASKED = os.environ.get("PENSTOCK_TEST_SGLANG") == "1"
 
 

@@ -51,6 +51,31 @@ def test_settings_become_flags():
     assert words[-1] == "--enable-fp32-lm-head"
 
 
+def test_adapters_are_enabled_where_asked_for():
+    """A largest rank enables adapters, with every tensor of them taken or refused; without it none of the flags is passed."""
+    words = flags(max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=6, lora_backend="triton")
+    assert pairs(words) >= {
+        ("--max-lora-rank", "16"), ("--max-loras-per-batch", "4"), ("--max-loaded-loras", "6"), ("--lora-backend", "triton"),
+        ("--lora-target-modules", "q_proj"), ("q_proj", "k_proj"), ("up_proj", "down_proj"),
+    }  # fmt: skip
+    assert {"--enable-lora", "--lora-strict-loading"} <= set(words)
+    assert not [word for word in flags() if "lora" in word]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_loaded_loras": 4}, "max_loaded_loras does nothing without sglang.max_lora_rank"),
+        ({"max_lora_rank": 8, "dp_size": 2}, "use sglang.engines"),
+        ({"extra_args": ("--enable-lora",)}, "--enable-lora cannot be passed on"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any], says: str):
+    """Idle settings, replicas behind one server, and the worker's own flags."""
+    with pytest.raises(ValueError, match=says):
+        SglangSettings(**given)
+
+
 def test_what_is_not_set_is_left_to_sglang():
     """No flag is passed for a setting that nobody gave, and metrics can be off."""
     words = flags(metrics=False)

@@ -39,10 +39,11 @@ def test_the_workers_flags_are_known(known: set[str]):
     settings = SglangSettings(
         device="cuda", mem_fraction_static=0.5, context_length=8, max_running_requests=1, max_total_tokens=8,
         attention_backend="triton", quantization="fp8", engines=2,
+        max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=8, lora_backend="triton",
     )  # fmt: skip
     words = sglang_command(settings, 1)(Path("m"), PolicyVersion(0), Path("p"))
     ours = flags_in(words[words.index("sglang.launch_server") :])
-    assert len(ours) > 15
+    assert len(ours) > 20
     assert ours <= known
 
 
