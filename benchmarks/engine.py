@@ -7,7 +7,9 @@ turns in the same run, so that a ratio holds although the machine is shared. Eac
 
 Workloads: ``equal`` (B prompts of 32 tokens, 64 new tokens each), ``mixed`` (4 B requests, prompts of 8..64
 tokens, log-uniform 8..256 new tokens; the baseline runs them in waves of B, each as long as its longest),
-``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones; also over HTTP).
+``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones; also over HTTP), ``adapters`` (``equal``, its rows
+dealt to 1, 2 or 4 adapters of all layers in one batch; beside the weights alone, and beside as many batches one after the
+other, which is what a mix saves).
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rollout_service.embedded_engine.checkpoint import read_checkpoint
+from rollout_service.embedded_engine.checkpoint import expected_shapes, read_checkpoint
 from rollout_service.embedded_engine.kv_cache import KVCache
+from rollout_service.embedded_engine.low_rank import Adapter, LowRank, prepare_adapter
 from rollout_service.embedded_engine.memory import keep_freed_memory
 from rollout_service.embedded_engine.model_config import read_model_config
 from rollout_service.embedded_engine.runner import Runner
@@ -58,8 +61,14 @@ def build_model(folder: Path, **shape: Any) -> Any:
     return model
 
 
-def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: torch.dtype) -> Callable[[], int]:
-    """Return a function that serves all requests once and returns the number of new tokens."""
+def run_engine(
+    folder: Path,
+    requests: list[Request],
+    max_running: int,
+    dtype: torch.dtype,
+    adapters: tuple[Adapter | None, ...] = (None,),
+) -> Callable[[], int]:
+    """Return a function that serves all requests once, ``adapters`` in turn, and returns the number of new tokens."""
     config = read_model_config(folder)
     device = torch.device("cpu")
     limits = Limits(max_running, max_total_tokens=max_running * 512, max_prefill_tokens=8192)
@@ -72,7 +81,12 @@ def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: t
     def serve() -> int:
         with torch.inference_mode():
             waiting = deque(
-                Sequence(str(index), prompt, Sampling(max_new_tokens=new, seed=index))
+                Sequence(
+                    str(index),
+                    prompt,
+                    Sampling(max_new_tokens=new, seed=index),
+                    adapter=adapters[index % len(adapters)],
+                )
                 for index, (prompt, new) in enumerate(requests)
             )
             while waiting or runner.running:
@@ -86,6 +100,39 @@ def run_engine(folder: Path, requests: list[Request], max_running: int, dtype: t
         return sum(new for _, new in requests)
 
     return serve
+
+
+def random_adapter(folder: Path, rank: int, seed: int) -> Adapter:
+    """Return an adapter of every matrix of every layer."""
+    config = read_model_config(folder)
+    generator = torch.Generator().manual_seed(seed)
+    factors = {
+        name.removesuffix(".weight"): LowRank(
+            0.01 * torch.randn(rank, shape[1], generator=generator),
+            0.01 * torch.randn(shape[0], rank, generator=generator),
+        )
+        for name, shape in expected_shapes(config).items()
+        if name.endswith("_proj.weight")
+    }
+    return prepare_adapter(f"policy@{seed}", "", factors, config, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def adapters_table(folder: Path, batch: int, rank: int, repeats: int) -> list[str]:
+    """Return rows of the table of adapters: tokens a CPU second, and their ratio to the weights alone."""
+    four = tuple(random_adapter(folder, rank, seed) for seed in range(1, 5))
+    dealt: list[tuple[Adapter | None, ...]] = [(None,), four[:1], (None, four[0]), four[:2], four]
+    names = ["the weights alone", "1 adapter", "1 adapter and none", "2 adapters", "4 adapters"]
+    functions = [run_engine(folder, equal(batch), batch, torch.float32, given) for given in dealt]
+
+    def one_after_the_other() -> int:
+        return sum(serve() for serve in apart)
+
+    apart = [run_engine(folder, equal(batch // 4), batch // 4, torch.float32, (one,)) for one in four]
+    rates = tokens_per_cpu_second([*functions, one_after_the_other], repeats)
+    return [
+        f"| B={batch}, rank {rank} | {name} | {rate:,.0f} | {rate / rates[0]:.2f} |"
+        for name, rate in zip([*names, f"4 batches of {batch // 4}, an adapter each"], rates, strict=True)
+    ]
 
 
 def run_transformers(model: Any, requests: list[Request], wave: int, dtype: torch.dtype) -> Callable[[], int]:
@@ -221,6 +268,10 @@ def main() -> None:
                 f"| {name} | {str(dtype).split('.')[1]} | {baseline:,.0f} | {ours:,.0f} | {ours / baseline:.2f} |",
                 flush=True,
             )
+        if "adapters".startswith(options.only):
+            print("\n| batch | adapters in it | tok/cpu-s | of the weights alone |\n|---|---|---|---|")
+            for batch, rank in ((64, 8), (64, 32), (16, 8)):
+                print(*adapters_table(small, batch, rank, options.repeats), sep="\n", flush=True)
         if "http".startswith(options.only):
             generate_ms, update_ms = http_cost(tiny, 100 * options.repeats)
             print(
