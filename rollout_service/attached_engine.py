@@ -101,7 +101,7 @@ class AttachedEngine:
         await self.client.unload_adapter(version)
 
     async def _inspect(self, folder: Path) -> None:
-        """Refuse a server that was started in a way the contract does not allow; note its limits, free its adapters."""
+        """Refuse a server that was started in a way the contract does not allow; note its limits."""
         info: dict[str, Any] = {}
         with contextlib.suppress(EngineRefused):  # a server without that page
             info = await self.client.server_info()
@@ -110,8 +110,8 @@ class AttachedEngine:
         if not is_tested(info):
             log.warning("SGLang of another version than tested", version=info["version"], tested=TESTED_VERSIONS)
         self.client.limits = ModelLimits.of(folder).within(context_length(info))
-        if info.get("enable_lora"):
-            await self.client.drop_adapters()
+        if info.get("enable_lora") and self._serving.base is None:
+            await self.client.drop_adapters()  # of a worker before this one
 
     async def weights_checksum(self) -> EngineChecksum | None:
         """Return what the engine says its weights are; None when it cannot say."""

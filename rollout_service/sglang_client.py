@@ -238,7 +238,7 @@ class SglangClient:
             try:
                 answer = await self._http.call("POST", "/load_lora_adapter", body, _LOAD_S)
             except EngineRefused as err:
-                raise WeightsNotApplied(f"adapter of version {version}: {err}") from None
+                raise WeightsNotApplied(f"adapter of version {version}: {err}{_remedy(str(err))}") from None
             listed = (
                 answer.get("loaded_adapters") if isinstance(answer, dict) and answer.get("success") is True else None
             )
@@ -357,6 +357,14 @@ class _Ask:
     num_doubts: int
     adapter: PolicyVersion | None
     base: PolicyVersion | None = None  # the weights that the adapter changes
+
+
+def _remedy(refusal: str) -> str:
+    if "LoRA is not enabled" not in refusal:
+        return ""
+    return (
+        "; set sglang.max_lora_rank for a server of the worker's own, or start yours with --enable-lora --max-lora-rank"
+    )
 
 
 def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[str, Any]:

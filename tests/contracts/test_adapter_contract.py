@@ -19,12 +19,12 @@ PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
 @pytest.fixture(scope="session")
 def adapters(running_engine: EngineUnderTest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
-    """Three adapters of the engine's first weights: all layers, another rank, two kinds of layers."""
+    """Three adapters of the engine's first weights: all layers, another rank, two kinds of layers in bfloat16."""
     model, folder = running_engine.model, tmp_path_factory.mktemp("adapters")
     return {
         "policy@1": Adapter.random(model, folder / "1", seed=1).write(),
         "policy@2": Adapter.random(model, folder / "2", seed=2, rank=8).write(),
-        "policy@3": Adapter.random(model, folder / "3", seed=3, targets=("q_proj", "v_proj")).write(),
+        "policy@3": Adapter.random(model, folder / "3", seed=3, targets=("q_proj", "v_proj")).in_bfloat16().write(),
     }
 
 
@@ -166,12 +166,25 @@ def test_an_adapter_comes_while_others_generate(
 ) -> None:
     """A load neither waits for a generation under way nor changes it, and serves at once."""
     load(engine, "policy@1", adapters["policy@1"].folder)
-    with engine.streaming(PROMPT, rid="by-weights", max_new_tokens=400) as stream:
+    with engine.streaming(PROMPT, rid="by-weights", max_new_tokens=200) as stream:
         load(engine, "policy@2", adapters["policy@2"].folder)
         assert_computed_by(merged["policy@2"], PROMPT, ask(engine, PROMPT, "policy@2"))
         reply = stream.result()
-    assert reply["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 400}]
+    assert reply["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 200}]
     assert_computed_by(merged[None], PROMPT, reply)
+
+
+def test_a_retracted_generation_goes_on_by_its_adapter(
+    serving: EngineUnderTest, merged: dict[str | None, Dense]
+) -> None:
+    """What a pause set aside is computed again by the same adapter, beside one that runs by another."""
+    with serving.streaming(PROMPT, rid="set-aside", lora_path="policy@1", max_new_tokens=200) as stream:
+        serving.post("/pause_generation", {"mode": "retract"})
+        serving.post("/continue_generation")
+        assert_computed_by(merged["policy@2"], PROMPT, ask(serving, PROMPT, "policy@2"))
+        reply = stream.result()
+    assert reply["meta_info"]["num_retractions"] == 1
+    assert_computed_by(merged["policy@1"], PROMPT, reply)
 
 
 def test_an_unload_waits_for_those_who_compute_with_it(
@@ -180,12 +193,12 @@ def test_an_unload_waits_for_those_who_compute_with_it(
     """A generation with an adapter that is unloaded meanwhile ends whole, by that adapter; then it is gone."""
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
-        serving.streaming(PROMPT, rid="by-adapter", lora_path="policy@1", max_new_tokens=300) as stream,
+        serving.streaming(PROMPT, rid="by-adapter", lora_path="policy@1", max_new_tokens=150) as stream,
     ):
         unloading = pool.submit(serving.post, "/unload_lora_adapter", {"lora_name": "policy@1"})
         reply = stream.result()
         assert unloading.result()["success"] is True
-    assert len(reply["output_ids"]) == 300
+    assert len(reply["output_ids"]) == 150
     assert_computed_by(merged["policy@1"], PROMPT, reply)
     assert listed(serving) == {"policy@2", "policy@3"}
 
@@ -238,13 +251,20 @@ def test_what_would_compute_something_else_is_refused(
     engine: EngineUnderTest, tmp_path: Path, change: str, says: str
 ) -> None:
     """Tensors that do not fit the model, and PEFT's options that change the sum, are refused before anything serves."""
-    if engine.kind == "sglang":
-        pytest.skip("SGLang takes these, and dies of them or computes something else; the worker never sends them")
+    if engine.kind == "sglang" and change in (
+        "missing tensor",
+        "unknown tensor",
+        "wrong shape",
+        "nan",
+        "rslora",
+        "rank pattern",
+    ):
+        pytest.skip("SGLang takes it, and dies of it or computes something else; the worker never sends it")
     one = Adapter.random(engine.model, tmp_path / "adapter", seed=9)
     spoil(one, change)
     one.write()
     answer = load(engine, "policy@9", one.folder, expect=400)
-    assert says in answer["error_message"]
+    assert says in answer["error_message"] or engine.kind == "sglang"
     assert listed(engine) == set()
 
 

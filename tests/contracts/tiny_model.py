@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,10 @@ class Adapter:
         }
         return cls(folder, config, tensors)
 
+    def in_bfloat16(self) -> Adapter:
+        """Return it with its numbers stored in half the bytes."""
+        return replace(self, tensors={name: tensor.bfloat16() for name, tensor in self.tensors.items()})
+
     def write(self) -> Adapter:
         """Write the folder."""
         self.folder.mkdir(parents=True)
@@ -223,7 +227,7 @@ class Adapter:
         """Write the model that it is together with the one in ``model``."""
         tensors = read_tensors(model)
         for layer in {name.rpartition(".lora_")[0] for name in self.tensors}:
-            down, up = (self.tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
+            down, up = (self.tensors[f"{layer}.lora_{part}.weight"].float() for part in "AB")
             scale = self.config["lora_alpha"] / self.config["r"]
             tensors[f"{layer.removeprefix('base_model.model.')}.weight"] += scale * (up @ down)
         return write_tensors(model, target, tensors)

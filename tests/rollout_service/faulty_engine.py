@@ -38,6 +38,7 @@ class FaultyEngine:
         self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
         self.checksum = ""  # what it says of its weights; empty: it cannot say
         self.adapters: dict[str, str] = {}  # name → folder, of those that are loaded
+        self.refuse_adapters = ""  # why it takes none
         self.lose_adapters = False  # loads of adapters are confirmed but not done
         self.refuse_loads = 0  # so many updates are answered with success = false
         self.lose_loads = 0  # so many updates are confirmed but not done
@@ -137,14 +138,14 @@ class FaultyEngine:
 
     def _change_adapter(self, body: dict[str, Any], *, loading: bool) -> tuple[int, Any]:
         name = body["lora_name"]
-        fits = (name in self.adapters) != loading
+        fits = (name in self.adapters) != loading and not self.refuse_adapters
         if fits and loading and not self.lose_adapters:
             self.adapters[name] = body["lora_path"]
         elif fits and not loading:
             del self.adapters[name]
         answer = {
             "success": fits,
-            "error_message": "" if fits else f"no, {name}",
+            "error_message": "" if fits else self.refuse_adapters or f"no, {name}",
             "loaded_adapters": dict(self.adapters),
         }
         return 200 if fits else 400, answer

@@ -104,6 +104,13 @@ async def test_a_load_that_is_not_listed_is_no_load(server: FaultyEngine, client
         await client.load_adapter(tmp_path, V2)
 
 
+async def test_a_server_without_adapters_is_told_apart(server: FaultyEngine, client: SglangClient, tmp_path: Path):
+    """Where a server was started without adapters, the refusal says which setting is missing."""
+    server.refuse_adapters = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+    with pytest.raises(WeightsNotApplied, match=r"set sglang\.max_lora_rank"):
+        await client.load_adapter(tmp_path, V3)
+
+
 async def test_weights_that_change_below_an_adapter_spoil_its_tokens(
     server: FaultyEngine, client: SglangClient, tmp_path: Path
 ):
