@@ -82,7 +82,8 @@ class AdapterTable:
         entry = self._entries[version]
         entry.is_leaving = True
         try:
-            await asyncio.wait_for(entry.idle.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await entry.idle.wait()
         except TimeoutError:
             raise EngineTimeout(
                 f"{entry.num_requests} requests still use the adapter of version {version} after {deadline_s:g} s"
