@@ -24,6 +24,14 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # tensor name → sizes
 _TENSOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 _NOT_LAYERS = {"lm_head", "embed_tokens"}  # what "all-linear" leaves out, as PEFT does
 
+# Target → those that must be targets too.
+_TOGETHER = {
+    "q_proj": {"v_proj"},
+    "k_proj": {"q_proj", "v_proj"},
+    "v_proj": {"q_proj"},
+    "up_proj": {"gate_proj"},
+}
+
 # What PEFT can say besides → the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
@@ -76,6 +84,12 @@ def read_config(raw: Any) -> AdapterConfig:
             f"{CONFIG_FILE}: target_modules is {targets!r}, expected 'all-linear' or last words of layers' names, such as "
             "['q_proj', 'v_proj']: every layer of that name is adapted"
         )
+    for word, beside in _TOGETHER.items():
+        if word in targets and not beside <= set(targets):
+            raise AdapterUnfit(
+                f"{CONFIG_FILE}: target_modules has {word} without {' and '.join(sorted(beside - set(targets)))}, which SGLang "
+                "dies of: it fuses them; adapt all of them, or none"
+            )
     return AdapterConfig(rank, alpha / rank, frozenset(targets))
 
 

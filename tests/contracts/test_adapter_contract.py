@@ -14,6 +14,15 @@ from tests.contracts.tiny_model import Adapter, Dense, write_changed_copy
 
 EXACT = 1e-5
 PROMPT = [5, 17, 101, 44, 9, 260, 31]
+SGLANG_TAKES = {
+    "missing tensor",
+    "unknown tensor",
+    "wrong shape",
+    "nan",
+    "rslora",
+    "rank pattern",
+    "half of what is fused",
+}
 PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
 
@@ -245,20 +254,14 @@ def test_what_is_no_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, 
         ("dora", "use_dora"),
         ("embedding", "embed_tokens"),
         ("unknown layer", "x_proj"),
+        ("half of what is fused", "without q_proj"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(
     engine: EngineUnderTest, tmp_path: Path, change: str, says: str
 ) -> None:
     """Tensors that do not fit the model, and PEFT's options that change the sum, are refused before anything serves."""
-    if engine.kind == "sglang" and change in (
-        "missing tensor",
-        "unknown tensor",
-        "wrong shape",
-        "nan",
-        "rslora",
-        "rank pattern",
-    ):
+    if engine.kind == "sglang" and change in SGLANG_TAKES:
         pytest.skip("SGLang takes it, and dies of it or computes something else; the worker never sends it")
     one = Adapter.random(engine.model, tmp_path / "adapter", seed=9)
     spoil(one, change)
@@ -275,8 +278,9 @@ def spoil(adapter: Adapter, change: str) -> None:
         "rslora": {"use_rslora": True},
         "rank pattern": {"rank_pattern": {"q_proj": 2}},
         "dora": {"use_dora": True},
-        "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
-        "unknown layer": {"target_modules": ["q_proj", "x_proj"]},
+        "embedding": {"target_modules": ["q_proj", "v_proj", "embed_tokens"]},
+        "half of what is fused": {"target_modules": ["k_proj"]},
+        "unknown layer": {"target_modules": ["q_proj", "v_proj", "x_proj"]},
     }
     adapter.config.update(config.get(change, {}))
     match change:

@@ -238,7 +238,9 @@ async def test_a_killed_engine_comes_back_with_its_adapters(
             assert again.version_runs == (VersionRun(version, 0, 9),)
             merged = Dense(adapters[version].merged_into(model, tmp_path / f"merged-{version}"))
             assert again.logprobs == pytest.approx(merged.of_completion(PROMPT, again.token_ids), abs=EXACT)
-        bad = Adapter.random(model, tmp_path / "bad", seed=9, targets=("q_proj",))
+        bad = Adapter.random(
+            model, tmp_path / "bad", seed=9, targets=("q_proj",)
+        )  # and not the one its config names too
         bad.config["target_modules"] = ["q_proj", "v_proj"]
         with pytest.raises(WeightsNotApplied, match="missing"):
             await engine.load_adapter(bad.write().folder, V3)
@@ -262,7 +264,9 @@ async def test_a_killed_engine_comes_back_with_its_adapters(
         ({"r": 0}, "r is 0"),
         ({"lora_alpha": "many"}, "lora_alpha"),
         ({"target_modules": ["self_attn.q_proj"]}, "last words"),
-        ({"target_modules": ["q_proj"]}, "unknown"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "unknown"),
+        ({"target_modules": ["k_proj", "v_proj"]}, "k_proj without q_proj"),
+        ({"target_modules": ["up_proj"]}, "up_proj without gate_proj"),
         ({"r": 3}, "shape"),
     ],
 )
