@@ -4,21 +4,26 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
+WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: bench-plane
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults
+.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
 
 quickstart: $(STAMP)  ## watch a language model learn, through every service, on this machine
 	$(BIN)/penstock quickstart
 
 test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes, outages of a minute (minutes)
 	PENSTOCK_TEST_RING_EXAMPLES=5000 PENSTOCK_TEST_OUTAGE_S=60 $(BIN)/python -m pytest --timeout 3600 \
 		tests/trainer/test_exactly_once.py tests/trainer/test_collect.py tests/system/test_misfortunes.py
+
+fuzz: $(STAMP)  ## every property on 40 times as many examples, new ones each time; the reward API likewise (an hour)
+	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600
+	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 tests/reward_service/test_openapi_fuzz.py
 
 chaos: $(STAMP)  ## kill everything at any moment, three seeds; audit and replay; and the control that must fail (half an hour)
 	$(BIN)/python -m pytest -m chaos --timeout 900

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from console import launch
-from console.verb_parts import OWN_HELP, REWARD_URL, SERVE, Flag, Raw
+from console.verb_parts import OWN_HELP, REWARD_URL, SERVE, Endpoint, Flag, Raw, ServiceUrl, TokenFile
 
 app = App(name="reward", help="Serve, list and try rewards.", help_format="plaintext", group=SERVE)
 
@@ -66,7 +66,7 @@ def serve_model(*arguments: Raw) -> None:
 
 
 @app.command(name="list")
-def list_rewards(*, url: str = REWARD_URL, token_file: Path | None = None, json: Flag = False) -> int:
+def list_rewards(*, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None, json: Flag = False) -> int:
     """List the rewards that a running reward service offers.
 
     Example:  penstock reward list
@@ -74,10 +74,6 @@ def list_rewards(*, url: str = REWARD_URL, token_file: Path | None = None, json:
 
     Parameters
     ----------
-    url
-        Where the reward service is.
-    token_file
-        File with its bearer token, if it wants one.
     json
         Print one JSON object instead of the table.
     """
@@ -93,8 +89,8 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     data: Path | None = None,
     number: Annotated[int, Parameter(name=["--number", "-n"])] = 20,
     map: tuple[str, ...] = (),
-    url: str = REWARD_URL,
-    token_file: Path | None = None,
+    url: ServiceUrl = REWARD_URL,
+    token_file: TokenFile = None,
     prompt: str = "What is 2 + 2?",
     ground_truth: str = "4",
     data_source: str = "example",
@@ -119,10 +115,6 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         How many rows of the data file.
     map
         Columns of other names, as OURS=THEIRS; with --data.
-    url
-        Where the reward service is.
-    token_file
-        File with its bearer token, if it wants one.
     prompt
         The prompt that the texts answer.
     ground_truth
@@ -166,20 +158,11 @@ def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
 
 
 @app.command
-def drain(name: str, *, url: str = REWARD_URL, token_file: Path | None = None) -> int:
+def drain(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
     """Take an endpoint out of service: calls under way end, its other groups wait.
 
     Example:  penstock reward drain my_reward
     Then:     penstock reward resume my_reward
-
-    Parameters
-    ----------
-    name
-        Name of the endpoint.
-    url
-        Where the reward service is.
-    token_file
-        File with its bearer token, if it wants one.
     """
     from console.rewards import set_service
 
@@ -187,20 +170,11 @@ def drain(name: str, *, url: str = REWARD_URL, token_file: Path | None = None) -
 
 
 @app.command
-def resume(name: str, *, url: str = REWARD_URL, token_file: Path | None = None) -> int:
+def resume(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
     """Take a drained endpoint into service again.
 
     Example:  penstock reward resume my_reward
     Then:     penstock reward list
-
-    Parameters
-    ----------
-    name
-        Name of the endpoint.
-    url
-        Where the reward service is.
-    token_file
-        File with its bearer token, if it wants one.
     """
     from console.rewards import set_service
 
@@ -208,20 +182,11 @@ def resume(name: str, *, url: str = REWARD_URL, token_file: Path | None = None) 
 
 
 @app.command
-def remove(name: str, *, url: str = REWARD_URL, token_file: Path | None = None) -> int:
+def remove(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
     """Unregister an endpoint; groups that ask for it wait until it is back.
 
     Example:  penstock reward remove my_reward
     Then:     penstock reward list
-
-    Parameters
-    ----------
-    name
-        Name of the endpoint.
-    url
-        Where the reward service is.
-    token_file
-        File with its bearer token, if it wants one.
     """
     from console.rewards import remove as unregister
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from console.verb_parts import LOOK, REWARD_URL, TRAIN, Flag, Raw
+from console.verb_parts import LOOK, REWARD_URL, TRAIN, Flag, Raw, ServiceUrl, TokenFile
 
 runs = App(name="runs", help="List runs and print their reports.", help_format="plaintext", group=LOOK)
 weights = App(
@@ -175,8 +175,8 @@ def rescore(
     reward: str | None = None,
     weights: str = "",
     into: str | None = None,
-    url: str = REWARD_URL,
-    token_file: Path | None = None,
+    url: ServiceUrl = REWARD_URL,
+    token_file: TokenFile = None,
     leave_out_failed: Flag = False,
     json: Flag = False,
 ) -> int:
@@ -202,10 +202,6 @@ def rescore(
         run file made of parts the other weights and the gates stay.
     into
         Name of the input; made of the run's and the reward's by default.
-    url
-        Where the reward service is.
-    token_file
-        File with its bearer token, if it wants one.
     leave_out_failed
         Go on without the groups that could not be scored; they are listed in the input.
     json

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 Raw = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 Flag = Annotated[bool, Parameter(negative=())]
+ServiceUrl = Annotated[str, Parameter(help="Where the reward service is.")]
+TokenFile = Annotated[Path | None, Parameter(help="File with its bearer token, if it wants one.")]
+Endpoint = Annotated[str, Parameter(help="Name of the endpoint.")]
 
 START = Group("Start here", sort_key=0)
 TRAIN = Group("Train", sort_key=1)

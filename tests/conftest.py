@@ -13,14 +13,22 @@ from deploy.servers import NatsServer, S3Server
 from protocol.connection import NatsSettings, S3Settings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from tests import servers
+from tests import examples, servers
 
 _numbers = itertools.count(1)
+examples.take_effect()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With pytest-xdist the files that have slow tests come first: nobody is to wait for one of them at the end."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """The nats-server of the whole session; never kill it, see ``own_nats``."""
+    """The nats-server of the session (with pytest-xdist, of each worker's); never kill it, see ``own_nats``."""
     server = servers.start_nats(tmp_path_factory.mktemp("nats"))
     yield server
     server.stop()

@@ -82,7 +82,6 @@ class Collector:
         self._dead_in_a_row = 0
         self._last_dead = ""
         self._last_arrival = time.monotonic()
-        self.num_scored = 0
         self._spec = streams.scored_consumer(doors.run_id, "train")
         doors.bus.reset_consumer(self._spec).wait()
         self._inbox: Inbox[GroupScored] = doors.bus.inbox(self._spec, GroupScored).wait()
@@ -211,7 +210,6 @@ class Collector:
             return
         with self._changed:
             self._intake.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
-            self.num_scored += len(wanted)
             self._dead_in_a_row = 0
             self._changed.notify_all()
 

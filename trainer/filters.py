@@ -11,7 +11,6 @@ from enum import StrEnum
 class Skipped(StrEnum):
     """Why a group or a trajectory is left out of a step."""
 
-    NO_DIFFERENCE = "no_difference"  # all rewards of the group are equal: dynamic sampling
     ZERO_ADVANTAGE = "zero_advantage"
     NON_POSITIVE = "non_positive_advantage"
     BELOW_MINIMUM = "below_minimal_advantage"

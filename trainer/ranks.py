@@ -32,7 +32,6 @@ class Ranks:
         """Join the world that torchrun describes in the environment, or be alone."""
         self.rank = int(os.environ.get("RANK", "0"))
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if self.num_ranks > 1:
             dist.init_process_group(backend, timeout=_DEADLINE)

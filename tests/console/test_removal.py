@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,7 +84,19 @@ def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, 
     beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state="training")
     live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
-    refused = penstock("runs", "rm", ring_streams, "--yes", *typed, cwd=tmp_path)
+    over = threading.Event()
+
+    def beat_on() -> None:
+        while not over.wait(2.0):  # it lapses after ten seconds, and the command may need longer to look
+            live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
+
+    heart = threading.Thread(target=beat_on)
+    heart.start()
+    try:
+        refused = penstock("runs", "rm", ring_streams, "--yes", *typed, cwd=tmp_path)
+    finally:
+        over.set()
+        heart.join()
     assert refused.returncode == 1
     assert "is alive: trainer-7; stop these services first" in refused.stderr
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()

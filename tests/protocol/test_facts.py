@@ -6,11 +6,12 @@ import contextlib
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol import facts
 from protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
+from tests.examples import examples
 
 BLOB = facts.BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
 
@@ -142,7 +143,7 @@ def test_deep_nesting_is_refused():
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_random_bytes_are_refused_as_wire_errors(data: bytes):
     """Whatever arrives, the only outcome besides a fact is a WireError."""
     with pytest.raises(WireError):
@@ -150,7 +151,7 @@ def test_random_bytes_are_refused_as_wire_errors(data: bytes):
 
 
 @given(st.sampled_from(EVERY_FACT), st.data())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_flipped_byte_never_escapes_the_error_tree(fact: facts.Fact, data: st.DataObject):
     """A damaged message is either refused or still a valid fact of its type; it never crashes a reader."""
     raw = bytearray(facts.encode(fact))

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ from protocol.errors import PackError
 from protocol.facts import RewardRequest
 from protocol.trajectory import Group, Trajectory
 from protocol.versions import VersionRun, runs_from_versions
+from tests.examples import examples
 
 
 @st.composite
@@ -72,7 +73,7 @@ def _same(a: Group, b: Group) -> bool:
 
 
 @given(st.lists(groups(), min_size=1, max_size=5), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObject):
     """Every group comes back equal, all at once or picked by its row group; texts come without tokens."""
     stored = group_pack.encode(packed)
@@ -143,7 +144,7 @@ def test_the_summary_says_what_the_pack_holds():
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_damaged_pack_is_a_pack_error_or_still_readable(data: st.DataObject):
     """Flipped and missing bytes never escape as anything but PackError."""
     stored = bytearray(group_pack.encode([_group(), _group()]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol import bucket_codec, bucket_diff, patch_segment, raw_segment
 from protocol.bucket_diff import Changes, Difference
 from protocol.errors import SegmentRefused
 from protocol.patch_segment import FILLER
+from tests.examples import examples
 
 WORD_BYTES = st.sampled_from(bucket_diff.WORD_BYTES)
 DENSITIES = st.sampled_from([0.0, 1e-4, 0.009, 0.1, 0.4, 0.6, 1.0])
@@ -38,7 +39,7 @@ def applied(segment: bytes, target: np.ndarray, word_bytes: int, bucket: int = 0
 
 
 @given(st.integers(0, 2**32), st.integers(0, 5000), WORD_BYTES, DENSITIES)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_segment_turns_the_old_bucket_into_the_new_one(seed: int, num_words: int, word_bytes: int, density: float):
     """Every byte comes back for every word size and density, empty and single words included; twice is once."""
     old, new = draw_pair(seed, num_words, word_bytes, density)
@@ -49,7 +50,7 @@ def test_a_segment_turns_the_old_bucket_into_the_new_one(seed: int, num_words: i
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3000), WORD_BYTES, DENSITIES, st.floats(0, 1))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_torn_bucket_heals(seed: int, num_words: int, word_bytes: int, density: float, torn: float):
     """A bucket of which any part was written already is whole after the segment is applied again."""
     old, new = draw_pair(seed, num_words, word_bytes, density)
@@ -98,7 +99,7 @@ def test_fillers_may_meet_the_border_of_a_block():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 2000), WORD_BYTES, st.lists(DENSITIES, min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_squash_has_the_effect_of_the_sequence(seed: int, num_words: int, word_bytes: int, densities: list[float]):
     """Segments merged into one, sparse and whole ones mixed, lead to the same bucket as one after another."""
     state, start, changes = np.empty(0), np.empty(0), []

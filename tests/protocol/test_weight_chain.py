@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import ChainBroken, MalformedFact
@@ -15,6 +15,7 @@ from protocol.versions import PolicyVersion
 from protocol.weight_chain import CatchUp, Held, plan_catch_up, verify_anchor, verify_head, verify_layout, verify_link
 from protocol.weight_layout import TensorSpec, build_layout
 from protocol.weights import VersionManifest
+from tests.examples import examples
 from tests.protocol.published_weights import (
     LAYOUT,
     PublishedWeights,
@@ -36,7 +37,7 @@ def a_run(num_patches: int, *, seed: int = 0, density: float = 0.02) -> tuple[Pu
 
 
 @given(st.integers(0, 2**32), st.lists(st.tuples(DENSITIES, st.sampled_from("pppaA")), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_way_to_the_head_ends_at_the_same_bytes(seed: int, history: list[tuple[float, str]]):
     """From nothing, and from every version ever published, a mirror reaches exactly the trainer's bytes."""
     rng = np.random.default_rng(seed)

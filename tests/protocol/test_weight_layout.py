@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
@@ -14,6 +14,7 @@ from protocol import weight_layout
 from protocol.errors import MalformedFact
 from protocol.weight_layout import TensorSpec, WeightLayout, build_layout
 from protocol.weights_digest import safetensors_digests, weights_digest
+from tests.examples import examples
 
 SPECS = st.lists(
     st.builds(
@@ -28,7 +29,7 @@ SPECS = st.lists(
 
 
 @given(SPECS, st.randoms(), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_everybody_computes_the_same_layout(specs: list[TensorSpec], random, bucket_bytes: int):
     """The order of the tensors does not matter, each lies in one bucket of its dtype, and JSON gives it back."""
     layout = build_layout(specs, bucket_bytes=bucket_bytes)

@@ -14,6 +14,7 @@ from deploy.servers import NatsServer
 from protocol.connection import S3Settings
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
+from tests.examples import FACTOR
 from tests.reward_service.processes import Service
 
 TOKEN = "0123456789abcdef0123"
@@ -41,11 +42,11 @@ def test_nothing_that_the_description_allows_or_forbids_breaks_the_api(
         done = subprocess.run(
             [
                 str(Path(sys.executable).with_name("st")), "run", f"{service.url}/openapi.json",
-                "--phases", "examples,coverage,fuzzing", "--max-examples", "2", "--checks", CHECKS,
+                "--phases", "examples,coverage,fuzzing", "--max-examples", str(2 * FACTOR), "--checks", CHECKS,
                 "-H", f"Authorization: Bearer {TOKEN}", "--request-timeout", "40", "--suppress-health-check", "all",
-                "--generation-deterministic", "--warnings", "off", "--no-color",
+                *(["--generation-deterministic"] if FACTOR == 1 else []), "--warnings", "off", "--no-color",
             ],
-            cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=110 * FACTOR, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert service.alive()

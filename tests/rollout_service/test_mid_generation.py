@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_service.embedded_engine.checkpoint import read_checkpoint
@@ -27,6 +27,7 @@ from tests.contracts.tiny_model import (
     logprobs_over_kept_cache,
     write_changed_copy,
 )
+from tests.examples import examples
 
 PROMPTS = ([5, 17, 88, 250, 31, 9], [44], [5, 17, 88, 250, 31, 9], [7] * 40)
 NUM_TOKENS = 24
@@ -110,7 +111,7 @@ MOMENTS = st.dictionaries(
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_every_token_is_of_the_version_of_its_span(
     bench: Bench, mode: str, moments: dict[int, list[int]], seed: int
@@ -132,7 +133,7 @@ def test_every_token_is_of_the_version_of_its_span(
         assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_what_an_abort_cut_goes_on_exactly(bench: Bench, moments: dict[int, list[int]], seed: int) -> None:
     """Cut at any tokens and asked for again from there, each part is wholly of one version, and so are its logprobs."""

@@ -148,10 +148,19 @@ async def test_a_server_gets_a_port_and_shows_its_flags(tmp_path: Path):
     assert f"--port {url.rpartition(':')[2]} " in log.read_text()
 
 
+_DIES_WHEN_ASKED = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+server.accept()
+print("CUDA out of memory")
+raise SystemExit(1)
+"""
+
+
 async def test_a_server_that_ends_before_it_answers_shows_its_last_words(tmp_path: Path):
     """Nobody waits for the deadline when the process is gone, although it had a port."""
     engine = ManagedEngine(
-        sglang_command(as_server("print('CUDA out of memory'); raise SystemExit(1)")),
+        sglang_command(as_server(_DIES_WHEN_ASKED)),
         log_file=tmp_path / "engine.log",
         request_deadline_s=10,
         start_deadline_s=600,

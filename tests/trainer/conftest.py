@@ -19,7 +19,7 @@ from protocol.connection import NatsSettings, S3Settings
 from protocol.stored_record import StoredRecord
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
-from tests.trainer.commands import Command
+from tests.trainer.forks import Command
 from tests.trainer.producer import ScriptedProducer, write_run_file
 
 RUN = "replayed"

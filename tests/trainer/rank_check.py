@@ -1,12 +1,12 @@
-"""Trains a few steps on stored groups, publishes them, and prints what came out; run alone or under torchrun.
+"""Trains a few steps on stored groups, publishes them, and prints what came out, on one rank or several.
 
-python -m tests.trainer.rank_check MODEL FOLDER (FOLDER/told.json: connections and run)
+Arguments: MODEL FOLDER (FOLDER/told.json: connections and run).
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,10 +181,9 @@ def published_adapter(crew: Crew, merged: dict[str, torch.Tensor]) -> dict:
     }
 
 
-def main() -> None:
-    model, folder = sys.argv[1:]
+def main(arguments: Sequence[str]) -> int:
+    model, folder = arguments
     told = json.loads(Path(folder, "told.json").read_text())
-    torch.set_num_threads(1)
     ranks = Ranks()
     blobs = Blobs(S3Settings.model_validate(told["s3"]))
     share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
@@ -236,7 +235,4 @@ def main() -> None:
     if ranks.is_leader:
         print(json.dumps(results))
     ranks.leave(0)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -8,8 +8,10 @@ runs it, and proves that it finds planted bugs.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -57,7 +59,8 @@ class Remembered(PromptSet):
 @functools.cache
 def prompts() -> PromptSet:
     """Six prompts of the quickstart's task."""
-    folder = Path(tempfile.mkdtemp(prefix="ring-machine-"))
+    folder = Path(tempfile.mkdtemp(prefix="ring-machine-"))  # they are read from it as long as the machine runs
+    atexit.register(shutil.rmtree, folder)
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=6, num_eval=1)
     return Remembered.open(

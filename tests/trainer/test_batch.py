@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trainer.batch import Prompt, Row, build, num_computed, plan_micro_batches, prompt_of
 from trainer.errors import BatchDoesNotFit
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     budget=st.integers(40, 200),
@@ -43,7 +44,7 @@ def _rows(groups: list[tuple[int, list[int], bool]]) -> list[Row]:
     return rows
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(groups=ragged, budget=st.integers(40, 200), num_ranks=st.integers(1, 4))
 def test_rows_of_a_prompt_stand_together_where_that_costs_no_more(
     groups: list[tuple[int, list[int], bool]], budget: int, num_ranks: int

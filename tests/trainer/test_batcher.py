@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.facts import BlobRef, ScoredGroup
 from protocol.versions import PolicyVersion
+from tests.examples import examples
 from tests.trainer.stored_groups import invent_group
 from trainer.batcher import Batcher, staleness_tokens
 from trainer.drops import DropReason
@@ -88,7 +89,7 @@ def test_tokens_are_counted_by_age() -> None:
     assert staleness_tokens([first, second], PolicyVersion(5)) == {0: second.num_tokens, 2: first.num_tokens}
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30), max_staleness=st.integers(0, 3))
 def test_every_group_is_trained_or_dropped_or_waiting(arrivals: list[tuple[int, int]], max_staleness: int) -> None:
     """However groups arrive while the version grows, each ends in one place, and no batch holds a stale one."""

@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.trainer.tokens import lengths, sample, seeds
 from trainer import advantages as adv
 from trainer import corrections as corr
@@ -39,7 +40,7 @@ def outcomes(rewards: list[float], groups: list[int], counts: list[int]) -> adv.
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(rows=st.lists(st.tuples(finite, st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=10))
 def test_advantages_are_finite_for_any_batch(name: str, rows: list[tuple[float, int, int]]) -> None:
     """Groups of one, equal rewards and empty trajectories give numbers, never NaN."""
@@ -54,7 +55,7 @@ def test_a_group_that_teaches_nothing_gets_no_advantage(name: str) -> None:
     torch.testing.assert_close(found, torch.zeros(5, dtype=torch.float64), atol=1e-12, rtol=0)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(rewards=st.lists(finite, min_size=1, max_size=12), shift=finite)
 def test_group_relative_advantages_sum_to_zero_and_ignore_a_shift(rewards: list[float], shift: float) -> None:
     """They do not change when every reward moves by the same amount."""
@@ -81,7 +82,7 @@ def test_gae_jumps_over_a_tools_reply() -> None:
     torch.testing.assert_close(found, 1.0 - values)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(rows=lengths, seed=seeds, level=levels)
 def test_importance_weights_are_finite_bounded_and_blind_to_other_sequences(
     rows: list[int], seed: int, level: corr.Level
@@ -110,7 +111,7 @@ def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
     assert torch.nonzero(before != after).flatten().tolist() == [2]
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(num=st.integers(8, 400))
 def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
     """The log-weight of a sequence has the spread of one token; the sum grows with the root of the length."""
@@ -129,7 +130,7 @@ def test_the_effective_share_is_one_for_equal_weights_and_one_nth_for_one_that_d
     assert corr.learning_rate_factor(0.01, floor=0.3) == 0.3
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(rows=lengths, seed=seeds, budget=st.sampled_from([0.001, 0.04, 1.0]))
 def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_needed(
     rows: list[int], seed: int, budget: float
@@ -146,7 +147,7 @@ def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_need
         assert torch.cat([kept, dropped.min()[None]]).mean() >= budget
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(rows=lengths, seed=seeds, budget=st.sampled_from([0.001, 0.04, 1.0]))
 def test_m2pos_limit_keeps_what_its_mask_keeps(rows: list[int], seed: int, budget: float) -> None:
     """The limit found by bisection is that of the mask, except that the mask always keeps one token."""
@@ -218,7 +219,7 @@ def test_whitening_counts_a_trajectory_once_per_token() -> None:
     torch.testing.assert_close(shape.whiten(values, weights=counts), torch.stack([spread[0], spread[2], spread[3]]))
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(
     rewards=st.lists(finite, min_size=1, max_size=9), by_group=st.booleans(), shift=st.booleans(), scale=st.booleans()
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from protocol.lineage import chapters
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from tests.servers import wait_for
-from tests.trainer.lives import Life
+from tests.trainer.forks import Command
 from tests.trainer.producer import ScriptedProducer, write_run_file
 from trainer import crash_points
 from trainer.crash_points import CrashPoint
@@ -95,22 +94,27 @@ def scene(tmp_path_factory: pytest.TempPathFactory, nats_server: NatsServer, s3_
         scene = Scene(folder, bus, Blobs(s3_server.settings), nats_server, s3_server)
         run_file = scene.run_file("calm")
         with scene.producer("calm"):
-            life = Life(run_file)
+            calm = life(run_file)
             try:
-                life.wait()
+                calm.wait()
             finally:
-                life.kill()
+                calm.kill()
         yield scene
         delete_run(bus, "calm")
 
 
 @pytest.fixture
-def lives() -> Iterator[list[Life]]:
+def lives() -> Iterator[list[Command]]:
     """Lives to be ended, whatever happens."""
-    begun: list[Life] = []
+    begun: list[Command] = []
     yield begun
-    for life in begun:
-        life.kill()
+    for command in begun:
+        command.kill()
+
+
+def life(run_file: Path, *overrides: str) -> Command:
+    """Begin a life of a run's trainer."""
+    return Command(run_file.parent, "train", str(run_file), *overrides)
 
 
 def steps_of(scene: Scene, run_id: str) -> list[tuple[list[int], str]]:
@@ -132,7 +136,7 @@ def assert_whole(scene: Scene, run_id: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, lives: list[Life]) -> None:
+def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, lives: list[Command]) -> None:
     """One life dies at each point; the account closes after every one, and at the end each group counts once.
 
     Groups that dead lives had issued overtake one another, so the order of the steps is this run's own.
@@ -142,11 +146,11 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
     sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
     with scene.producer(run_id):
         for point in CrashPoint:
-            lives.append(Life(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
+            lives.append(life(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
             lives[-1].wait(expected=-9)
             proof = scene.audit(run_id)
             assert proof.closes, (point, proof.breaches)
-        lives.append(Life(run_file, *sparse))
+        lives.append(life(run_file, *sparse))
         lives[-1].wait()
     assert_whole(scene, run_id)
     assert scene.state(run_id).epoch == len(CrashPoint) + 1
@@ -154,13 +158,13 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
 
 
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
-def test_one_kill_changes_no_weight(scene: Scene, run_id: str, lives: list[Life], point: CrashPoint) -> None:
+def test_one_kill_changes_no_weight(scene: Scene, run_id: str, lives: list[Command], point: CrashPoint) -> None:
     """Before or after the rename: the steps are the undisturbed run's, and so is every version, hash for hash."""
     run_file = scene.run_file(run_id)
     with scene.producer(run_id):
-        lives.append(Life(run_file, f"trainer.kill_at={point}:2"))
+        lives.append(life(run_file, f"trainer.kill_at={point}:2"))
         lives[-1].wait(expected=-9)
-        lives.append(Life(run_file))
+        lives.append(life(run_file))
         lives[-1].wait()
     assert_whole(scene, run_id)
     assert steps_of(scene, run_id) == steps_of(scene, "calm")
@@ -168,12 +172,12 @@ def test_one_kill_changes_no_weight(scene: Scene, run_id: str, lives: list[Life]
 
 
 def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_says_so(
-    scene: Scene, run_id: str, lives: list[Life]
+    scene: Scene, run_id: str, lives: list[Command]
 ) -> None:
     """The control: with the ids taken out of a checkpoint before its acknowledgements, effects are there twice."""
     run_file = scene.run_file(run_id)
     with scene.producer(run_id):
-        lives.append(Life(run_file, "rollout.max_staleness=1", f"trainer.kill_at={CrashPoint.COMMITTED}"))
+        lives.append(life(run_file, "rollout.max_staleness=1", f"trainer.kill_at={CrashPoint.COMMITTED}"))
         lives[-1].wait(expected=-9)
         path = scene.checkpoints(run_id) / folder_name(1) / STATE_FILE
         state = json.loads(path.read_text())
@@ -182,7 +186,7 @@ def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_says_so(
         state["dispatch"]["outstanding"] += ids
         state["account"]["in_flight"]["train"] += ids
         path.write_text(json.dumps(state))
-        lives.append(Life(run_file, "rollout.max_staleness=1"))
+        lives.append(life(run_file, "rollout.max_staleness=1"))
         lives[-1].wait()
     proof = scene.audit(run_id)
     assert not proof.closes
@@ -190,20 +194,22 @@ def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_says_so(
     delete_run(scene.bus, run_id)
 
 
-def test_a_suspended_trainer_that_wakes_up_does_no_harm(scene: Scene, run_id: str, lives: list[Life]) -> None:
+def test_a_suspended_trainer_that_wakes_up_does_no_harm(scene: Scene, run_id: str, lives: list[Command]) -> None:
     """Stopped for longer than its lease, it is succeeded; awake again it ends without a trace. A third one is refused."""
     run_file = scene.run_file(run_id)
     with scene.producer(run_id) as producer:
         producer.limit = 2 * GROUPS_PER_STEP
-        lives.append(first := Life(run_file))
+        lives.append(first := life(run_file))
         wait_for(lambda: folder_name(2) in str(list(scene.checkpoints(run_id).glob("*"))), "two steps", 60.0)
-        os.kill(first.pid, signal.SIGSTOP)
-        lives.append(second := Life(run_file))
-        wait_for(lambda: '"event": "training"' in second.log, "the successor", 60.0)
-        lives.append(third := Life(run_file))
-        assert "is held by trainer-" in third.wait(expected=2)
-        os.kill(first.pid, signal.SIGCONT)
-        assert "lost its lease of the run" in first.wait(expected=2)
+        first.signal(signal.SIGSTOP)
+        lives.append(second := life(run_file))
+        wait_for(lambda: '"event": "training"' in second.err, "the successor", 60.0)
+        lives.append(third := life(run_file))
+        third.wait(expected=2)
+        assert "is held by trainer-" in third.err
+        first.signal(signal.SIGCONT)
+        first.wait(expected=2)
+        assert "lost its lease of the run" in first.err
         producer.limit = None
         second.wait()
     assert_whole(scene, run_id)

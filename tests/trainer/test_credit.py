@@ -6,9 +6,10 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithm_state import AlgorithmState
 from trainer.credit import Scored, credit_rule
@@ -109,7 +110,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(batch=groups, options=st.sampled_from(OPTIONS), order=st.randoms(use_true_random=False))
 def test_any_batch_of_any_preset_is_credited_finitely_and_whatever_its_order(
     name: str, batch: list[list[tuple[float, int, bool]]], options: dict[str, object], order: object

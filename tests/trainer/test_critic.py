@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.examples import examples
 from trainer import batch
 from trainer.batch import MicroBatch, Row, build
 from trainer.critic import ValueScorer
@@ -76,7 +77,7 @@ def _by_hand(rewards: list[float], values: list[float], rule: TokenCredit) -> tu
 
 
 @given(rows, rules)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: TokenCredit) -> None:
     """GAE jumps over what a tool said, pays at the last sampled token, and whitens over all tokens of the batch."""
     whole = build(some)
@@ -101,7 +102,7 @@ def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: Token
 
 
 @given(rows, rules, st.integers(0, 8))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: int) -> None:
     """One micro-batch or two, one of them perhaps empty: the same advantages, targets and figures."""
     whole, pieces = build(some), [build(some[:cut]), build(some[cut:])]

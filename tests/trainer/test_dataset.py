@@ -12,11 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from deploy.quickstart_task import write_data, write_model
 from protocol.reward_settings import RewardSettings
+from tests.examples import examples
 from trainer.chat_template import ChatTokenizer
 from trainer.dataset import MAX_MISTAKES_SHOWN, PromptSet, TurnSet, reward_name
 from trainer.errors import MalformedData
@@ -371,7 +372,7 @@ def test_any_row_is_read_or_refused_with_a_reason(row: dict):
             continue
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@examples(50, without=(HealthCheck.function_scoped_fixture,))
 @given(
     st.lists(st.dictionaries(st.text(), json_values, min_size=1), min_size=1, max_size=8),
     st.booleans(),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
@@ -15,6 +15,7 @@ from deploy.quickstart_task import write_data, write_model
 from protocol.facts import MAX_FACT_BYTES, BlobRef, RewardRequest, Sampling, TaskList, decode, encode
 from protocol.reward_settings import RewardSettings
 from protocol.versions import PolicyVersion
+from tests.examples import examples
 from trainer.chat_template import ChatTokenizer
 from trainer.data_order import DataOrder
 from trainer.dataset import Prompt, PromptSet
@@ -122,7 +123,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatchMachine = DispatchMachine.TestCase
-TestDispatchMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDispatchMachine.settings = examples(150, stateful_step_count=40)
 
 
 @given(

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from protocol.facts import BlobRef, GeneratedGroup, RewardRequest, ScoredGroup
 from protocol.trajectory import Group, Trajectory
 from protocol.versions import PolicyVersion, VersionRun
+from tests.examples import examples
 from tests.trainer.test_shared_prompts import SCORER, VOCABULARY
 from trainer import batch as batches
 from trainer.algorithm_settings import AlgorithmSettings
@@ -210,7 +211,7 @@ def assert_same(one: Trained, other: Trained) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(batch=some_batch, spread=st.sampled_from([0.0, 0.3, 5.0, 400.0]), version=st.sampled_from([1, 3]))
 def test_any_batch_gives_finite_numbers(name: str, batch: list[list[Sampled]], spread: float, version: int) -> None:
     """Groups of one, equal rewards, one-token answers, holes, rows without a sampled token, absurd ratios."""
@@ -224,7 +225,7 @@ def test_any_batch_gives_finite_numbers(name: str, batch: list[list[Sampled]], s
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(batch=some_batch, budget=st.integers(16, 60), num_ranks=st.integers(1, 3))
 def test_micro_batches_and_ranks_change_nothing(
     name: str, batch: list[list[Sampled]], budget: int, num_ranks: int
@@ -237,7 +238,7 @@ def test_micro_batches_and_ranks_change_nothing(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(batch=some_batch, seed=st.integers(0, 1000))
 def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: int) -> None:
     """Groups in another order, and the trajectories of each in another order: the same for every token."""
@@ -254,7 +255,7 @@ def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: 
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
-@settings(deadline=None, max_examples=6)
+@examples(6)
 @given(batch=some_batch)
 def test_on_fresh_samples_it_is_the_plain_policy_gradient(name: str, batch: list[list[Sampled]]) -> None:
     """The gradient of each token is minus its weight times its advantage, whatever the loss is called."""
@@ -307,7 +308,7 @@ def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(deadline=None, max_examples=3)
+@examples(3)
 @given(batch=full_batch)
 def test_shared_prompts_and_padding_change_no_parameters_gradient(name: str, batch: list[list[Sampled]]) -> None:
     """Through a real model: prompts that stand once, rows padded to the longest, and rows alone all agree."""

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.examples import examples
 from tests.trainer.test_shared_prompts import _row as row_of
 from trainer.batch import MicroBatch, build
 from trainer.kl import kl_full
@@ -66,7 +67,7 @@ def _by_hand(batch: MicroBatch, temperature: float) -> tuple[Tensor, list[Tensor
     return kl.detach(), [p.grad.double() for p in model.parameters() if p.grad is not None]
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), chunk=st.integers(1, 9),
     temperature=st.sampled_from([1.0, 0.7]), with_entropy=st.booleans(), same_prompt=st.booleans(),

@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.trainer.tokens import lengths, sample, seeds
 from trainer.losses import (
     PolicyLoss,
@@ -65,7 +66,7 @@ ALL = LOSSES | BY_SEQUENCE
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(rows=lengths, seed=seeds, spread=st.sampled_from([0.0, 0.3, 5.0, 400.0]))
 def test_any_input_gives_finite_losses_and_gradients(name: str, rows: list[int], seed: int, spread: float) -> None:
     """One-token rows, rows without tokens and absurd ratios give neither infinity nor NaN."""
@@ -79,7 +80,7 @@ def test_any_input_gives_finite_losses_and_gradients(name: str, rows: list[int],
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(rows=lengths, seed=seeds)
 def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(
     name: str, rows: list[int], seed: int
@@ -91,7 +92,7 @@ def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(
 
 
 @pytest.mark.parametrize("name", BY_SEQUENCE)
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(rows=lengths, seed=seeds)
 def test_on_policy_losses_of_whole_sequences_do_so_too(name: str, rows: list[int], seed: int) -> None:
     """The product's gradient reaches every token of the sequence, whose loss is counted once."""
@@ -103,7 +104,7 @@ def test_on_policy_losses_of_whole_sequences_do_so_too(name: str, rows: list[int
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(rows=lengths, seed=seeds, cut=st.integers(0, 6), order=st.randoms(use_true_random=False))
 def test_splitting_and_permuting_sequences_changes_nothing(
     name: str, rows: list[int], seed: int, cut: int, order: object

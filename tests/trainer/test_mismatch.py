@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from tests.trainer.tokens import lengths, seeds
 from trainer.losses import Sequences
 from trainer.mismatch import fresh, mismatch_figures, mismatch_maxima, mismatch_sums
@@ -40,7 +41,7 @@ def flattened(found: dict) -> dict[str, float]:
     return deep | {k: v for k, v in found.items() if not isinstance(v, dict)}
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(rows=lengths, seed=seeds, cut=st.integers(0, 6), spread=st.sampled_from([0.0, 0.3, 400.0]))
 def test_splitting_a_batch_changes_no_figure(rows: list[int], seed: int, cut: int, spread: float) -> None:
     """One micro-batch or two, an empty one included: the same figures, and all finite."""

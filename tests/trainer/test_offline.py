@@ -16,8 +16,8 @@ from protocol.runfile import load
 from protocol.stored_record import StoredRecord
 from protocol.transport.bus import Bus
 from tests.reward_service.processes import EndpointServer, Service
-from tests.trainer.commands import Command
 from tests.trainer.conftest import RUN, StoredRun
+from tests.trainer.forks import Command
 from tests.trainer.test_trainer_loop import metrics
 from trainer.offline import StoredGroups
 from trainer.settings import TrainerSettings

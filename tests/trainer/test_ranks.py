@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +10,7 @@ from deploy.quickstart_task import write_model
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import encode
 from protocol.transport.blobs import Blobs
+from tests.trainer.forks import Fork
 from tests.trainer.rank_check import PUBLISHED
 from tests.trainer.stored_groups import invent_group, store_scored
 
@@ -30,11 +28,8 @@ def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
     write_model(folder / "model", seed=0)
     groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(6)]
     (folder / "ranks.scored").write_bytes(encode(store_scored(Blobs(settings), "ranks", "p0", groups)))
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    python = [sys.executable, "-m"]
-    torchrun = [*python, "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone", "-m"]
-    found = {}
-    for num_ranks, launcher in ((1, python), (2, torchrun)):
+    commands = {}
+    for num_ranks in (1, 2):
         out = folder / f"out{num_ranks}"
         out.mkdir()
         nats: NatsSettings = nats_server.settings
@@ -45,13 +40,14 @@ def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
         }
         (out / "told.json").write_text(json.dumps(told))
         arguments = [str(folder / "model"), str(out)]
-        done = subprocess.run(
-            [*launcher, "tests.trainer.rank_check", *arguments],
-            env=environ, capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        found[num_ranks] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        commands[num_ranks] = Fork(folder, "tests.trainer.rank_check", *arguments, num_ranks=num_ranks)
+    try:
+        return {
+            ranks: json.loads(command.wait(deadline_s=400.0).splitlines()[-1]) for ranks, command in commands.items()
+        }
+    finally:
+        for command in commands.values():
+            command.kill()
 
 
 EXACT = ["0-float32", "1-float32", "2-float32", "3-float32", "ppo-0", "ppo-1", "ppo-2", "ppo-3"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from protocol.versions import PolicyVersion
+from tests.examples import examples
 from tests.trainer.test_batcher import ready
 from trainer.batcher import Batcher
 from trainer.filters import Reuse
@@ -85,7 +86,7 @@ def test_after_a_resume_a_kept_group_comes_again_once() -> None:
     assert after.train(4) == []
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     count=st.integers(1, 4), interval=st.integers(1, 3), staleness=st.integers(0, 5),
     arrivals=st.lists(st.integers(0, 4), min_size=4, max_size=12), crash=st.integers(0, 12),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deploy.quickstart_task import write_data, write_model
+from tests.trainer.forks import Command
 
 
-def sft(folder: Path, name: str, *, steps: int, micro_batch_tokens: int) -> subprocess.CompletedProcess[str]:
+def sft(folder: Path, name: str, *, steps: int, micro_batch_tokens: int) -> Command:
     run_file = folder / f"{name}.toml"
     run_file.write_text(
         f'[run]\nid = "{name}"\ndir = "{folder / "runs"}"\n[model]\npath = "{folder / "model"}"\n'
@@ -23,10 +21,7 @@ def sft(folder: Path, name: str, *, steps: int, micro_batch_tokens: int) -> subp
         f"[trainer]\nmicro_batch_tokens = {micro_batch_tokens}\n"
         f'[sft]\ndata = "{folder / "sft.jsonl"}"\nsteps = {steps}\nbatch_size = 32\nlr = 3e-3\nwarmup_steps = 2\n'
     )
-    return subprocess.run(
-        [sys.executable, "-m", "trainer", "sft", str(run_file)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    return Command(folder, "sft", str(run_file))
 
 
 @pytest.mark.slow
@@ -37,9 +32,8 @@ def test_warm_up_learns_whatever_the_micro_batches(tmp_path: Path) -> None:
     weights = []
     for name, budget in (("whole", 4096), ("cut", 128)):
         done = sft(tmp_path, name, steps=12, micro_batch_tokens=budget)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.strip() == str(tmp_path / "runs" / name / "sft")
-        losses = [float(json.loads(line)["loss"]) for line in done.stderr.splitlines() if '"loss"' in line]
+        assert done.wait().strip() == str(tmp_path / "runs" / name / "sft")
+        losses = [float(json.loads(line)["loss"]) for line in done.err.splitlines() if '"loss"' in line]
         assert losses[-1] < losses[0] - 0.5
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / name / "sft")
         weights.append({key: p.detach() for key, p in model.named_parameters()})

@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.examples import examples
 from trainer import batch
 from trainer.batch import MicroBatch, Row, build
 from trainer.logprobs import CompletionScorer
@@ -60,7 +61,7 @@ groups = st.lists(
 
 
 @given(groups, st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_sharing_changes_no_logprob_and_no_gradient(drawn: list, random) -> None:
     """Whatever the lengths, the order of the rows, and how many share a prompt, both layouts agree."""
     rows = [_row(prompt, completion, random.random()) for prompt, members in drawn for completion in members]

@@ -28,6 +28,7 @@ from protocol.versions import PolicyVersion
 from protocol.weight_export import export_version
 from protocol.weight_reader import WeightReader
 from tests.servers import wait_for
+from tests.trainer.forks import Command
 from tests.trainer.producer import Answer, Sampler, ScriptedProducer, write_run_file
 from trainer.head import read_head
 
@@ -56,40 +57,28 @@ def sections(folder: Path, run_id: str, *, steps: int, **more: dict) -> dict[str
     return base
 
 
-class Trainer:
-    """One life of ``python -m trainer train``."""
-
-    def __init__(self, run_file: Path, num_ranks: int = 1) -> None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-        self._log = run_file.with_name(f"trainer-{os.urandom(3).hex()}.log")
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "trainer", "train", str(run_file)],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
-
-    def wait(self, expected: int = 0, deadline_s: float = 150.0) -> str:
-        """Wait for the end; fails with the log when the exit code is another."""
-        code = self.process.wait(deadline_s)
-        assert code == expected, self.log[-4000:]
-        return self.log
-
-
 @pytest.fixture
-def trainers() -> Iterator[list[Trainer]]:
+def trainers() -> Iterator[list[Command]]:
     """Trainers to be ended, whatever happens."""
-    started: list[Trainer] = []
+    started: list[Command] = []
     yield started
     for trainer in started:
-        if trainer.process.poll() is None:
-            trainer.process.kill()
-            trainer.process.wait()
+        trainer.kill()
+
+
+def train(run_file: Path, num_ranks: int = 1) -> Command:
+    """Begin a life of the trainer."""
+    return Command(run_file.parent, "train", str(run_file), num_ranks=num_ranks)
+
+
+def typed(*words: str, expected: int = 0) -> str:
+    """Run a command line as it would be typed; returns stdout, or stderr when it is to fail."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == expected, done.stderr[-4000:]
+    return done.stderr if expected else done.stdout
 
 
 def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict]:
@@ -99,7 +88,7 @@ def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict]:
 
 
 def test_a_run_learns_overlaps_and_leaves_a_model(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Reward rises from chance to near 1 through published weights; the result loads with transformers."""
     run_file = write_run_file(
@@ -114,7 +103,7 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
     )  # fmt: skip
     with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
         producer.author = Sampler(producer, run_folder / "model")
-        trainers.append(Trainer(run_file))
+        trainers.append(train(run_file))
         trainers[0].wait()
         producer.head()
         last = producer.weights(producer.head())
@@ -143,7 +132,7 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
 
 
 def test_an_engine_that_means_something_else_stops_the_run(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Log-probabilities at another temperature end the run at the first step, before anything is published from them."""
     run_file = write_run_file(
@@ -162,16 +151,16 @@ def test_an_engine_that_means_something_else_stops_the_run(
             return replace(group, trajectories=tuple(rows)), rewards
 
         producer.author = distorted
-        trainers.append(Trainer(run_file))
-        log = trainers[0].wait(expected=2)
+        trainers.append(train(run_file))
+        trainers[0].wait(expected=2)
         assert producer.head() == 0
-    assert re.search(r"tokens of version 0 .*differ by [12]\.\d+ nats.*at the first look", log)
-    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in log
+    assert re.search(r"tokens of version 0 .*differ by [12]\.\d+ nats.*at the first look", trainers[0].err)
+    assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in trainers[0].err
 
 
 def test_stopped_killed_and_resumed_equals_uninterrupted(
     run_folder: Path, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
-    run_id: str, trainers: list[Trainer],
+    run_id: str, trainers: list[Command],
 ) -> None:  # fmt: skip
     """A run that is asked to stop, goes on, is killed with SIGKILL and goes on again ends in the same weights, bit for bit.
 
@@ -187,7 +176,7 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
                 rollout={"groups_per_message": 2, "max_staleness": 0, "max_attempts": 4},
                 algorithm={"name": "ppo"},
                 critic={"lr": 1e-3, "updates": 2, "value_clip": 0.2, "head_start_steps": 1},
-                trainer={"checkpoint_every": 2},
+                trainer={"checkpoint_every": 2, "lease_s": 2.0},  # the killed one's successor waits so long
             ),
         )  # fmt: skip
         with ScriptedProducer(nats_settings, s3_settings, name) as producer:
@@ -198,26 +187,25 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
         return losses, load_file(run_folder / "runs" / name / "model" / "model.safetensors")
 
     def uninterrupted(run_file: Path, _: ScriptedProducer) -> None:
-        trainers.append(Trainer(run_file))
+        trainers.append(train(run_file))
         trainers[-1].wait()
 
     def interrupted(run_file: Path, producer: ScriptedProducer) -> None:
         name = run_file.stem
         producer.limit = 12  # three steps
-        trainers.append(Trainer(run_file))
+        trainers.append(train(run_file))
         wait_for(lambda: len(metrics(run_folder, name)) == 3, "three steps", 120.0)
-        trainers[-1].process.send_signal(signal.SIGTERM)
+        trainers[-1].signal(signal.SIGTERM)
         trainers[-1].wait(expected=128 + signal.SIGTERM)
         assert (run_folder / "runs" / name / "checkpoints" / "step00000003").is_dir()
         producer.limit = 20  # two more; the checkpoint after step 4 is the last
-        trainers.append(Trainer(run_file))
+        trainers.append(train(run_file))
         wait_for(lambda: len(metrics(run_folder, name)) == 5, "five steps", 120.0)
-        trainers[-1].process.kill()
-        trainers[-1].process.wait()
+        trainers[-1].kill()
         producer.limit = None
-        trainers.append(Trainer(run_file))
-        log = trainers[-1].wait()
-        assert "step00000004" in log
+        trainers.append(train(run_file))
+        trainers[-1].wait()
+        assert "step00000004" in trainers[-1].err
 
     losses, weights = run(run_id, uninterrupted)
     resumed_losses, resumed_weights = run(f"{run_id}-again", interrupted)
@@ -230,7 +218,7 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
 
 
 def test_ppo_learns_with_its_critic(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Rewards rise without groups to compare with: one sample a prompt, and a critic that comes to explain returns."""
     run_file = write_run_file(
@@ -245,7 +233,7 @@ def test_ppo_learns_with_its_critic(
     )  # fmt: skip
     with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
         producer.author = Sampler(producer, run_folder / "model")
-        trainers.append(Trainer(run_file))
+        trainers.append(train(run_file))
         trainers[0].wait()
     steps = metrics(run_folder, ring_streams)
     assert steps[0]["reward_mean"] < 0.8
@@ -256,7 +244,7 @@ def test_ppo_learns_with_its_critic(
 
 
 def test_remax_learns_from_a_greedy_baseline(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Trainer]
+    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Every group brings one greedy completion more: it is compared with, never trained on and never counted."""
     run_file = write_run_file(
@@ -270,7 +258,7 @@ def test_remax_learns_from_a_greedy_baseline(
     )  # fmt: skip
     with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
         producer.author = Sampler(producer, run_folder / "model")
-        trainers.append(Trainer(run_file))
+        trainers.append(train(run_file))
         trainers[0].wait()
     steps = metrics(run_folder, ring_streams)
     assert sum(row["reward_mean"] for row in steps[-3:]) / 3 > 0.8
@@ -283,13 +271,15 @@ def test_remax_learns_from_a_greedy_baseline(
 
 def test_two_ranks_run_reuse_and_resume(
     run_folder: Path, ring_streams: str, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
-    trainers: list[Trainer],
+    trainers: list[Command],
 ) -> None:  # fmt: skip
-    """Under torchrun, rank 0 leads and the other follows: steps, groups used again, checkpoint, export; and both go on.
+    """Rank 0 leads and the other follows: steps, groups used again, checkpoint, export; and both go on; under torchrun too.
 
     They train adapters, with a KL to the model without them; adapters are what is published upon the first model, which
-    the second life finds again. What is exported is a whole model all the same. At each end nothing waits for another use any more, and every message is acknowledged.
+    the second life finds again. What is exported is a whole model all the same. At each end nothing waits for another
+    use any more, and every message is acknowledged.
     """
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
     scored = streams.scored_consumer(ring_streams, "train").stream
     for steps in (2, 3):
         run_file = write_run_file(
@@ -305,8 +295,11 @@ def test_two_ranks_run_reuse_and_resume(
         producer = ScriptedProducer(nats_settings, s3_settings, ring_streams)
         producer.limit = 4  # the second step has no new group to train on
         with producer:
-            trainers.append(Trainer(run_file, num_ranks=2))
-            trainers[-1].wait()
+            if steps == 2:
+                typed(*torchrun, "trainer", "train", str(run_file))
+            else:
+                trainers.append(train(run_file, num_ranks=2))
+                trainers[-1].wait()
         assert bus.stream_state(scored).wait().num_messages == 0
     rows = metrics(run_folder, ring_streams)
     assert [(row["step"], row["reused_groups"]) for row in rows] == [(1, 0), (2, 4), (3, 0)]
@@ -330,17 +323,12 @@ def test_two_ranks_run_reuse_and_resume(
     for name, tensor in load_file(shard).items():  # numpy and torch sum in another order
         torch.testing.assert_close(tensor, end[name], rtol=1e-6, atol=1e-7)
     assert (run_folder / "runs" / ring_streams / "checkpoints" / "step00000003").is_dir()
-    replayed = subprocess.run(
-        [sys.executable, "-m", "console.main", "replay", ring_streams, str(run_file), "--json"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert replayed.returncode == 0, replayed.stderr[-4000:]
-    assert json.loads(replayed.stdout)["same"] == [0, 1, 2, 3]
+    trainers.append(Command(run_folder, "replay", ring_streams, str(run_file), "--json", num_ranks=2))
+    assert json.loads(trainers[-1].wait())["same"] == [0, 1, 2, 3]
 
 
-def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path, trainers: list[Trainer]) -> None:
+def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path) -> None:
     """An unknown key ends with exit code 2, its line, and the nearest right name."""
     run_file = run_folder / "run.toml"
     run_file.write_text('[model]\npath = "model"\n[trainer]\nlearning_rat = 1e-3\n')
-    trainers.append(Trainer(run_file))
-    assert "run.toml:4" in trainers[0].wait(expected=2)
+    assert "run.toml:4" in typed("trainer", "train", str(run_file), expected=2)

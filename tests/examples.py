@@ -1,0 +1,25 @@
+"""How many examples a property is tried on: a few in the suite, always the same; ever new ones in `make fuzz`.
+
+So a failure of the suite is a change's fault, never a lucky draw's, and no example may fail by the clock.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+FACTOR = int(os.environ.get("PENSTOCK_TEST_EXAMPLES", "1"))
+_BY_THE_CLOCK = [HealthCheck.too_slow]
+
+
+def take_effect() -> None:
+    """Make this hold for every property of the session."""
+    settings.register_profile("suite", deadline=None, derandomize=FACTOR == 1, suppress_health_check=_BY_THE_CLOCK)
+    settings.load_profile("suite")
+
+
+def examples(number: int, *, without: tuple[HealthCheck, ...] = (), **more: Any) -> settings:
+    """The settings of a property that is tried on ``number`` examples in the suite, and on FACTOR times as many in all."""
+    return settings(max_examples=number * FACTOR, suppress_health_check=[*_BY_THE_CLOCK, *without], **more)
