@@ -47,7 +47,7 @@ def start_s3(folder: Path) -> S3Server:
     return server
 
 
-def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
     """Wait until ``condition()`` is true; fails naming ``what`` was waited for."""
     deadline = time.monotonic() + deadline_s
     while not condition():

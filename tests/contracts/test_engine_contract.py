@@ -345,7 +345,7 @@ def test_flush_is_refused_while_a_request_runs(engine: EngineUnderTest) -> None:
         engine.post("/flush_cache", expect=400)
         engine.post("/abort_request", {"rid": "5" * 32})
         stream.result()
-    wait_for(lambda: httpx.post(f"{engine.url}/flush_cache").status_code == 200, "the engine to be idle")
+    wait_for(lambda: httpx.post(f"{engine.url}/flush_cache", timeout=60).status_code == 200, "the engine to be idle")
 
 
 def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest, tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_client_that_leaves_ends_its_request(engine: EngineUnderTest) -> None:
     with engine.streaming(PROMPT, rid="6" * 32, max_new_tokens=LONG):
         pass
     # Were it still running, the flush would be refused until LONG tokens are done.
-    wait_for(lambda: httpx.post(f"{engine.url}/flush_cache").status_code == 200, "the request to end")
+    wait_for(lambda: httpx.post(f"{engine.url}/flush_cache", timeout=60).status_code == 200, "the request to end")
 
 
 def test_health_and_load_are_reported(engine: EngineUnderTest) -> None:

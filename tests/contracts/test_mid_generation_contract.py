@@ -33,7 +33,7 @@ SPAN_SLACK = 2  # tokens: SGLang may attribute the step under way, when it stops
 async def wait_until_generating(engine: EngineUnderTest) -> None:
     """Wait until sequences run, so that an update meets them."""
     deadline = time.monotonic() + DEADLINE_S
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         while True:
             [load] = (await http.get(f"{engine.url}/v1/loads")).json()["loads"]
             if load["num_running_reqs"]:

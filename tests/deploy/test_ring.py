@@ -128,7 +128,7 @@ def test_the_reward_service_comes_back_where_it_was_with_its_endpoints(run_file:
             group = {"prompt": "1", "completions": ["1 2"], "ground_truth": "1 2"}
             try:
                 body = {"reward": "my_reward", "groups": [group]}
-                answer = httpx.post(f"{url}/v1/score", json=body, trust_env=False).json()
+                answer = httpx.post(f"{url}/v1/score", json=body, trust_env=False, timeout=60).json()
                 return answer["results"][0]["scores"][0]["score"]
             except (httpx.HTTPError, LookupError, TypeError):
                 return 0

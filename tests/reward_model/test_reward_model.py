@@ -197,7 +197,7 @@ def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
         got = [score["score"] for result in answer["results"][:2] for score in result["scores"]]
         assert got == pytest.approx([row[0] for row in alone(model, tmp_path / "rm", wanted)], abs=2e-5)
         assert all("no column 'question'" in score["error"] for score in answer["results"][2]["scores"])
-        figures = httpx.get(url.replace("/score", "/healthz"), timeout=20).json()["figures"]
+        figures = httpx.get(url.replace("/score", "/healthz"), timeout=60).json()["figures"]
         assert figures["texts"] == 4
     finally:
         process.kill()

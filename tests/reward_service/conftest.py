@@ -105,12 +105,12 @@ class Wire:
                 found.setdefault(group.generated.group_id, []).append(group)
         return found
 
-    def wait_scored(self, *group_ids: str, deadline_s: float = 30.0) -> dict[str, list[ScoredGroup]]:
+    def wait_scored(self, *group_ids: str, deadline_s: float = 60.0) -> dict[str, list[ScoredGroup]]:
         """Wait until these groups were scored; returns every announcement of every group."""
         wait_for(lambda: set(group_ids) <= set(self.take()), f"rewards of {', '.join(group_ids)}", deadline_s)
         return self.take()
 
-    def wait_dead(self, *group_ids: str, deadline_s: float = 30.0) -> list[DeadLetter]:
+    def wait_dead(self, *group_ids: str, deadline_s: float = 60.0) -> list[DeadLetter]:
         """Wait until these groups lie among the dead letters."""
 
         def buried() -> bool:

@@ -54,7 +54,7 @@ class Process:
         """Send a signal."""
         self._popen.send_signal(number)
 
-    def wait(self, deadline_s: float = 20.0) -> int:
+    def wait(self, deadline_s: float = 60.0) -> int:
         """Wait for its end; returns the exit code."""
         return self._popen.wait(deadline_s)
 
@@ -62,7 +62,7 @@ class Process:
         """SIGKILL, as a crash would; idempotent."""
         if self.alive():
             self._popen.kill()
-        self._popen.wait(10)
+        self._popen.wait(60)
 
 
 class Service(Process):
@@ -107,11 +107,11 @@ class Service(Process):
     def post(self, path: str, body: Any = None, *, token: str = "") -> httpx.Response:
         """POST JSON, with a bearer token if one is given."""
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=20)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
     def get(self, path: str) -> Any:
         """GET a JSON answer."""
-        return httpx.get(self.url + path, timeout=20).raise_for_status().json()
+        return httpx.get(self.url + path, timeout=60).raise_for_status().json()
 
 
 Answer = tuple[int, dict[str, str], bytes]

@@ -53,7 +53,7 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
         "owner": "",
         "secret_id": "",
     }
-    tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json={}).json()
+    tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json={}, timeout=60).json()
     assert tried["ok"] is True
     assert [score["score"] for score in tried["results"][0]["scores"]] == [0.5] * 3
     live = service.get(f"/v1/endpoints/{name}")["live"]
@@ -66,11 +66,11 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     assert "set replace" in taken.json()["detail"]
     assert service.register(name, "http://127.0.0.1:9/", replace=True).status_code == 201
     url = f"{service.url}/v1/endpoints/{name}"
-    assert httpx.delete(url, params={"url": endpoint.url}).status_code == 409, "not ours any more"
-    assert httpx.delete(url).status_code == 204
-    assert httpx.delete(url).status_code == 404
-    assert httpx.get(url).status_code == 404
-    assert httpx.post(f"{url}/test", json={}).status_code == 404
+    assert httpx.delete(url, params={"url": endpoint.url}, timeout=60).status_code == 409, "not ours any more"
+    assert httpx.delete(url, timeout=60).status_code == 204
+    assert httpx.delete(url, timeout=60).status_code == 404
+    assert httpx.get(url, timeout=60).status_code == 404
+    assert httpx.post(f"{url}/test", json={}, timeout=60).status_code == 404
 
 
 def test_a_failing_endpoint_is_told_apart_by_its_test(
@@ -81,7 +81,7 @@ def test_a_failing_endpoint_is_told_apart_by_its_test(
     name = f"broken-{wire.run_id}"
     service.register(name, start_endpoint(raw("nonsense")).url)
     rows = {"groups": [{"group_id": "g", "prompt": "p", "completions": ["a"], "ground_truth": {"x": [1]}}]}
-    tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json=rows).json()
+    tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json=rows, timeout=60).json()
     assert tried["ok"] is False
     assert tried["results"][0]["error"]["reason"] == "EndpointNonsense"
     assert name in tried["results"][0]["error"]["detail"]
@@ -125,7 +125,7 @@ def test_targets_that_are_not_allowed_are_refused(url: str, text: str, wire: Wir
 def test_registrations_that_break_a_rule_are_refused(change: dict[str, Any], shared_service: Service) -> None:
     """Names of built-ins, values out of range and unknown fields are refused."""
     answer = httpx.post(
-        f"{shared_service.url}/v1/endpoints", json={"name": "fine", "url": "http://127.0.0.1:9/", **change}
+        f"{shared_service.url}/v1/endpoints", json={"name": "fine", "url": "http://127.0.0.1:9/", **change}, timeout=60
     )
     assert answer.status_code == 422
 
@@ -136,7 +136,7 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
         {"group_id": "a", "completions": ["#### 42", "x"], "ground_truth": "42"},
         {"group_id": "b", "completions": ["#### 42"]},
     ]
-    answer = httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm8k", "groups": groups}).json()
+    answer = httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm8k", "groups": groups}, timeout=60).json()
     assert answer["ok"] is False
     first, second = answer["results"]
     assert first["scorer"] == "gsm8k"
@@ -147,10 +147,18 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
     assert second["scores"] == []
     assert second["error"]["reason"] == "BadGroundTruth"
     assert second["error"]["permanent"] is True
-    unknown = httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm9k", "groups": groups[:1]}).json()
+    unknown = httpx.post(
+        f"{shared_service.url}/v1/score", json={"reward": "gsm9k", "groups": groups[:1]}, timeout=60
+    ).json()
     assert "did you mean gsm8k" in unknown["results"][0]["error"]["detail"]
-    assert httpx.post(f"{shared_service.url}/v1/score", json={"reward": "a b", "groups": groups}).status_code == 422
-    assert httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm8k", "groups": []}).status_code == 422
+    assert (
+        httpx.post(f"{shared_service.url}/v1/score", json={"reward": "a b", "groups": groups}, timeout=60).status_code
+        == 422
+    )
+    assert (
+        httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm8k", "groups": []}, timeout=60).status_code
+        == 422
+    )
 
 
 def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
@@ -178,9 +186,9 @@ def test_a_token_guards_every_call_but_health(
     name = f"x-{wire.run_id}"
     assert service.register(name, "http://127.0.0.1:9/").status_code == 401
     for path in ("/v1/endpoints", "/v1/rewards", "/metrics"):
-        assert httpx.get(service.url + path).status_code == 401
-    assert httpx.get(f"{service.url}/healthz").status_code == 200
-    allowed = httpx.get(f"{service.url}/v1/rewards", headers={"authorization": "Bearer s3cret"})
+        assert httpx.get(service.url + path, timeout=60).status_code == 401
+    assert httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200
+    allowed = httpx.get(f"{service.url}/v1/rewards", headers={"authorization": "Bearer s3cret"}, timeout=60)
     assert allowed.status_code == 200
 
 
@@ -231,9 +239,9 @@ def test_health_turns_red_while_nats_is_away(
     service = Service(run_id, server.settings, s3_settings, tmp_path).ready()
     try:
         server.kill()
-        wait_for(lambda: httpx.get(f"{service.url}/healthz").status_code == 503, "health to turn red")
+        wait_for(lambda: httpx.get(f"{service.url}/healthz", timeout=60).status_code == 503, "health to turn red")
         server.restart()
-        wait_for(lambda: httpx.get(f"{service.url}/healthz").status_code == 200, "health to turn green")
+        wait_for(lambda: httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200, "health to turn green")
         assert service.alive()
     finally:
         service.kill()
@@ -252,7 +260,7 @@ def test_neither_the_runs_servers_nor_endless_bodies_get_through(
     body = json.dumps({"reward": "gsm8k", "groups": [group]}).encode()
     headers = {"content-type": "application/json"}
     for content in (body, iter([body[:1000], body[1000:]])):
-        answer = httpx.post(service.url + "/v1/score", content=content, headers=headers, timeout=20)
+        answer = httpx.post(service.url + "/v1/score", content=content, headers=headers, timeout=60)
         assert answer.status_code == 413
         assert "max_request_bytes" in answer.json()["detail"]
     small = {"reward": "gsm8k", "groups": [{"completions": ["#### 1"], "ground_truth": "1"}]}

@@ -243,7 +243,7 @@ def test_secrets_go_in_and_never_come_out(
     headers = {"authorization": f"Bearer {'a' * 16}"}
     shown = [registered.text, refused.text, first.output, second.output]
     for path in ("/v1/endpoints", f"/v1/endpoints/{name}", "/v1/rewards", "/metrics", "/openapi.json"):
-        shown.append(httpx.get(second.url + path, headers=headers).text)
+        shown.append(httpx.get(second.url + path, headers=headers, timeout=60).text)
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait().entries().wait()
     shown.append(json.dumps([entry.value.decode("utf-8", "replace") for entry in registry]))
     assert name in shown[-1]
@@ -251,7 +251,7 @@ def test_secrets_go_in_and_never_come_out(
         assert key not in text
         assert key.removeprefix("whsec_") not in text
         assert api_key not in text
-    assert httpx.delete(f"{second.url}/v1/endpoints/{name}", headers=headers).status_code == 204
+    assert httpx.delete(f"{second.url}/v1/endpoints/{name}", headers=headers, timeout=60).status_code == 204
     assert wire.bus.key_value(streams.secrets_bucket().bucket).wait().get(f"endpoint.{name}").wait() is None
 
 
@@ -261,6 +261,8 @@ def test_without_tokens_nobody_leaves_secrets_and_no_web_page_gets_in(wire: Wire
     answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])
     assert answer.status_code == 422
     assert "reward_service.tokens_file" in answer.json()["detail"]
-    rebound = httpx.get(f"{shared_service.url}/v1/endpoints", headers={"host": "evil.example:8700"})
+    rebound = httpx.get(f"{shared_service.url}/v1/endpoints", headers={"host": "evil.example:8700"}, timeout=60)
     assert rebound.status_code == 403
-    assert httpx.get(f"{shared_service.url}/v1/endpoints", headers={"host": "localhost:1"}).status_code == 200
+    assert (
+        httpx.get(f"{shared_service.url}/v1/endpoints", headers={"host": "localhost:1"}, timeout=60).status_code == 200
+    )

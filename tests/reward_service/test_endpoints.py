@@ -218,7 +218,7 @@ def test_a_reward_with_too_many_parts_is_dead_and_the_others_are_scored(
 
 
 def service_delete(service: Service, name: str) -> int:
-    return httpx.delete(f"{service.url}/v1/endpoints/{name}").status_code
+    return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
 def test_an_endpoint_is_found_by_name_and_told_its_name(

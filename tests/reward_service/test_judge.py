@@ -308,7 +308,7 @@ def test_a_judge_scores_a_run_and_tells_its_cost(
         answer = service.post("/v1/score", {"reward": name, "groups": [group]}).json()["results"][0]
         assert [score["score"] for score in answer["scores"]] == [1.0, 0.0], answer
         url = next(word for word in process.output.split() if "/score" in word).rstrip(",")
-        figures = httpx.get(url.replace("/score", "/healthz"), timeout=20).json()["figures"]
+        figures = httpx.get(url.replace("/score", "/healthz"), timeout=60).json()["figures"]
         assert (figures["calls"], figures["tokens_in"], figures["price"]) == (2, 100, pytest.approx(0.0002))
     finally:
         process.kill()

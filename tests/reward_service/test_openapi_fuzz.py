@@ -43,10 +43,10 @@ def test_nothing_that_the_description_allows_or_forbids_breaks_the_api(
             [
                 str(Path(sys.executable).with_name("st")), "run", f"{service.url}/openapi.json",
                 "--phases", "examples,coverage,fuzzing", "--max-examples", str(2 * FACTOR), "--checks", CHECKS,
-                "-H", f"Authorization: Bearer {TOKEN}", "--request-timeout", "40", "--suppress-health-check", "all",
+                "-H", f"Authorization: Bearer {TOKEN}", "--request-timeout", "60", "--suppress-health-check", "all",
                 *(["--generation-deterministic"] if FACTOR == 1 else []), "--warnings", "off", "--no-color",
             ],
-            cwd=tmp_path, capture_output=True, text=True, timeout=110 * FACTOR, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=220 * FACTOR, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
         assert service.alive()

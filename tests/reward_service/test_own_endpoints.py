@@ -131,7 +131,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     read = {"authorization": "Bearer right"}
 
     def records() -> dict[str, str]:
-        listed = httpx.get(service.url + "/v1/endpoints", headers=read, timeout=20).raise_for_status().json()
+        listed = httpx.get(service.url + "/v1/endpoints", headers=read, timeout=60).raise_for_status().json()
         return {row["endpoint"]["name"]: row["endpoint"]["url"] for row in listed}
 
     wait_for(lambda: name in records(), f"{name} to be registered", 60)
@@ -142,7 +142,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     assert scored.scorer == f"{name}@1"
     assert set(scored.parts) == {"python": {"right", "num_words"}, "node": {"brackets"}}[language]
 
-    stranger = httpx.post(records()[name], json=REQUEST, timeout=20)
+    stranger = httpx.post(records()[name], json=REQUEST, timeout=60)
     assert stranger.status_code == 401
     asked = {"groups": [{"group_id": "g", "completions": ["no"], "ground_truth": 1}]}
     answer = service.post(f"/v1/endpoints/{name}/test", asked, token="right").json()
@@ -175,7 +175,7 @@ def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     try:
         wait_for(lambda: " Next: " in process.output or not process.alive(), "the file to be served", 60)
         url = next(word for word in process.output.split() if word.startswith("http") and "/score" in word).rstrip(",")
-        assert httpx.post(url, content=BODY, timeout=20).status_code == 401
+        assert httpx.post(url, content=BODY, timeout=60).status_code == 401
         answers: list[httpx.Response] = []
         headers = {"authorization": "Bearer right"}
         body = {"groups": [{"group_id": "g", "completions": ["abc"]}]}
@@ -186,7 +186,7 @@ def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
         calling.start()
         wait_for(entered.exists, "the call to arrive")
         process.signal(signal.SIGINT)
-        listed = lambda: httpx.get(service.url + "/v1/endpoints", headers=headers, timeout=20).json()  # noqa: E731
+        listed = lambda: httpx.get(service.url + "/v1/endpoints", headers=headers, timeout=60).json()  # noqa: E731
         wait_for(lambda: name not in {row["endpoint"]["name"] for row in listed()}, "the endpoint to unregister")
         assert process.alive()
         may_end.touch()

@@ -85,7 +85,7 @@ def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(
     )
     url = url_of(serve(str(file)))
     body = {"reward": "alarming", "groups": [{"group_id": "g", "completions": ["ab", ""], "ground_truth": "x"}]}
-    (result,) = httpx.post(url, json=body).raise_for_status().json()["results"]
+    (result,) = httpx.post(url, json=body, timeout=60).raise_for_status().json()["results"]
     assert result["scores"][0]["score"] == 0.5
     assert result["scores"][1]["score"] is None
     assert "ZeroDivisionError" in result["scores"][1]["error"]
@@ -106,12 +106,12 @@ def test_a_registration_that_is_refused_ends_the_command(
         "no such file": serve("examples/absent.py"),
     }
     for text, process in refusals.items():
-        assert process.wait(30) == 1
+        assert process.wait() == 1
         assert text in process.output
         assert "Traceback" not in process.output
     token.write_text("right\n")
     named = serve(example, "--name", "exact_match", "--register", service.url, "--token-file", str(token))
-    assert named.wait(30) == 1
+    assert named.wait() == 1
     assert "built-in" in named.output
     assert wire.run_id
 
@@ -141,6 +141,6 @@ def test_a_second_signal_ends_a_function_that_never_returns(tmp_path: Path, serv
 def test_rewards_are_listed_on_the_command_line(tmp_path: Path) -> None:
     """``python -m reward_service rewards`` names the built-in rewards and their data sets."""
     listing = Process(["reward_service", "rewards"], tmp_path / "rewards.log")
-    assert listing.wait(30) == 0
+    assert listing.wait() == 0
     for name in ("exact_match", "format", "gsm8k", "math", "openai/gsm8k"):
         assert name in listing.output

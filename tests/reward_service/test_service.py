@@ -184,7 +184,7 @@ def test_a_killed_service_loses_no_group(
     name = f"slow-{wire.run_id}"
     assert first.register(name, endpoint.url).status_code == 201
     wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
-    assert asked.wait(20)
+    assert asked.wait(60)
     first.kill()
     answer.set()
     endpoint.behaviour = good(0.75)
@@ -234,7 +234,7 @@ def test_sigterm_finishes_what_is_under_way(
     name = f"slow-{wire.run_id}"
     service.register(name, start_endpoint(slow).url)
     wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
-    assert asked.wait(20)
+    assert asked.wait(60)
     service.signal(signal.SIGTERM)
     wait_for(lambda: "draining" in service.output, "the service to notice SIGTERM")
     answer.set()
@@ -261,7 +261,7 @@ def test_sigterm_gives_back_what_does_not_finish(
     endpoint = start_endpoint(slow)
     service.register(name, endpoint.url)
     wire.announce([make_group("e0.p0.a0", size=2, reward_name=name)])
-    assert asked.wait(20)
+    assert asked.wait(60)
     service.signal(signal.SIGTERM)
     assert service.wait() == 0, service.output
     answer.set()
@@ -333,7 +333,7 @@ def test_a_port_that_is_taken_is_named(
     folder.mkdir()
     port = running.url.rsplit(":", 1)[1]
     second = Service(wire.run_id, nats_settings, s3_settings, folder, [f"reward_service.port={port}"])
-    assert second.wait(30) == 1
+    assert second.wait(60) == 1
     assert "reward_service.port" in second.output
     assert "Traceback" not in second.output
 
@@ -343,7 +343,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
 ) -> None:
     """Without the run's streams the service ends at once and says how to create them."""
     service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
-    assert service.wait(30) == 1
+    assert service.wait(60) == 1
     assert "python -m deploy.bootstrap" in service.output
     assert "Traceback" not in service.output
 
@@ -353,9 +353,9 @@ def test_health_and_metrics_tell_what_was_scored(wire: Wire, start_service: Call
     service = start_service("reward_service.token=secret")
     wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])
     wire.wait_scored("e0.p0.a0")
-    assert httpx.get(f"{service.url}/healthz").json()["ok"] is True
-    assert httpx.get(f"{service.url}/metrics").status_code == 401
-    assert httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer wrong"}).status_code == 401
-    text = httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer secret"}).text
+    assert httpx.get(f"{service.url}/healthz", timeout=60).json()["ok"] is True
+    assert httpx.get(f"{service.url}/metrics", timeout=60).status_code == 401
+    assert httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer wrong"}, timeout=60).status_code == 401
+    text = httpx.get(f"{service.url}/metrics", headers={"authorization": "Bearer secret"}, timeout=60).text
     assert 'penstock_reward_groups_scored_total{scorer="exact_match"} 1' in text
     assert "penstock_reward_completions_scored_total 4" in text

@@ -103,7 +103,7 @@ class RingEnd:
         split = fact.tasks[0].split if fact.tasks else "train"
         self.bus.publish(subjects.tasks(self.run_id, split), fact, msg_id=msg_id).wait()
 
-    def collect(self, count: int, deadline_s: float = 30.0) -> list[Delivery[GroupGenerated]]:
+    def collect(self, count: int, deadline_s: float = 60.0) -> list[Delivery[GroupGenerated]]:
         """Take ``count`` announcements, acknowledged."""
         taken: list[Delivery[GroupGenerated]] = []
 
@@ -116,7 +116,7 @@ class RingEnd:
         wait_for(enough, f"{count} generated packs", deadline_s)
         return taken
 
-    def collect_groups(self, count: int, deadline_s: float = 30.0) -> list[Group]:
+    def collect_groups(self, count: int, deadline_s: float = 60.0) -> list[Group]:
         """Take ``count`` packs and fetch their groups from S3."""
         packs = self.collect(count, deadline_s)
         return [group for pack in packs for group in group_pack.decode(self.blobs.get(pack.fact.pack))]
@@ -130,7 +130,7 @@ class RingEnd:
         entry = self._live.get(streams.heartbeat_key("rollout", worker_id)).wait()
         return None if entry is None else decode(entry.value, Heartbeat)
 
-    def wait_applied(self, worker_id: str, version: int, deadline_s: float = 30.0) -> None:
+    def wait_applied(self, worker_id: str, version: int, deadline_s: float = 60.0) -> None:
         """Wait until a worker says that it serves a version."""
         wait_for(
             lambda: (worker_id, version) in [(fact.worker_id, fact.version) for fact in self.applied],

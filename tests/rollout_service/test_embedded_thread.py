@@ -44,8 +44,8 @@ def test_nobody_waits_for_a_dead_thread() -> None:
     engine.start()
     job = Job([Sequence("r", (1, 2), Sampling(max_new_tokens=3))], on_done)
     engine.submit(job)
-    assert answered.wait(20)
-    assert died.wait(20)
+    assert answered.wait(60)
+    assert died.wait(60)
     assert isinstance(errors[0], EngineStopped)
     assert "cannot allocate" in str(errors[0])
     assert not engine.is_alive

@@ -48,7 +48,7 @@ async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
             await both.wait()  # the first waits for a second one beside it
             holding -= 1
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for worker in workers:
             tasks.create_task(swap(worker))
     assert (most, sorted(had)) == (2, workers)

@@ -64,7 +64,7 @@ def test_an_embedded_engine_ends_with_a_worker_that_is_told_to_stop(ring_end: Ri
     ring_end.wait_applied("w0", 0, 60)
     engine = engine_of(worker)
     worker.ask_to_stop()
-    assert worker.wait(20) == 0
+    assert worker.wait(60) == 0
     assert not is_alive(engine)
 
 

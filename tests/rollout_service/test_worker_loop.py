@@ -204,7 +204,7 @@ def test_a_stopping_worker_finishes_what_is_in_flight(
     worker.ask_to_stop()
     wait_for(lambda: "stopping" in worker.log_tail(), "the worker to notice")
     faulty_engine.flow.set()
-    assert worker.wait(20) == 0
+    assert worker.wait(60) == 0
     [delivery] = ring_end.collect(1)
     assert delivery.fact.pack_id == "pack-0"
     assert len(faulty_engine.requests) == 1
@@ -221,7 +221,7 @@ def test_a_stopping_worker_gives_back_what_takes_too_long(
     worker = start_worker("w0", *attached(faulty_engine), "worker.finish_s=0.1")
     faulty_engine.wait_for_requests(1)
     worker.ask_to_stop()
-    assert worker.wait(20) == 0
+    assert worker.wait(60) == 0
     faulty_engine.flow.set()
     start_worker("w1", *attached(faulty_engine))
     ack_wait_s = StreamLimits().ack_wait_s
@@ -233,12 +233,12 @@ def test_an_idle_worker_ends_when_told(ring_end: RingEnd, start_worker: StartWor
     waiting = start_worker("w0", *attached(faulty_engine))
     wait_for(lambda: "waiting for the trainer" in waiting.log_tail(), "the worker to wait for weights")
     waiting.ask_to_stop()
-    assert waiting.wait(20) == 0
+    assert waiting.wait(60) == 0
     ring_end.publish(0)
     idle = start_worker("w1", *attached(faulty_engine))
     ring_end.wait_applied("w1", 0)
     idle.ask_to_stop()
-    assert idle.wait(20) == 0
+    assert idle.wait(60) == 0
 
 
 def test_a_heartbeat_says_what_the_worker_did(

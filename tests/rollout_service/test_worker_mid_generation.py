@@ -44,7 +44,10 @@ def issue_long(ring_end: RingEnd, worker: Child) -> None:
     ]
     ring_end.issue("long", tasks)
     [url] = re.findall(r'"url": "([^"]+)"', worker.log_tail(100))
-    wait_for(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 4, "the engine to generate")
+    wait_for(
+        lambda: httpx.get(f"{url}/v1/loads", timeout=60).json()["loads"][0]["num_running_reqs"] == 4,
+        "the engine to generate",
+    )
 
 
 def check(groups: list[Group], models: dict[int, Dense]) -> set[int]:

@@ -84,7 +84,7 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
             body = {"name": "mine", "url": versions[number].url, "version": str(number + 1), "replace": True}
             try:
                 return httpx.post(
-                    f"http://127.0.0.1:{port_file.read_text().strip()}/v1/endpoints", json=body
+                    f"http://127.0.0.1:{port_file.read_text().strip()}/v1/endpoints", json=body, timeout=60
                 ).is_success
             except (OSError, httpx.HTTPError):
                 return False
