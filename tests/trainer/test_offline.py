@@ -24,7 +24,7 @@ from trainer.settings import TrainerSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
-OFFLINE = "offline"
+OFFLINE, AGAIN = "offline", "scored-again"
 TRAINING = ("trainer.steps=4", "algorithm.max_trained_count=1", "trainer.checkpoint_every=2")
 
 
@@ -63,21 +63,26 @@ def service(run: StoredRun, places: Places, tmp_path_factory: pytest.TempPathFac
         delete_run(bus, "rescoring")
 
 
+@pytest.fixture(scope="module")
+def scored_again(run: StoredRun, service: Service) -> str:
+    """The stored run is scored by that reward, into the input AGAIN; what the command said."""
+    return run.console("rescore", "--reward", "places", "--url", service.url, "--into", AGAIN)
+
+
 def stored(run: StoredRun, name: str) -> list[RescoredPiece]:
     return list(pieces(find_input(name, run.blobs)[0], run.blobs))
 
 
-def test_a_run_is_scored_again_by_another_reward(run: StoredRun, service: Service) -> None:
+def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: str) -> None:
     """Every group that was trained, once, in order, with the new rewards and parts; packs are copied byte for byte."""
-    said = run.console("rescore", "--reward", "places", "--url", service.url, "--into", "scored-again")
     totals = run.record.told[-1].account.totals["train"]
     num_others = totals.issued - totals.used
     assert num_others > 0
-    assert f"not in it: {num_others} groups that no step of run {RUN} trained on (" in said
-    told = find_input("scored-again", run.blobs)[0]
+    assert f"not in it: {num_others} groups that no step of run {RUN} trained on (" in scored_again
+    told = find_input(AGAIN, run.blobs)[0]
     assert (told.source, told.reward, told.temperature, told.left_out) == (RUN, "places", 1.0, {})
     assert told.source_record == run.record.end
-    groups = [group for piece in stored(run, "scored-again") for group in piece.groups]
+    groups = [group for piece in stored(run, AGAIN) for group in piece.groups]
     trained = [group for step in run.record.steps for group in step.groups if group.use == 1]
     assert [group.group_id for group in groups] == [group.group_id for group in trained]
     assert {group.scored.rewards for group in groups} == {(0.0, 1.0, 2.0, 3.0)}
@@ -85,10 +90,8 @@ def test_a_run_is_scored_again_by_another_reward(run: StoredRun, service: Servic
     assert groups[0].scored.parts == {"first": (1.0, 0.0, 0.0, 0.0), "last": (0.0, 0.0, 0.0, 1.0)}
     assert [group.scored.generated for group in groups] == [group.scored.generated for group in trained]
     sources = {pack.sha256 for step in run.record.steps for pack in step.packs}
-    assert {pack.sha256 for piece in stored(run, "scored-again") for pack in piece.packs} == sources
-    assert "nothing is overwritten" in run.console(
-        "rescore", "--weights", "reward=2", "--into", "scored-again", expected=1
-    )
+    assert {pack.sha256 for piece in stored(run, AGAIN) for pack in piece.packs} == sources
+    assert "nothing is overwritten" in run.console("rescore", "--weights", "reward=2", "--into", AGAIN, expected=1)
 
 
 def test_a_group_without_a_score_is_an_error(run: StoredRun, service: Service, places: Places) -> None:
@@ -124,14 +127,16 @@ def test_a_part_that_is_not_there_is_an_error(run: StoredRun) -> None:
         ("algorithm.max_trained_count=2", "uses every group once"),
     ],
 )
+@pytest.mark.usefixtures("scored_again")
 def test_what_does_not_fit_the_input_is_refused(run: StoredRun, override: str, says: str) -> None:
     """More groups than there are, another temperature, a second use: refused at the start, with what to set."""
-    given = ["data.from_run=scored-again", *TRAINING, override]
+    given = [f"data.from_run={AGAIN}", *TRAINING, override]
     settings = load(TrainerSettings, files=[run.run_file], overrides=given).settings
     with pytest.raises(ConfigError, match=says):
         StoredGroups(settings, run.blobs)
 
 
+@pytest.mark.usefixtures("scored_again")
 def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
     """Killed and resumed on the way, each group counts once, every token is stale; the run is replayed like any other.
 
@@ -140,7 +145,7 @@ def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
     record = run.record
     with Bus.connect(run.nats, name="test") as bus:
         bootstrap(bus, run.blobs, OFFLINE)
-        arguments = ("train", str(run.run_file), f"run.id={OFFLINE}", "data.from_run=scored-again", *TRAINING)
+        arguments = ("train", str(run.run_file), f"run.id={OFFLINE}", f"data.from_run={AGAIN}", *TRAINING)
         Command(run.folder, *arguments, "trainer.kill_at=stepped:4").wait(-9)
         Command(run.folder, *arguments).wait()
         assert "the account closes" in run.console("audit", run=OFFLINE)
