@@ -38,7 +38,7 @@ def penstock(*arguments: str, cwd: Path | None = None, **environment: str) -> su
         [sys.executable, "-m", "console.main", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         cwd=cwd,
         env={

@@ -52,7 +52,7 @@ class StoredRun:
         """Type a verb of the console about it; returns what it says: stdout, or stderr when it fails."""
         done = subprocess.run(
             [sys.executable, "-m", "console.main", verb, run, str(self.run_file), *options],
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
         assert done.returncode == expected, done.stderr
         return done.stdout if expected == 0 else done.stderr
