@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import fields
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from protocol.lineage import AccountState
+from tests.examples import examples
 from tests.trainer.ring_commit import Chronicle
 from tests.trainer.ring_machine import RingMachine
 from trainer.account import Account
@@ -18,16 +18,13 @@ from trainer.issue import Issuer, IssuerState
 from trainer.ledger import Ledger
 from trainer.tally import Tally
 
-NUM_EXAMPLES = int(os.environ.get("PENSTOCK_TEST_RING_EXAMPLES", "100"))
 HUNT = settings(
     max_examples=300, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck), derandomize=True,
 )  # fmt: skip
 
 TestRing = RingMachine.TestCase
-TestRing.settings = settings(
-    max_examples=NUM_EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestRing.settings = examples(100, stateful_step_count=50)
 
 
 class LedgerForgotten(RingMachine):
