@@ -65,8 +65,8 @@ class RunView:
             self._fold_reward_error(event.at, event.data)
         elif event.kind == "weights":
             self.weights.fold_publication(event.data)
-        elif event.kind == "alarm":
-            self._remember([Incident(event.at, str(event.data.get("text") or "an alarm"), "lost")])
+        elif event.kind in {"alarm", "evaluation_lost"}:
+            self._remember([Incident(event.at, str(event.data.get("text") or event.kind), "lost")])
         elif event.kind == "log" and event.data.get("text"):
             self.note(event.at, str(event.data["text"]))
 

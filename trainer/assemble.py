@@ -303,7 +303,7 @@ def _evaluator(life: _Life, prompts: PromptSet, training: Training, account: Acc
         ),
         publisher=training.publisher,
         deadline_s=settings.trainer.collect_deadline_s,
-        on_result=training.on_evaluation,
+        on_end=training.on_evaluation,
         account=account,
     )
 

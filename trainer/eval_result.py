@@ -27,6 +27,15 @@ class EvalResult:
     eval_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class LostEvaluation:
+    """An evaluation that was begun and has no result; ``step`` made its version, None where that is no longer known."""
+
+    version: int
+    step: int | None
+    reason: str
+
+
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Return the chance that at least one of ``k`` samples is correct (unbiased, arXiv 2107.03374)."""
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -2,7 +2,8 @@
 
 Every task is pinned: all its tokens must come from that version, and an answer that says otherwise is
 refused. An evaluation counts only as a whole: a group that dies makes it fail, since an accuracy over
-what happened to come back would flatter. Messages are acknowledged after a checkpoint that knows what became
+what happened to come back would flatter. One that was under way when the trainer died goes on in its next life, as
+long as its version is there; what ends without a result is told with the reason. Messages are acknowledged after a checkpoint that knows what became
 of their groups, as those of the training are.
 """
 
@@ -29,7 +30,7 @@ from trainer.dataset import PromptSet
 from trainer.doors import Doors
 from trainer.drops import DropReason
 from trainer.errors import EvaluationFailed
-from trainer.eval_result import EvalResult, summarise
+from trainer.eval_result import EvalResult, LostEvaluation, summarise
 from trainer.publish import Publisher
 from trainer.settings import EvalSettings
 from trainer.task_packs import make_task, pack_tasks
@@ -69,7 +70,7 @@ class Evaluator:
         sampling: Sampling,
         publisher: Publisher,
         deadline_s: float,
-        on_result: Callable[[EvalResult], None],
+        on_end: Callable[[EvalResult | LostEvaluation], None],
         account: Account,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
@@ -81,7 +82,7 @@ class Evaluator:
             sampling: How the engines sample for evaluations.
             publisher: Says when a version is published, and keeps its weights while it is evaluated.
             deadline_s: An evaluation that takes longer has failed.
-            on_result: Called on the evaluator's thread.
+            on_end: Called with what an evaluation came to, on the evaluator's thread, or in `resume` when it is lost.
             account: Of all groups of the run.
         """
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
@@ -91,7 +92,7 @@ class Evaluator:
         self._sampling = sampling
         self._publisher = publisher
         self._deadline_s = deadline_s
-        self._on_result = on_result
+        self._on_end = on_end
         self._account = account
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
@@ -130,17 +131,49 @@ class Evaluator:
                 self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
                 self._changed.notify_all()
 
-    def resume(self, version: PolicyVersion, *, now: PolicyVersion) -> bool:
-        """Close what an earlier life had in flight; returns whether ``version`` was being evaluated.
+    def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
+        """Go on with what an earlier life had in flight; returns whether ``version`` was being evaluated.
 
-        These weights are called ``now`` in this life. When that is the same number, their groups stay in
-        flight: `start` waits for them.
+        Those weights are called ``now`` in this life. When that is another number they are evaluated under it, and their
+        groups are abandoned. Of every older version the evaluation goes on under its own number, if workers can still
+        have it; otherwise it is lost, and that is told. Raises BusError or BlobError.
         """
-        with self._changed:
-            left = self._account.in_flight("eval")
-            of_version = {group_id for group_id in left if _version_of(group_id) == version}
-            self._abandon(left - of_version if now == version else left)
+        in_flight: dict[PolicyVersion, set[str]] = {}
+        for group_id in self._account.in_flight("eval"):
+            in_flight.setdefault(_version_of(group_id), set()).add(group_id)
+        of_version = in_flight.pop(version, set())
+        steps = self._publisher.stored_steps(in_flight)  # never with the lock held: the bus's thread wants it
+        with self._changed:  # all at once: what arrives finds its evaluation open
+            if of_version and now == version:
+                self.start(now, step)
+            elif of_version:
+                self._abandon(of_version)
+            for older, ids in sorted(in_flight.items()):
+                self._go_on(older, ids, steps.get(older))
             return bool(of_version)
+
+    def _go_on(self, version: PolicyVersion, ids: set[str], step: int | None) -> None:
+        if step is not None and ids == {_group_id(version, index) for index in range(self._num_prompts)}:
+            self._publisher.pin(version)
+            self.start(version, step)
+            return
+        self._abandon(ids)
+        if step is None:
+            reason = "it was under way when the trainer died, and its weights are no longer stored"
+        else:
+            reason = (
+                f"it was under way when the trainer died, with {len(ids)} groups in flight, and an evaluation has "
+                f"{self._num_prompts} now: it had failed, or the held-out prompts are others"
+            )
+        self._on_end(LostEvaluation(version, step, reason))
+
+    def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until no evaluation is under way, or ``should_stop`` says so; one that failed was told when it did."""
+        with self._changed:
+            while self._open() and not should_stop():
+                if self._crash is not None:
+                    raise self._crash
+                self._changed.wait(_FETCH_WAIT_S)
 
     def settled(self) -> list[Delivery[GroupScored]]:
         """Return the messages all of whose groups are closed: what a checkpoint now will cover."""
@@ -265,9 +298,10 @@ class Evaluator:
             self.num_failed += 1
             log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
             self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation.groups)
+            self._on_end(LostEvaluation(evaluation.version, evaluation.step, evaluation.failure))
         else:
             groups = list(evaluation.groups.values())
-            self._on_result(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
+            self._on_end(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
             self._account.use("eval", {group.generated.group_id: _num_tokens(group) for group in groups})
         self._publisher.unpin(evaluation.version)
         with self._changed:
@@ -297,8 +331,8 @@ def _group_id(version: PolicyVersion, index: int) -> str:
     return f"eval.v{version}.p{index}"
 
 
-def _version_of(group_id: str) -> int:
-    return int(group_id.split(".")[1].removeprefix("v"))
+def _version_of(group_id: str) -> PolicyVersion:
+    return PolicyVersion(int(group_id.split(".")[1].removeprefix("v")))
 
 
 def _num_tokens(group: ScoredGroup) -> int:

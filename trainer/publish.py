@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
 import structlog
 
 from protocol import subjects
-from protocol.facts import Head, WeightsRefused
+from protocol.facts import Head, WeightsPublished, WeightsRefused, decode
 from protocol.versions import PolicyVersion
 from protocol.weight_retention import AnchorPolicy
 from trainer.anchors import answer_is_due
@@ -56,7 +56,7 @@ class Publisher:
             on_published: Called on the publisher's thread for every version that has been announced.
             shares: Of all ranks; None where one process trains alone.
         """
-        self._bus, self._blobs = doors.bus, doors.blobs
+        self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._epoch = epoch
         writer = VersionWriter(doors, model_folder)
         self._shares = shares or Shares(Share(doors.blobs, doors.run_id))
@@ -150,6 +150,30 @@ class Publisher:
                         f"version {version} was not published within {deadline_s:.0f} s; waited for the object store "
                         f"(bucket {self._blobs.bucket}) and NATS at {self._bus.url}"
                     )
+
+    def pin(self, version: PolicyVersion) -> None:
+        """Keep a version that an earlier life published and announced, until `unpin`."""
+        with self._changed:
+            self._pinned.add(version)
+            self._published.add(version)
+
+    def stored_steps(self, versions: Collection[PolicyVersion]) -> dict[PolicyVersion, int]:
+        """Return which of these versions workers can still have, by the step that made each: announced, and stored.
+
+        Raises BusError or BlobError.
+        """
+        if not versions:
+            return {}
+        announced: dict[PolicyVersion, WeightsPublished] = {}
+        for message in self._bus.read_stream(f"{self._run_id}-weights").wait():
+            if message.subject == subjects.weights_published(self._run_id):
+                fact = decode(message.data, WeightsPublished)
+                announced[PolicyVersion(fact.version)] = fact
+        return {
+            version: announced[version].step
+            for version in versions
+            if version in announced and self._blobs.exists(announced[version].manifest.key)
+        }
 
     def unpin(self, version: PolicyVersion) -> None:
         """Allow garbage collection of a version that had to be published."""

@@ -4,6 +4,7 @@
 |--------|------------------------|---------------------------------------------------------------------------|
 | `step` | each optimizer step    | see `trainer/metrics.py`                                                  |
 | `eval` | each evaluation        | those of `EvalResult`                                                     |
+| `evaluation_lost` | one that was begun has no result | ``version``, ``step``, ``reason``, ``text``      |
 | `weights`| a version is announced| those of `trainer.publication.Publication`                                |
 | `drop` | groups were discarded  | ``groups`` by reason (`trainer/drops.py`), since the last such event      |
 | `state`| the run's phase changes| ``text``, ``total_steps``, ``finished``                                   |
@@ -31,7 +32,7 @@ from protocol.transport.publication import Receipt
 log = structlog.get_logger("trainer.record")
 
 SOURCE = "trainer"
-_IN_METRICS = frozenset({"step", "eval"})
+_IN_METRICS = frozenset({"step", "eval", "evaluation_lost"})
 
 
 class Recorder:

@@ -23,7 +23,7 @@ from trainer.crash_points import CrashPoint
 from trainer.crew import Crew
 from trainer.engine_check import EngineCheck
 from trainer.errors import CheckpointError, EngineMismatch
-from trainer.eval_result import EvalResult
+from trainer.eval_result import EvalResult, LostEvaluation
 from trainer.evaluate import Evaluator
 from trainer.issue import Issuer
 from trainer.lease import HeldLease
@@ -230,10 +230,12 @@ class Training:
             write_model_folder(folder, tensors, like=self.settings.model.path, dtype=self.crew.policy.dtype)
             log.info("exported", folder=str(folder), policy_version=self.version)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
-            if self.evaluator is not None and self._evaluated == self.version:
-                self._say("evaluating the end")
-                self._await_evaluation()
-                self._checkpoint()  # its groups are acknowledged too
+            if self.evaluator is not None:
+                if self._evaluated == self.version:
+                    self._say("evaluating the end")
+                    self._await_evaluation()
+                self.evaluator.wait_for_all(self._should_stop)
+                self._checkpoint()  # their groups are acknowledged too
         self.publisher.close()
         self._say("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
 
@@ -251,8 +253,14 @@ class Training:
         steps_left = self.settings.trainer.steps - self.num_steps_done
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
 
-    def on_evaluation(self, result: EvalResult) -> None:
-        """Write down an evaluation (called on the evaluator's thread)."""
+    def on_evaluation(self, result: EvalResult | LostEvaluation) -> None:
+        """Write down what an evaluation came to (called on the evaluator's thread, or as the run begins)."""
+        if isinstance(result, LostEvaluation):
+            at = "" if result.step is None else f" (step {result.step})"
+            text = f"evaluation lost: version {result.version}{at}: {result.reason}"
+            self.recorder.event("evaluation_lost", {"text": text, **asdict(result)})
+            log.warning("evaluation lost", policy_version=result.version, step=result.step, reason=result.reason)
+            return
         self.evaluations.append(result)
         fields = asdict(result)
         fields["pass_at"] = {str(k): share for k, share in result.pass_at.items()}
@@ -277,10 +285,10 @@ class Training:
         self.evaluator.wait(self._evaluated, self._should_stop)
 
     def _resume_evaluation(self) -> bool:
-        """Close the evaluations of an earlier life; say whether one of these very weights was not over."""
+        """Go on with the evaluations of an earlier life; say whether one of these very weights was not over."""
         if self.evaluator is None or self.resumed is None:
             return False
-        return self.evaluator.resume(PolicyVersion(self.resumed.version), now=self.version)
+        return self.evaluator.resume(PolicyVersion(self.resumed.version), now=self.version, step=self.num_steps_done)
 
     def _check_weights(self) -> None:
         """Refuse a checkpoint whose weights are not those that its state tells of."""

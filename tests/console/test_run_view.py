@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -211,3 +212,12 @@ def test_the_sums_always_belong_to_the_steps_that_count(numbers: list[int]):
     summary = view.summary()
     assert summary.tokens_trained == sum(p.tokens_trained for p in points)
     assert sum(summary.staleness_tokens.values()) == summary.tokens_trained
+
+
+@pytest.mark.parametrize("kind", ["alarm", "evaluation_lost"])
+def test_what_the_trainer_warns_of_is_shown(kind: str) -> None:
+    """An engine that has parted from the trainer, or a hole in the curve, stands among the incidents in its own words."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
+    (incident,) = view.snapshot(recorded.START).incidents
+    assert (incident.text, incident.kind) == ("evaluation lost: version 3: no weights", "lost")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deploy.quickstart_task import write_data, write_model
-from protocol import subjects
+from protocol import blob_keys, subjects
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import DeadLetter, Sampling, Task
 from protocol.reward_settings import RewardSettings
@@ -23,7 +23,7 @@ from trainer.chat_template import ChatTokenizer
 from trainer.dataset import PromptSet
 from trainer.doors import Doors
 from trainer.errors import EvaluationFailed
-from trainer.eval_result import EvalResult, pass_at_k
+from trainer.eval_result import EvalResult, LostEvaluation, pass_at_k
 from trainer.evaluate import Evaluator
 from trainer.part import part_of
 from trainer.publish import Publisher
@@ -46,13 +46,20 @@ class Scene:
         self.doors = doors
         self.producer = producer
         self.results: list[EvalResult] = []
+        self.lost: list[LostEvaluation] = []
         self.account = Account()
         self.publisher = Publisher(doors, model_folder=folder / "model")
         self.evaluator = Evaluator(
             doors, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
-            on_result=self.results.append, account=self.account,
+            on_end=self.hear, account=self.account,
         )  # fmt: skip
+
+    def hear(self, end: EvalResult | LostEvaluation) -> None:
+        if isinstance(end, LostEvaluation):
+            self.lost.append(end)
+        else:
+            self.results.append(end)
 
     def publish(self, version: PolicyVersion) -> None:
         self.publisher.submit(Snapshot(version, 3, part_of({"a": torch.zeros(2)}), "float32", must_publish=True))
@@ -101,6 +108,50 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     with pytest.raises(EvaluationFailed, match=r"sampled by versions 2 to 2; the worker ignored the pin"):
         scene.evaluator.wait(V3)
     assert not scene.results
+    assert [(lost.version, lost.step) for lost in scene.lost] == [(3, 3)]
+    assert "ignored the pin" in scene.lost[0].reason
+
+
+def test_an_evaluation_under_way_at_a_crash_goes_on_in_the_next_life(scene: Scene) -> None:
+    """Its version is older than the checkpoint's and is stored still: its result comes by its own step, and is unpinned."""
+    for version in (V3, V4):
+        scene.publish(version)
+        scene.publisher.wait_until_published(version, 20.0)
+        scene.publisher.unpin(version)
+    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(70)])  # by the life before
+    assert not scene.evaluator.resume(V4, now=V4, step=4)
+    assert scene.publisher.pinned() == {V3}
+    scene.evaluator.wait_for_all()
+    assert [(result.version, result.step, result.num_prompts) for result in scene.results] == [(3, 3, 70)]
+    assert not scene.lost
+    assert not scene.publisher.pinned()
+    assert not scene.account.in_flight("eval")
+
+
+def test_the_weights_of_the_checkpoint_are_evaluated_under_their_new_number(scene: Scene) -> None:
+    """Published again as another version, they are evaluated as that one: nothing is lost."""
+    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
+    assert scene.evaluator.resume(V3, now=V4, step=3)
+    assert not scene.account.in_flight("eval")
+    assert not scene.lost
+
+
+@pytest.mark.parametrize(
+    ("is_stored", "num_groups", "reason"), [(False, 70, "no longer stored"), (True, 69, "with 69 groups in flight")]
+)
+def test_an_evaluation_that_cannot_go_on_is_told(scene: Scene, is_stored: bool, num_groups: int, reason: str) -> None:
+    """Without its weights, or with only some of its groups left, it is lost with the reason; its groups are closed."""
+    scene.publish(V3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    if not is_stored:
+        prefix = blob_keys.weights_prefix(scene.doors.run_id, V3)
+        scene.doors.blobs.delete([stat.key for stat in scene.doors.blobs.list(prefix)])
+    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(num_groups)])
+    assert not scene.evaluator.resume(V4, now=V4, step=4)
+    (lost,) = scene.lost
+    assert (lost.version, lost.step) == (3, 3 if is_stored else None)
+    assert reason in lost.reason
+    assert not scene.account.in_flight("eval")
 
 
 def test_a_dead_group_makes_the_evaluation_fail(scene: Scene) -> None:
