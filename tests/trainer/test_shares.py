@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from deploy.quickstart_task import write_model
 from protocol import blob_keys
@@ -49,14 +49,12 @@ class TwoRanks:
     """Two processes that publish by shares; rank 1 writes through a proxy of its own."""
 
     def __init__(self, told: dict[str, Any], running: ExitStack) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port that another may take
         self.processes = []
         for rank in (0, 1):
             environ = os.environ | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.trainer.share_kill"],
@@ -120,7 +118,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication_by_its_name(
     assert (head.version, manifest_of(doors, head.manifest).kind) == (1, "patch")
     assert_is(doors, 1)
     assert "rank 1 of 2 has ended" in ranks.publish(2)
-    assert ranks.processes[1].wait(10) == -signal.SIGKILL
+    assert ranks.processes[1].wait(60) == -signal.SIGKILL
     assert head_of(doors) == head
     stored = [
         stat.key.rpartition("/")[2] for stat in blobs.list(blob_keys.weights_prefix(ring_streams, PolicyVersion(2)))
