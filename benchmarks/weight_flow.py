@@ -1,6 +1,7 @@
 """How weights flow: bytes, diff, upload and mirror of each version, and a late joiner, on real NATS and S3.
 
     python -m benchmarks.weight_flow [--mb 64] [--versions 41] [--density 0.009]
+    python -m benchmarks.weight_flow --squash    # would merging the patches serve a late joiner?
 
 A synthetic bfloat16 model of which a share of the values changes with every version, published by the trainer's
 publisher and mirrored by two mirrors: one that follows every version, one that joins after the last. memcpy of
@@ -22,7 +23,7 @@ import torch
 from deploy.bootstrap import bootstrap
 from deploy.quickstart_task import write_model
 from deploy.servers import NatsServer, S3Server
-from protocol import logs
+from protocol import bucket_codec, logs
 from protocol.facts import WeightsPublished
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
@@ -135,13 +136,44 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     }
 
 
+def squash(versions: int, density: float) -> dict[str, object]:
+    """Merge the patches of one 8 MiB bucket into one; shares are of the bucket, CPU seconds of one thread."""
+    source = states(8 * _TENSORS, density)
+    before = next(source)["layers.0.w"].view(torch.uint8).numpy()
+    chain, state = [], before
+    for _ in range(versions - 1):
+        new = next(source)["layers.0.w"].view(torch.uint8).numpy()
+        chain.append(bucket_codec.encode(state, new, 2))
+        state = new
+    num_words = before.size // 2
+    parsed = [bucket_codec.parse(e.codec, e.data, num_words=num_words, word_bytes=2) for e in chain]
+    times = [time.process_time()]
+    merged = bucket_codec.squash(parsed)
+    times.append(time.process_time())
+    for change in parsed:
+        bucket_codec.apply(change, before)
+    times.append(time.process_time())
+    return {
+        "patches": len(chain),
+        "patches_share": sum(len(e.data) for e in chain) / before.size,
+        "squash_share": len(merged.data) / before.size,
+        "squash_cpu_s": times[1] - times[0],
+        "apply_patches_cpu_s": times[2] - times[1],
+        "memcpy_s": memcpy_s(before.size),
+    }
+
+
 def main() -> None:
     """Measure and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mb", type=int, default=64)
     parser.add_argument("--versions", type=int, default=41)
     parser.add_argument("--density", type=float, default=0.009)
+    parser.add_argument("--squash", action="store_true")
     options = parser.parse_args()
+    if options.squash:
+        print(json.dumps(squash(options.versions, options.density), indent=1))
+        return
     logs.configure("benchmark", level="warning")
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(run(options.mb, options.versions, options.density, Path(folder)), indent=1))

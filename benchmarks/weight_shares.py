@@ -5,7 +5,8 @@
 A random bfloat16 Qwen3 under DeepSpeed, one process for each rank, real NATS and S3. Each version an optimizer would
 have moved 0.9 % of the values; here they are moved by one unit in the last place. Beside the copy of each rank's
 part its memcpy is measured, and beside the publication by shares the one before it: rank 0 gathers the model whole
-and publishes it alone (``gathered``). Figures are medians; all in one run, the ranks side by side.
+and publishes it alone (``gathered``). CPU seconds are of the
+training thread (``wait``) or of a whole rank; figures are medians; all in one run, the ranks side by side.
 """
 
 from __future__ import annotations
@@ -122,21 +123,26 @@ def rank(told: dict[str, Any]) -> None:
     for way in ("shares", "gathered"):
         ranks.barrier()
         watch.restart()
+        cpu = 0.0
         for version in range(told["versions"]):
             _move(policy, version)
             ranks.barrier()
+            before = time.process_time()
             if leader is not None:
                 leader.publish(way, version)
                 crew.dismiss()
             else:
                 crew.follow(share)
+            cpu += time.process_time() - before if version else 0.0  # the first is whole
         ranks.barrier()
-        peaks.append(watch.peak())
+        peaks.append((watch.peak(), cpu / (told["versions"] - 1)))
     found = ranks.gather(json.dumps(peaks).encode())
     if leader is not None:
         figures = {way: leader.figures(way) for way in ("shares", "gathered")}
         for number, way in enumerate(figures):
-            figures[way]["peak_mb_by_rank"] = [round(json.loads(data)[number]) for data in found]
+            of_ranks = [json.loads(data)[number] for data in found]
+            figures[way]["peak_mb_by_rank"] = [round(peak) for peak, _ in of_ranks]
+            figures[way]["cpu_s_by_rank"] = [cpu for _, cpu in of_ranks]
         print(json.dumps({"num_ranks": ranks.num_ranks, "zero_stage": told["stage"], **figures}), flush=True)
     ranks.leave(0)
 
@@ -148,6 +154,7 @@ class _Leader:
         self._publishers: dict[str, Publisher] = {}
         self._told: dict[str, list[Publication]] = {"shares": [], "gathered": []}
         self._waits: dict[str, list[float]] = {"shares": [], "gathered": []}
+        self._wait_cpu: dict[str, list[float]] = {"shares": [], "gathered": []}
         self._part_bytes = 0
         for way, run_id, of in (("shares", told["run_id"], shares), ("gathered", f"{told['run_id']}-gathered", None)):
             bootstrap(bus, blobs, run_id)
@@ -159,10 +166,11 @@ class _Leader:
     def publish(self, way: str, version: int) -> None:
         """Publish a version in one of the two ways; what the training thread does is the wait."""
         publisher = self._publishers[way]
-        started = time.monotonic()
+        started, cpu = time.monotonic(), time.thread_time()
         part = self._copy(way, version)
         publisher.submit(Snapshot(PolicyVersion(version), version, part, "bfloat16", must_publish=True))
         self._waits[way].append(time.monotonic() - started)
+        self._wait_cpu[way].append(time.thread_time() - cpu)
         del part
         publisher.wait_until_published(PolicyVersion(version), 300.0)
 
@@ -182,7 +190,8 @@ class _Leader:
             "raw_mb": round(whole.raw_bytes / 1024**2),
             "part_mb": round(num_bytes / 1024**2),
             "wait_s": middle(self._waits[way][1:]),
-            "memcpy_s": memcpy_s(num_bytes),
+            "wait_cpu_s": middle(self._wait_cpu[way][1:]),
+            "memcpy_cpu_s": memcpy_s(num_bytes),
             "diff_s": middle(p.diff_s for p in patches),
             "upload_s": middle(p.upload_s for p in patches),
             "publish_s": middle(p.publish_s for p in patches),
