@@ -74,7 +74,10 @@ class WorkerSettings(Section):
         "and values of the old weights; 'abort': the worker takes what they have and asks for the rest.",
     )
     check_weights_every: int = Field(
-        1, ge=0, description="Every so many versions the engine is asked for a checksum of its weights; 0: never."
+        1,
+        ge=0,
+        description="Every so many versions the engine's checksum of its weights is compared with the other engines'; 0: "
+        "never. It is asked for while generation goes on, and not at all where the answer to an update holds it.",
     )
     finish_s: float = Field(
         30.0,
