@@ -7,6 +7,7 @@ acknowledgements reach the broker later, if at all.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import shutil
@@ -35,9 +36,11 @@ RUN = "machine"
 
 @functools.cache
 def shelf() -> Path:
-    """Where the folders of all machines lie: in memory, where an fsync is free."""
+    """Where the folders of all machines lie until the process ends: in memory, where an fsync is free."""
     memory = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="ring-machine-", dir=memory if memory.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="ring-machine-", dir=memory if memory.is_dir() else None))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 class Objects:
