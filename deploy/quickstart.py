@@ -96,6 +96,10 @@ warmup_steps = 20
 output = "{folder}/sft"
 """
 
+_UPDATE_MODE = """\
+update_mode = "retract"     # new weights do not wait for what is being generated, which goes on under them
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -195,7 +199,7 @@ def _engine_sections(engine: str) -> str:
     """Return what the run file says about the engine; raises ConfigError when there is no SGLang to be started."""
     if engine == "embedded":
         return ""
-    return f'\n[worker]\nengine = "{engine}"\n\n{sglang_cpu.section_toml()}'
+    return f'\n[worker]\nengine = "{engine}"\n{_UPDATE_MODE}\n{sglang_cpu.section_toml()}'
 
 
 def _warm_up(options: Options, run_file: Path, say: _Voice, asked_to_end: threading.Event) -> bool:

@@ -31,12 +31,12 @@ SPAN_SLACK = 2  # tokens: SGLang may attribute the step under way, when it stops
 
 
 async def wait_until_generating(engine: EngineUnderTest) -> None:
-    """Wait until sequences run, so that an update meets them."""
+    """Wait until samples run, so that an update meets them: SGLang runs the prompts alone before, one sequence each."""
     deadline = time.monotonic() + DEADLINE_S
     async with httpx.AsyncClient(timeout=60) as http:
         while True:
             [load] = (await http.get(f"{engine.url}/v1/loads")).json()["loads"]
-            if load["num_running_reqs"]:
+            if load["num_running_reqs"] > len(PROMPTS):
                 return
             assert time.monotonic() < deadline, "nothing was ever running"
             await asyncio.sleep(0.005)
@@ -82,7 +82,7 @@ def check_versions(
     if mode == "in_place" and engine.kind != "embedded":  # where exactly its cache turns is not told
         if runs[0].version != 0:  # its prompt may have been computed, for a sample beside it, before the update
             return
-        end = runs[0].end - SPAN_SLACK if len(runs) > 1 else runs[0].end
+        end = max(0, runs[0].end - SPAN_SLACK) if len(runs) > 1 else runs[0].end
         expected = logprobs_by_version(models, prompt, one.token_ids[:end], [(0, 0, end)])
     else:
         recompute = logprobs_over_kept_cache if mode == "in_place" else logprobs_by_version

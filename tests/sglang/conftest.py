@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deploy import sglang_cpu
+from deploy.bootstrap import bootstrap, delete_run
 from deploy.child import Child
-from protocol.connection import NatsSettings, S3Settings
+from deploy.servers import NatsServer, S3Server
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from tests.contracts import real_sglang
+from tests.contracts.real_sglang import START_S
 from tests.rollout_service.ring_end import RingEnd, worker_process
+
+_RUN = "sglang"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,27 +28,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a real SGLang server: make test-sglang"))
 
 
-@pytest.fixture
-def ring_end(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> RingEnd:
-    """The trainer's and the reward service's end of a run of its own."""
-    return RingEnd(bus, blobs, ring_streams, tmp_path)
+@pytest.fixture(scope="module")
+def ring_end(
+    nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RingEnd]:
+    """The trainer's and the reward service's end of one run, of which version 0 is published."""
+    blobs = Blobs(s3_server.settings)
+    with Bus.connect(nats_server.settings, name="test") as bus:
+        bootstrap(bus, blobs, _RUN)
+        end = RingEnd(bus, blobs, _RUN, tmp_path_factory.mktemp("ring"))
+        end.publish(0)
+        yield end
+        delete_run(bus, _RUN)
+
+
+@pytest.fixture(scope="module")
+def running_worker(nats_server: NatsServer, s3_server: S3Server, ring_end: RingEnd) -> Iterator[Child]:
+    """A worker whose engine is a real SGLang on the CPU, updated in mid-generation."""
+    section = ring_end.folder / "sglang.toml"
+    section.write_text('[worker]\nengine = "sglang"\nupdate_mode = "retract"\n\n' + sglang_cpu.section_toml())
+    nats, s3 = nats_server.settings, s3_server.settings
+    child = worker_process(ring_end.folder, _RUN, "w0", nats, s3, str(section))
+    ring_end.wait_applied("w0", 0, START_S)
+    yield child
+    child.kill()
 
 
 @pytest.fixture
-def sglang_worker(
-    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
-) -> Iterator[Callable[..., Child]]:
-    """Start a worker whose engine is a real SGLang on the CPU; a failed test shows its log."""
-    started: list[Child] = []
-    section = tmp_path / "sglang.toml"
-
-    def start(*overrides: str) -> Child:
-        section.write_text('[worker]\nengine = "sglang"\n\n' + sglang_cpu.section_toml())
-        child = worker_process(tmp_path, ring_streams, "w0", nats_settings, s3_settings, str(section), *overrides)
-        started.append(child)
-        return child
-
-    yield start
-    for child in started:
-        child.kill()
-        print(f"── log of {child.name} ──\n{child.log_tail(40)}")
+def sglang_worker(running_worker: Child) -> Iterator[Child]:
+    """That worker, one for all tests: what kills its server is mended by it. A failed test shows its log."""
+    yield running_worker
+    print(f"── log of {running_worker.name} ──\n{running_worker.log_tail(40)}")

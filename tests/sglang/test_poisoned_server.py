@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 
 from protocol.facts import Sampling
@@ -22,24 +23,45 @@ from rollout_service.managed_engine import ManagedEngine
 from tests.contracts.real_sglang import START_S, managed_sglang
 from tests.contracts.tiny_model import Dense, build_model, read_tensors, write_changed_copy, write_tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module")]
 
 V0, V1, V2 = map(PolicyVersion, range(3))
 PROMPT = [5, 17, 88, 250, 31, 9]
 GREEDY = Sampling(max_new_tokens=10, temperature=0.0)
 
 
-@asynccontextmanager
-async def supervised(model: Path, scratch: Path) -> AsyncIterator[ManagedEngine]:
-    """A server on version 0, watched as in a worker."""
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """A server that is watched as in a worker, and the folder of its version 0."""
+
+    engine: ManagedEngine
+    model: Path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def supervised(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Supervised]:
+    """One engine for all tests: what kills its server is mended by it, which is what they are about."""
+    scratch = tmp_path_factory.mktemp("supervised")
+    build_model(scratch / "model")
     engine = managed_sglang(scratch / "sglang.log")
-    await engine.load(model, V0)
+    await engine.load(scratch / "model", V0)
     watching = asyncio.create_task(engine.run())
-    try:
-        yield engine
-    finally:
-        watching.cancel()
-        await engine.stop()
+    yield Supervised(engine, scratch / "model")
+    watching.cancel()
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(supervised: Supervised) -> ManagedEngine:
+    """The engine on version 0, whatever the test before left."""
+    await asyncio.wait_for(supervised.engine.load(supervised.model, V0), 2 * START_S)
+    return supervised.engine
+
+
+@pytest.fixture
+def model(supervised: Supervised) -> Path:
+    """The folder of version 0."""
+    return supervised.model
 
 
 async def greedy(engine: ManagedEngine) -> list[int]:
@@ -48,38 +70,10 @@ async def greedy(engine: ManagedEngine) -> list[int]:
     return completion.token_ids
 
 
-async def test_a_server_that_dies_of_an_update_comes_back_on_the_version_before(tmp_path: Path):
-    """A truncated file kills it, and it cannot start from one either: the old version is served on, the new refused.
-
-    What was under way is refused; the version after is followed as if nothing had been.
-    """
-    model = tmp_path / "model"
-    build_model(model)
-    bad = write_changed_copy(model, tmp_path / "v1", seed=1)
-    file = bad / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    good = write_changed_copy(model, tmp_path / "v2", seed=2)
-    check = WeightsCheck()
-    check.check(model, V0)
-    with pytest.raises(WeightsUnusable):
-        check.check(bad, V1)
-    async with supervised(model, tmp_path) as engine:
-        before = await greedy(engine)
-        assert before == Dense(model).greedy(PROMPT, 10)
-        first = engine.client
-        with pytest.raises(WeightsUnusable, match="neither took version 1 nor started from it"):
-            await asyncio.wait_for(engine.load(bad, V1), 3 * START_S)
-        with pytest.raises(EngineError):
-            await first.generate([PROMPT], GREEDY, 1)
-        assert (engine.version, await greedy(engine)) == (V0, before)
-        await engine.load(good, V2)
-        assert (engine.version, await greedy(engine)) == (V2, Dense(good).greedy(PROMPT, 10))
-
-
-async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(tmp_path: Path):
+async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(
+    engine: ManagedEngine, model: Path, tmp_path: Path
+):
     """A missing tensor and a NaN are a success to SGLang, under the new version's number; the check names both."""
-    model = tmp_path / "model"
-    build_model(model)
     name = "model.layers.1.mlp.up_proj.weight"
     lacking = read_tensors(model)
     del lacking[name]
@@ -89,28 +83,51 @@ async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(tmp_pa
     nan = write_tensors(model, tmp_path / "v2", spoilt)
     check = WeightsCheck()
     check.check(model, V0)
-    async with supervised(model, tmp_path) as engine:
-        for folder, version, words in ((missing, V1, "missing"), (nan, V2, "not finite")):
-            await engine.load(folder, version)
-            assert engine.version == version
-            with pytest.raises(WeightsUnusable, match=words):
-                check.check(folder, version)
+    for folder, version, words in ((missing, V1, "missing"), (nan, V2, "not finite")):
+        await engine.load(folder, version)
+        assert engine.version == version
+        with pytest.raises(WeightsUnusable, match=words):
+            check.check(folder, version)
 
 
-async def test_a_server_whose_weights_somebody_changed_is_replaced(tmp_path: Path):
+async def test_a_server_whose_weights_somebody_changed_is_replaced(engine: ManagedEngine, model: Path, tmp_path: Path):
     """Within seconds it is noticed, distrusted, killed, and another serves what was wanted."""
-    model = tmp_path / "model"
-    build_model(model)
     other = write_changed_copy(model, tmp_path / "other", seed=1)
-    async with supervised(model, tmp_path) as engine:
-        first = engine.client
-        await first.load_weights(other, V2)  # not through the engine: as an outsider would
-        async with asyncio.timeout(START_S):
-            while engine.client is first or not engine.ready.is_set():  # noqa: ASYNC110  (the watch's turn)
-                await asyncio.sleep(0.1)
-        assert await engine.client.served_version() == V0
-        with pytest.raises(EngineDistrusted):
-            await first.generate([PROMPT], GREEDY, 1)
-        with pytest.raises(TaskRefused):
-            await engine.client.generate([[5, 100_000]], GREEDY, 1)
-        assert await greedy(engine) == Dense(model).greedy(PROMPT, 10)
+    first = engine.client
+    await first.load_weights(other, V2)  # not through the engine: as an outsider would
+    async with asyncio.timeout(START_S):
+        while engine.client is first or not engine.ready.is_set():  # noqa: ASYNC110  (the watch's turn)
+            await asyncio.sleep(0.1)
+    assert await engine.client.served_version() == V0
+    with pytest.raises(EngineDistrusted):
+        await first.generate([PROMPT], GREEDY, 1)
+    with pytest.raises(TaskRefused):
+        await engine.client.generate([[5, 100_000]], GREEDY, 1)
+    assert await greedy(engine) == Dense(model).greedy(PROMPT, 10)
+
+
+async def test_a_server_that_dies_of_an_update_comes_back_on_the_version_before(
+    engine: ManagedEngine, model: Path, tmp_path: Path
+):
+    """A truncated file kills it, and it cannot start from one either: the old version is served on, the new refused.
+
+    What was under way is refused; the version after is followed as if nothing had been.
+    """
+    bad = write_changed_copy(model, tmp_path / "v1", seed=1)
+    file = bad / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    good = write_changed_copy(model, tmp_path / "v2", seed=2)
+    check = WeightsCheck()
+    check.check(model, V0)
+    with pytest.raises(WeightsUnusable):
+        check.check(bad, V1)
+    before = await greedy(engine)
+    assert before == Dense(model).greedy(PROMPT, 10)
+    first = engine.client
+    with pytest.raises(WeightsUnusable, match="neither took version 1 nor started from it"):
+        await asyncio.wait_for(engine.load(bad, V1), 3 * START_S)
+    with pytest.raises(EngineError):
+        await first.generate([PROMPT], GREEDY, 1)
+    assert (engine.version, await greedy(engine)) == (V0, before)
+    await engine.load(good, V2)
+    assert (engine.version, await greedy(engine)) == (V2, Dense(good).greedy(PROMPT, 10))

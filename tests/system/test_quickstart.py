@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from console.runs import is_locked
 from tests.servers import require
+from trainer.engine_check import MIN_TOKENS
 
 ROOT = Path(__file__).parents[2]
 STEPS = 16
@@ -60,6 +61,16 @@ def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
     assert quickstart["workers"]["worker-0"]["num_lives"] == 2
     assert any("SIGKILL" in incident for incident in quickstart["incidents"])
     assert any("came again" in incident for incident in quickstart["incidents"])
+
+
+@pytest.mark.slow
+def test_the_first_step_compares_trainer_and_engine(quickstart: dict):
+    """Nothing but version 0 can have sampled it, so every run begins with the two agreeing, or not at all."""
+    rows = map(json.loads, (quickstart["folder"] / "metrics.jsonl").read_text().splitlines())
+    first = next(row for row in rows if row["kind"] == "step")
+    assert first["mismatch"]["tokens"] == first["tokens_trained"] >= MIN_TOKENS
+    assert first["mismatch"]["mean_abs"] < 1e-5
+    assert first["mismatch_unseen_steps"] == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,151 @@
+"""Was every token of a run sampled by the version it names? Its stored packs, held against its stored weights.
+
+    python -m deploy.stored RUN_FOLDER/store -- python -m benchmarks.token_versions RUN [--groups 200] [--kept-cache]
+
+The run must still have its versions (``trainer.keep_versions`` of more than its steps). Of a sample of its groups, each
+token's log-probability is computed anew by transformers, from the weights of the version that the token names, and
+once more from those of the version before, which shows how far a wrong label would be off. ``--kept-cache`` is for
+``worker.update_mode = "in_place"``: what follows an update reads keys and values of older weights there, so only what
+comes before the update in a sequence that met one is judged; of the sequences that begin after it, those that read an
+older prefix are counted. Prints one JSON object; the exit code is 1 when a judged token is further than 1e-4 nats from
+its own version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploy.bootstrap import ConnectionSettings
+from protocol import blob_keys, group_pack
+from protocol.runfile import load
+from protocol.trajectory import Group, Trajectory
+from protocol.transport.blobs import Blobs
+from protocol.versions import PolicyVersion, VersionRun
+from protocol.weight_export import export_version
+from protocol.weight_reader import WeightReader
+from protocol.weights import VersionManifest
+from tests.contracts.tiny_model import Dense
+
+TOLERANCE = 1e-4  # nats, float32 against float32
+
+
+class Versions:
+    """The dense forward of each version of a run, made when it is asked for."""
+
+    def __init__(self, blobs: Blobs, run_id: str, scratch: Path) -> None:
+        """Read all manifests."""
+        self._blobs, self._run_id, self._scratch = blobs, run_id, scratch
+        self._manifests: dict[int, VersionManifest] = {}
+        for stat in blobs.list(blob_keys.all_weights_prefix(run_id)):
+            if stat.key.endswith("/manifest.json"):
+                manifest = VersionManifest.from_json(blobs.get_unverified(stat.key))
+                self._manifests.setdefault(manifest.version, manifest)
+        self._dense: dict[int, Dense] = {}
+
+    def __contains__(self, version: int) -> bool:
+        """Whether the version is still stored."""
+        return version in self._manifests
+
+    def __getitem__(self, version: int) -> Dense:
+        """Return a version's forward."""
+        if version not in self._dense:
+            self._dense[version] = Dense(self.folder(version))
+        return self._dense[version]
+
+    def folder(self, version: int) -> Path:
+        """Return a version as a model folder."""
+        folder = self._scratch / f"v{version}"
+        if not folder.exists():
+            reader = WeightReader(self._blobs, self._run_id)
+            export_version(self._manifests[version], folder, reader=reader, blobs=self._blobs)
+        return folder
+
+
+def stored_groups(blobs: Blobs, run_id: str, oldest_version: int) -> list[Group]:
+    """Return all groups of a run whose oldest token is of a version."""
+    prefix = blob_keys.group_pack(run_id, PolicyVersion(oldest_version), "", "").rpartition("/")[0] + "/"
+    return [group for stat in blobs.list(prefix) for group in group_pack.decode(blobs.get_unverified(stat.key))]
+
+
+def sampled_groups(blobs: Blobs, run_id: str, num_groups: int) -> list[Group]:
+    """Return a sample of the training groups of a run: whole packs, from its whole length."""
+    keys = sorted(stat.key for stat in blobs.list(blob_keys.groups_prefix(run_id)))
+    random.Random(0).shuffle(keys)
+    groups: list[Group] = []
+    for key in keys:
+        if len(groups) >= num_groups:
+            break
+        groups += [group for group in group_pack.decode(blobs.get_unverified(key)) if group.split == "train"]
+    return groups
+
+
+def gaps(row: Trajectory, run: VersionRun, dense: Dense) -> np.ndarray:
+    """Return |reported - computed| of a run's tokens, in nats."""
+    tokens = row.token_ids.tolist()[: run.end]
+    computed = dense.of_completion(tokens[: run.start], tokens[run.start :])
+    return np.abs(row.behaviour_logprobs[run.start : run.end] - np.array(computed))
+
+
+def judge(groups: Sequence[Group], versions: Versions, *, kept_cache: bool) -> dict[str, Any]:
+    """Hold every token against its own version and against the one before."""
+    own: list[np.ndarray] = []
+    before: list[np.ndarray] = []
+    spans: Counter[int] = Counter()
+    over_older_keys = 0
+    for row in _rows(groups):
+        spans[len(row.version_runs)] += 1
+        for run in row.version_runs[:1] if kept_cache else row.version_runs:
+            off = gaps(row, run, versions[run.version])
+            if kept_cache and len(row.version_runs) == 1 and off.max() > TOLERANCE:
+                over_older_keys += 1
+                continue
+            own.append(off)
+            if run.version - 1 in versions:
+                before.append(gaps(row, run, versions[run.version - 1]))
+    num_tokens = sum(row.num_completion_tokens for row in _rows(groups))
+    off, wrong = np.concatenate(own), np.concatenate(before)
+    return {
+        "groups": len(groups),
+        "samples": sum(spans.values()),
+        "samples_by_number_of_versions": dict(sorted(spans.items())),
+        "samples_over_an_older_prefix": over_older_keys,
+        "tokens_judged": len(off),
+        "tokens_not_judged": num_tokens - len(off),
+        "versions": len({run.version for row in _rows(groups) for run in row.version_runs}),
+        "own_version": {"mean": float(off.mean()), "max": float(off.max()), "beyond": int((off > TOLERANCE).sum())},
+        "version_before": {"mean": float(wrong.mean()), "share_beyond": float((wrong > TOLERANCE).mean())},
+    }
+
+
+def _rows(groups: Sequence[Group]) -> Iterator[Trajectory]:
+    return (row for group in groups for row in group.trajectories)
+
+
+def main() -> int:
+    """Judge a run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run")
+    parser.add_argument("--groups", type=int, default=200)
+    parser.add_argument("--kept-cache", action="store_true")
+    told = parser.parse_args()
+    blobs = Blobs(load(ConnectionSettings, overrides=[f"run.id={told.run}"], environ=os.environ).settings.s3)
+    with tempfile.TemporaryDirectory() as scratch:
+        groups = sampled_groups(blobs, told.run, told.groups)
+        found = judge(groups, Versions(blobs, told.run, Path(scratch)), kept_cache=told.kept_cache)
+    print(json.dumps(found, indent=1))
+    return 1 if found["own_version"]["beyond"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

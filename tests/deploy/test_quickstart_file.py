@@ -1,0 +1,24 @@
+"""The run file that the quickstart writes for a real SGLang."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import sglang_cpu
+from deploy.quickstart import _engine_sections
+from protocol.runfile import load
+from rollout_service.settings import RolloutSettings
+
+
+def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its sections are ones that a worker takes; the embedded engine needs none."""
+    monkeypatch.setenv(sglang_cpu.PYTHON_VARIABLE, sys.executable)
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nid = "r"\n' + _engine_sections("sglang"))
+    told = load(RolloutSettings, files=[file]).settings
+    assert (told.worker.engine, told.worker.update_mode) == ("sglang", "retract")
+    assert told.sglang.python == Path(sys.executable)
+    assert _engine_sections("embedded") == ""
