@@ -95,10 +95,13 @@ def test_all_processes_end_with_the_ring(run_file: Path, tmp_path: Path, how: si
         stderr=subprocess.PIPE,
         text=True,
     ) as ring:
-        wait_for(lambda: processes_of(tmp_path, word="embedded_engine"), "the engine", 60.0)
-        ring.send_signal(how)
-        assert ring.wait(30.0) == (130 if how == signal.SIGTERM else -how)
-        wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes")
+        try:
+            wait_for(lambda: processes_of(tmp_path, word="embedded_engine"), "the engine", 120.0)
+            ring.send_signal(how)
+            assert ring.wait(60.0) == (130 if how == signal.SIGTERM else -how)
+            wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes", 30.0)
+        finally:
+            ring.kill()
 
 
 def test_services_use_the_servers_that_the_run_file_names(
