@@ -31,6 +31,7 @@ from rollout_service.generate_pack import PackGenerator
 from rollout_service.heartbeat import HeartbeatWriter
 from rollout_service.managed_engine import ManagedEngine
 from rollout_service.mirror import Mirror
+from rollout_service.offered_versions import OfferedVersions
 from rollout_service.settings import RolloutSettings
 from rollout_service.settlement import Settlement
 from rollout_service.sglang_command import sglang_command, sglang_environ
@@ -97,15 +98,19 @@ async def _wire(
     }
     news = WeightNews(bus, run_id=run_id, worker_id=worker_id)
     turns = SwapTurns(bus, run_id=run_id, worker_id=worker_id, max_share=settings.worker.max_paused_share)
+    offered = OfferedVersions(engine)
     swap = WeightSwap(
         engine=engine,
+        offered=offered,
         turns=turns,
         news=news,
         figures=figures,
         check_every=settings.worker.check_weights_every,
         update_mode=settings.worker.update_mode,
     )
-    weights = WeightFollower(bus=bus, mirror=mirror, engine=engine, gate=gate, news=news, swap=swap, run_id=run_id)
+    weights = WeightFollower(
+        bus=bus, mirror=mirror, engine=engine, offered=offered, gate=gate, news=news, swap=swap, run_id=run_id
+    )
     settlement = Settlement(
         bus,
         figures,
@@ -117,8 +122,9 @@ async def _wire(
     tasks = TaskSource(inboxes, engine, stop)
     packs = PackGenerator(
         engine=engine,
-        environments={"single_turn": SingleTurn(lambda: engine.client)},
+        environments={"single_turn": SingleTurn()},
         weights=weights,
+        offered=offered,
         gate=gate,
         blobs=blobs,
         settlement=settlement,

@@ -16,8 +16,9 @@ from protocol.versions import PolicyVersion
 from rollout_service.build_trajectory import build_group
 from rollout_service.check_task import ModelLimits, check_task
 from rollout_service.engine import Engine
-from rollout_service.environments.environment import Environment
+from rollout_service.environments.environment import Environment, Sampler
 from rollout_service.errors import EngineError, ReplyRefused, TaskRefused
+from rollout_service.offered_versions import OfferedVersions
 from rollout_service.patience import outlast
 from rollout_service.settlement import Settlement
 from rollout_service.task_source import Order
@@ -34,6 +35,7 @@ class PackGenerator:
         engine: Engine,
         environments: Mapping[str, Environment],
         weights: WeightFollower,
+        offered: OfferedVersions,
         gate: VersionGate,
         blobs: Blobs,
         settlement: Settlement,
@@ -44,6 +46,7 @@ class PackGenerator:
         self._engine = engine
         self._environments = environments
         self._weights = weights
+        self._offered = offered
         self._gate = gate
         self._blobs = blobs
         self._settlement = settlement
@@ -61,8 +64,9 @@ class PackGenerator:
         groups: list[Group] = []
         for pin, same in by_pin.items():
             async with self._holding(pin, issued_for=max(task.issued_version for task in same)):
+                sampler = self._offered.sampler(None if pin is None else PolicyVersion(pin))
                 with self._activity.working("generating"):
-                    groups += await self._roll_out(same)
+                    groups += await self._roll_out(same, sampler)
         return groups
 
     async def _acceptable(self, order: Order) -> Sequence[Task]:
@@ -96,14 +100,14 @@ class PackGenerator:
             async with self._weights.pinned(PolicyVersion(pin)):
                 yield
 
-    async def _roll_out(self, tasks: Sequence[Task]) -> list[Group]:
+    async def _roll_out(self, tasks: Sequence[Task], sampler: Sampler) -> list[Group]:
         by_environment: dict[str, list[Task]] = {}
         for task in tasks:
             by_environment.setdefault(task.environment, []).append(task)
         groups: list[Group] = []
         for name, same in by_environment.items():
             try:
-                rolled = await self._with_baselines(self._environments[name], same)
+                rolled = await self._with_baselines(self._environments[name], same, sampler)
                 for task, trajectories in zip(same, rolled, strict=True):
                     self._check_origin(task, trajectories)
             except EngineError:
@@ -112,13 +116,15 @@ class PackGenerator:
             groups += map(build_group, same, rolled)
         return groups
 
-    async def _with_baselines(self, environment: Environment, tasks: Sequence[Task]) -> list[list[Trajectory]]:
+    async def _with_baselines(
+        self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
+    ) -> list[list[Trajectory]]:
         """Roll tasks out, and for those that want a baseline one greedy completion more, last in its group.
 
         An environment sees it as a task of its own, so none has to know about baselines.
         """
         measured = [number for number, task in enumerate(tasks) if task.with_baseline]
-        rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)])
+        rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
         groups = [list(trajectories) for trajectories in rolled[: len(tasks)]]
         for number, (baseline,) in zip(measured, rolled[len(tasks) :], strict=True):
             groups[number].append(replace(baseline, is_baseline=True))

@@ -60,7 +60,7 @@ async def run(worker: Worker, stop: asyncio.Event) -> None:
 
 async def _start_and_work(worker: Worker) -> None:
     first = await worker.weights.start()
-    worker.packs.limits = ModelLimits.of(first.folder)
+    worker.packs.limits = ModelLimits.of(first.model_folder)
     worker.activity.restart()
     log.info("working", policy_version=first.version)
     async with asyncio.TaskGroup() as tasks:

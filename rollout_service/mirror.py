@@ -2,6 +2,7 @@
 
     <cache>/a/ <cache>/b/    model folders, see `mirror_slot`
     <cache>/files/           config and tokenizer by their sha256, linked into the folders
+    <cache>/adapters/        a folder in PEFT's form for each adapter that is served, upon a model in `a` or `b`
 
 An engine reads its folder at moments nobody else chooses: when it is restarted, when it rolls a failed update
 back. So what it was given is never written to: the next version is made in the other folder, and the engine
@@ -9,7 +10,8 @@ is given that path. Both paths stay the same for the worker's life. It costs twi
 applied twice, but fetched once; a lock would have to be honoured by a server that knows none.
 
 An evaluation may pin an older version: when neither folder holds it any more, a third one is made from its
-anchor and chain, and removed afterwards.
+anchor and chain, and removed afterwards. Adapters are small, whole, and never written to again: each has a folder of its
+own until it is unloaded, and a new life of the worker fetches the one it needs.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from protocol.facts import BlobRef
 from protocol.transport.blobs import Blobs
 from protocol.versions import PolicyVersion
 from protocol.weight_chain import verify_head
+from protocol.weight_export import export_adapter
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weights import ModelFile, VersionManifest
 from rollout_service.errors import MirrorFull, WeightsUnusable
@@ -43,17 +46,24 @@ _SLOTS = ("a", "b", "c", "d")
 _NORMAL_SLOTS = 2
 _LOCK = "lock"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True, slots=True)
 class MirroredVersion:
-    """One complete and verified model folder."""
+    """One complete and verified model folder; or an adapter's, and the ``base`` it sits upon."""
 
     version: PolicyVersion
     folder: Path
     num_bytes: int  # fetched for it
     fetch_s: float
     checksum: str  # the version's root
+    base: MirroredVersion | None = None
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder with config and tokenizer."""
+        return self.folder if self.base is None else self.base.folder
 
 
 class Mirror:
@@ -69,6 +79,7 @@ class Mirror:
         self._run_id = run_id
         self._reader = WeightReader(blobs, run_id, cache_bytes=CACHED_SEGMENT_BYTES)
         self._linkable = folder / "files"
+        self._adapters = folder / _ADAPTERS
         self._num_small_bytes = 0
         self._epoch = 0
         self._fetching: PolicyVersion | None = None  # the oldest version that a fetch under way reads
@@ -83,6 +94,7 @@ class Mirror:
             for sibling in folder.parent.iterdir():
                 _sweep(sibling)
             self._linkable.mkdir(exist_ok=True)
+            shutil.rmtree(self._adapters, ignore_errors=True)
         except OSError as err:
             raise ConfigError(f"worker.cache_dir: cannot make {folder} ({err.strerror})") from None
         self._slots = [Slot(folder / name) for name in _SLOTS]
@@ -109,8 +121,13 @@ class Mirror:
                 verify_head(target, run_id=self._run_id, version=version, epoch=self._epoch)
                 self._epoch = target.epoch
             if target.base is not None:
-                raise WeightsUnusable(f"version {version} is an adapter, which this build serves only merged")
-            slot = self._make(target, manifest_ref, keep)
+                model = self._reader.base(target)
+                base = self._mirrored(
+                    self._make(model, target.base.manifest, keep).folder, model, started, bytes_before
+                )
+                self._fetching = version
+                return self._mirrored(self._make_adapter(target), target, started, bytes_before, base)
+            return self._mirrored(self._make(target, manifest_ref, keep).folder, target, started, bytes_before)
         except UNUSABLE as err:
             raise WeightsUnusable(f"version {version}: {err}") from None
         except OSError as err:
@@ -125,23 +142,20 @@ class Mirror:
             ) from err
         finally:
             self._fetching = None
-        return MirroredVersion(
-            version=version,
-            folder=slot.folder,
-            num_bytes=self._reader.num_bytes + self._num_small_bytes - bytes_before,
-            fetch_s=time.monotonic() - started,
-            checksum=target.state_root,
-        )
 
     def trim(self, keep: Collection[PolicyVersion]) -> None:
-        """Remove the folders beyond two that hold no version of ``keep``."""
+        """Remove the models beyond two that hold no version of ``keep``, and all adapters but those."""
+        for version, folder in self._adapter_folders().items():
+            if version not in keep:
+                shutil.rmtree(folder)
         for slot in self._slots[_NORMAL_SLOTS:]:
             if slot.reference is not None and slot.version not in keep:
                 slot.remove()
 
     def held(self) -> list[PolicyVersion]:
         """Return the versions that can be served from here."""
-        return sorted(slot.version for slot in self._slots if slot.version is not None)
+        models = [slot.version for slot in self._slots if slot.version is not None]
+        return sorted([*models, *self._adapter_folders()])
 
     @property
     def oldest_needed(self) -> PolicyVersion | None:
@@ -154,6 +168,34 @@ class Mirror:
         if not self._lock.closed:
             _clear(self._folder)
             self._lock.close()
+
+    def _mirrored(
+        self,
+        folder: Path,
+        manifest: VersionManifest,
+        started: float,
+        bytes_before: int,
+        base: MirroredVersion | None = None,
+    ) -> MirroredVersion:
+        return MirroredVersion(
+            version=PolicyVersion(manifest.version),
+            folder=folder,
+            num_bytes=self._reader.num_bytes + self._num_small_bytes - bytes_before,
+            fetch_s=time.monotonic() - started,
+            checksum=manifest.state_root,
+            base=base,
+        )
+
+    def _make_adapter(self, target: VersionManifest) -> Path:
+        folder = self._adapters / str(target.version)
+        if not folder.exists():  # whole, by the rename that made it in this life; a number never has other factors
+            export_adapter(target, folder, reader=self._reader, blobs=self._blobs)
+        return folder
+
+    def _adapter_folders(self) -> dict[PolicyVersion, Path]:
+        if not self._adapters.exists():
+            return {}
+        return {PolicyVersion(int(path.name)): path for path in self._adapters.iterdir() if path.name.isdecimal()}
 
     def _make(self, target: VersionManifest, ref: BlobRef, keep: Collection[PolicyVersion]) -> Slot:
         for slot in self._slots:
@@ -237,6 +279,6 @@ def _sweep(folder: Path) -> None:
 
 
 def _clear(folder: Path) -> None:
-    for name in ("files", *_SLOTS):
+    for name in ("files", _ADAPTERS, *_SLOTS):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).with_suffix(".json").unlink(missing_ok=True)

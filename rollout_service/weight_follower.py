@@ -24,6 +24,7 @@ from rollout_service.check_weights import WeightsCheck
 from rollout_service.engine import Engine
 from rollout_service.errors import TaskRefused, WeightsUnusable
 from rollout_service.mirror import Mirror, MirroredVersion
+from rollout_service.offered_versions import OfferedVersions
 from rollout_service.patience import outlast
 from rollout_service.version_gate import VersionGate
 from rollout_service.weight_news import WeightNews
@@ -47,6 +48,7 @@ class WeightFollower:
         bus: Bus,
         mirror: Mirror,
         engine: Engine,
+        offered: OfferedVersions,
         gate: VersionGate,
         news: WeightNews,
         swap: WeightSwap,
@@ -56,6 +58,7 @@ class WeightFollower:
         self._bus = bus
         self._mirror = mirror
         self._engine = engine
+        self._offered = offered
         self._gate = gate
         self._telling = news
         self._swap = swap
@@ -63,6 +66,7 @@ class WeightFollower:
         self._known: dict[PolicyVersion, BlobRef] = {}
         self._refused: dict[PolicyVersion, BlobRef] = {}
         self._news = asyncio.Event()
+        offered.on_idle = self._news.set
         self._refusal = asyncio.Event()  # replaced by a fresh one at every refusal
         self._fetching = asyncio.Lock()
         self._check = WeightsCheck()
@@ -92,12 +96,11 @@ class WeightFollower:
         while True:
             await self._read_head(state)
             mirrored = await self._fetch_newest()
-            if mirrored is not None:
-                break
+            if mirrored is not None and await self._apply_or_refuse(mirrored):
+                self._next = None
+                return mirrored
             log.info("waiting for the trainer to publish weights", run_id=self._run_id)
             await self._heard_news()
-        await self._apply(mirrored)
-        return mirrored
 
     async def run(self) -> None:
         """Follow for as long as the worker lives; raises EngineDisagrees."""
@@ -109,18 +112,28 @@ class WeightFollower:
         while True:
             if not await self._heard_news():
                 await self._read_head(self._state)
-            if self._newest() == self._engine.version and not self._gate.held_back:
-                continue
-            mirrored = await self._fetch_newest()
-            if mirrored is not None:
-                try:
-                    async with self._gate.swap():
-                        await self._apply(mirrored)
-                except WeightsUnusable as err:
-                    await self._refuse(mirrored.version, err)
-                self._next = None
-                async with self._fetching:
-                    await asyncio.to_thread(self._mirror.trim, self._in_use())
+            if self._newest() != self._engine.version or self._gate.held_back:
+                mirrored = await self._fetch_newest()
+                if mirrored is not None:
+                    beside = self._offered.fits(mirrored) and not self._gate.held_back
+                    async with contextlib.nullcontext() if beside else self._gate.swap():
+                        await self._apply_or_refuse(mirrored)
+                    self._next = None
+            await self._tidy()
+
+    async def _apply_or_refuse(self, mirrored: MirroredVersion) -> bool:
+        try:
+            await self._apply(mirrored)
+        except WeightsUnusable as err:
+            await self._refuse(mirrored.version, err)
+            return False
+        return True
+
+    async def _tidy(self) -> None:
+        """Let go what nobody uses: adapters in the engine, then folders."""
+        await self._swap.unload(self._needed)
+        async with self._fetching:
+            await asyncio.to_thread(self._mirror.trim, self._in_use())
 
     async def catch_up(self, version: PolicyVersion) -> None:
         """Wait until the engine serves ``version`` or a newer one; of several engines one suffices.
@@ -144,7 +157,7 @@ class WeightFollower:
 
     @contextlib.asynccontextmanager
     async def pinned(self, version: PolicyVersion) -> AsyncIterator[None]:
-        """Have the engine serve exactly ``version`` inside the block.
+        """Have the engine serve exactly ``version`` inside the block: beside others where that is possible, or alone.
 
         Raises TaskRefused when the version is gone: no later attempt could find it.
         """
@@ -157,6 +170,10 @@ class WeightFollower:
         self._pins.append(version)
         try:
             mirrored = await self._fetch(version)
+            if self._offered.fits(mirrored):
+                await self._apply(mirrored)
+                yield
+                return
             async with self._gate.pinned(version, load, sets_back=lambda: version != self._newest()):
                 yield
         except WeightsUnusable as err:
@@ -219,7 +236,8 @@ class WeightFollower:
 
         def fetch() -> MirroredVersion:
             mirrored = self._mirror.fetch(version, manifest, keep=self._in_use(), newest=newest)
-            self._check.check(mirrored.folder, version)
+            model = mirrored.base or mirrored
+            self._check.check(model.folder, model.version)
             return mirrored
 
         async def attempt() -> MirroredVersion:
@@ -228,9 +246,14 @@ class WeightFollower:
 
         return await outlast(attempt, f"weights of version {version}")
 
+    def _needed(self) -> set[PolicyVersion]:
+        """The versions that an evaluation is pinned to, or that wait for their swap."""
+        return {*self._pins, *([] if self._next is None else [self._next])}
+
     def _in_use(self) -> set[PolicyVersion]:
         """The versions whose folders an engine reads, or is about to."""
-        return {version for version in (*self._pins, self._next, self._engine.version) if version is not None}
+        served = (self._offered.model, self._engine.version, *self._offered.adapters)
+        return self._needed() | {version for version in served if version is not None}
 
     async def _refuse(self, version: PolicyVersion, err: WeightsUnusable) -> None:
         """Report a version that cannot be loaded; the one before it is served on."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
 
 from protocol.facts import WeightsApplied
-from protocol.versions import PolicyVersion
+from protocol.versions import PolicyVersion, is_newer
 from rollout_service.engine import Engine
-from rollout_service.errors import EngineError
+from rollout_service.errors import EngineError, WeightsNotApplied, WeightsUnusable
 from rollout_service.figures import Figures
 from rollout_service.mirror import MirroredVersion
+from rollout_service.offered_versions import OfferedVersions
 from rollout_service.read_reply import EngineChecksum
 from rollout_service.swap_turns import SwapTurns
 from rollout_service.update_mode import UpdateMode, mode_of
@@ -42,6 +45,7 @@ class WeightSwap:
         self,
         *,
         engine: Engine,
+        offered: OfferedVersions,
         turns: SwapTurns,
         news: WeightNews,
         figures: Figures,
@@ -53,6 +57,8 @@ class WeightSwap:
         ``update_mode`` says what becomes of running generations when a newer version is loaded.
         """
         self._engine = engine
+        self._offered = offered
+        self._giving = asyncio.Lock()
         self._turns = turns
         self._news = news
         self._figures = figures
@@ -61,19 +67,56 @@ class WeightSwap:
         self._pause_s = math.inf  # of the last swap; unknown before the first
 
     async def load(self, mirrored: MirroredVersion) -> Swapped | None:
-        """Have the engine serve a version; None when it does already."""
-        previous = self._engine.version
-        if previous == mirrored.version:
-            return None
+        """Have the engine serve a version; None when it does already, or as an adapter beside a newer one.
+
+        An adapter pauses nobody, unless the model it sits upon has to be loaded first. Raises WeightsUnusable for an
+        adapter that the engine refuses.
+        """
+        async with self._giving:
+            previous = self._engine.version
+            if mirrored.base is None:
+                if previous == mirrored.version or (self._offered.adapters and self._offered.fits(mirrored)):
+                    return None
+                return Swapped(mirrored, previous, await self._load_model(mirrored, previous))
+            pause_s = 0.0
+            if not self._offered.fits(mirrored):
+                pause_s = await self._load_model(mirrored.base, previous)
+            is_here = mirrored.version in self._offered.adapters
+            if not is_here:
+                await self._load_adapter(mirrored)
+            return None if is_here or not is_newer(mirrored.version, previous) else Swapped(mirrored, previous, pause_s)
+
+    async def unload(self, needed: Callable[[], Collection[PolicyVersion]]) -> None:
+        """Let the adapters go that no request uses and that are not ``needed``; one that stays is tried again."""
+        async with self._giving:
+            for version in self._offered.idle(needed()):
+                self._offered.adapters.discard(version)
+                try:
+                    await self._engine.unload_adapter(version)
+                except EngineError as err:
+                    self._offered.adapters.add(version)
+                    log.warning("an adapter was not unloaded", policy_version=version, error=str(err))
+
+    async def _load_adapter(self, mirrored: MirroredVersion) -> None:
+        try:
+            await self._engine.load_adapter(mirrored.folder, mirrored.version)
+        except WeightsNotApplied as err:
+            raise WeightsUnusable(str(err)) from None
+        self._offered.adapters.add(mirrored.version)
+
+    async def _load_model(self, mirrored: MirroredVersion, previous: PolicyVersion | None) -> float:
+        """Have the engine hold a model; returns how long it paused, in seconds."""
         if previous is None:  # before the first, nothing pauses
             await self._engine.load(mirrored.folder, mirrored.version)
-            return Swapped(mirrored, None, 0.0)
+            self._offered.took_model(mirrored.version)
+            return 0.0
         async with self._turns.turn() if self._pause_s > WORTH_A_TURN_S else contextlib.nullcontext():
             started = time.monotonic()
             mode = mode_of(self._update_mode, previous, mirrored.version)
             await self._engine.load(mirrored.folder, mirrored.version, mode)
             self._pause_s = time.monotonic() - started
-        return Swapped(mirrored, previous, self._pause_s)
+        self._offered.took_model(mirrored.version)
+        return self._pause_s
 
     async def tell(self, swapped: Swapped) -> None:
         """Say what is served now, with the engine's own checksum; whoever waits for the version need not wait for this."""
@@ -103,9 +146,9 @@ class WeightSwap:
         )
 
     async def _checksum(self, mirrored: MirroredVersion) -> EngineChecksum:
-        """Return the engine's own checksum; the mirror's, when it is not asked or cannot say."""
+        """Return the engine's own checksum; the mirror's, when it is not asked or cannot say, as of an adapter."""
         said = None
-        if self._check_every and self._figures.weights_applied % self._check_every == 0:
+        if mirrored.base is None and self._check_every and self._figures.weights_applied % self._check_every == 0:
             try:
                 said = await self._engine.weights_checksum()
             except EngineError as err:  # it has just died or hangs: its own watch finds out

@@ -61,6 +61,14 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, **changes: 
     return model
 
 
+def build_endless_model(folder: Path, *, seed: int = 0) -> None:
+    """Write a random model that never ends a completion by itself."""
+    build_model(folder, seed=seed, eos_token_id=None)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def write_tokenizer(folder: Path) -> None:
     """Write a byte-level tokenizer of fewer than VOCAB tokens and a ChatML template."""
     tokenizer = Tokenizer(models.BPE())

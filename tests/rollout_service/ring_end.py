@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from deploy.child import Child
 from deploy.quickstart_task import write_model
 from protocol import group_pack, streams, subjects
+from protocol.adapter_format import AdapterConfig, published_name
 from protocol.connection import NatsSettings, S3Settings
 from protocol.facts import (
     BlobRef,
@@ -32,9 +34,16 @@ from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.transport.delivery import Delivery
 from protocol.transport.inbox import Inbox
+from protocol.versions import PolicyVersion
+from protocol.weight_export import export_version
+from protocol.weight_reader import WeightReader
+from protocol.weights import VersionManifest
 from tests.rollout_service.faulty_engine import FaultyEngine
 from tests.servers import wait_for
 from tests.weights_source import WeightsSource
+from trainer.snapshot import Base
+
+ADAPTER = AdapterConfig(r=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
 
 class RingEnd:
@@ -78,6 +87,39 @@ class RingEnd:
             self._source = WeightsSource(self.bus, self.blobs, self.run_id, self.folder / f"model-{version}")
         ends = (corrupt,) if corrupt else ()
         return self._source.publish(version, tensors, corrupt=ends, announce=announce)
+
+    def base(self) -> Base:
+        """The model that all adapters of `publish_adapter` sit upon: version 0."""
+        return Base(self.tensors(0), ADAPTER)
+
+    def factors(self, version: int) -> dict[str, Tensor]:
+        """The factors that `publish_adapter` gives a version: enough to change what the model says."""
+        generator = torch.Generator().manual_seed(version)
+        found = {}
+        for name, weight in self.tensors(0).items():
+            layer = name.removesuffix(".weight")
+            if layer.endswith(ADAPTER.target_modules):
+                for factor, shape in (("A", (ADAPTER.r, weight.shape[1])), ("B", (weight.shape[0], ADAPTER.r))):
+                    found[published_name(f"{layer}.lora_{factor}.weight")] = 0.1 * torch.randn(
+                        shape, generator=generator
+                    )
+        return found
+
+    def publish_adapter(self, version: int, *, corrupt: str = "") -> WeightsPublished:
+        """Publish an adapter upon version 0, which was published before, as the trainer does."""
+        ends = (corrupt,) if corrupt else ()
+        return self.source.publish(version, self.factors(version), base=self.base(), corrupt=ends)
+
+    def root(self, fact: WeightsPublished) -> str:
+        """The root that names a version's weights."""
+        return VersionManifest.from_json(self.blobs.get(fact.manifest)).state_root
+
+    def merged(self, fact: WeightsPublished, folder: Path) -> Path:
+        """Write the whole model that a version is served as."""
+        reader = WeightReader(self.blobs, self.run_id)
+        manifest = reader.manifest(fact.manifest, PolicyVersion(fact.version))
+        export_version(manifest, folder, reader=reader, blobs=self.blobs)
+        return folder
 
     @property
     def source(self) -> WeightsSource:

@@ -12,6 +12,7 @@ from protocol.versions import PolicyVersion
 from rollout_service import weight_swap
 from rollout_service.figures import Figures
 from rollout_service.mirror import MirroredVersion
+from rollout_service.offered_versions import OfferedVersions
 from rollout_service.weight_swap import WeightSwap
 
 
@@ -47,7 +48,8 @@ async def test_only_long_pauses_take_turns(
     monkeypatch.setattr(weight_swap, "WORTH_A_TURN_S", worth_s)
     turns, engine = _Turns(), _Engine()
     swap = WeightSwap(
-        engine=engine,
+        engine=engine,  # type: ignore[arg-type]
+        offered=OfferedVersions(engine),  # type: ignore[arg-type]
         turns=turns,
         news=None,
         figures=Figures(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import pytest
 
 from deploy.child import Child
 from protocol.trajectory import Group
-from tests.contracts.tiny_model import Dense, build_model, logprobs_by_version
+from tests.contracts.tiny_model import Dense, build_endless_model, logprobs_by_version
 from tests.groups import make_task
 from tests.rollout_service.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached
@@ -28,10 +27,7 @@ def models(ring_end: RingEnd) -> dict[int, Dense]:
     found = {}
     for version in range(3):
         folder = ring_end.folder / f"model-{version}"
-        build_model(folder, seed=version, eos_token_id=None)
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        del settings["eos_token"]
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        build_endless_model(folder, seed=version)
         found[version] = Dense(folder)
     return found
 
