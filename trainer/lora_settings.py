@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from protocol.connection import Section
 
+_NOT_SERVED = ("embed_tokens", "lm_head")
+
 
 class LoraSettings(Section):
     """Low-rank adapters that learn in place of the model."""
@@ -22,10 +24,20 @@ class LoraSettings(Section):
     )
 
     publish: Literal["adapter", "merged"] = Field(
-        default="merged",
+        default="adapter",
         description="What a version is published as: 'adapter': the adapters alone, upon a base that is published once; "
-        "'merged': the whole model, as without adapters.",
+        "engines serve them side by side and never pause. 'merged': the whole model, as without adapters.",
     )
+
+    @model_validator(mode="after")
+    def _can_be_served(self) -> LoraSettings:
+        unserved = [target for target in self.targets if target.rpartition(".")[2] in _NOT_SERVED]
+        if unserved and self.rank and self.publish == "adapter":
+            raise ValueError(
+                f"model.lora.targets = {self.targets}: engines take no adapter of {unserved[0]}; leave it out, or set "
+                'model.lora.publish = "merged"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _not_idle(self) -> LoraSettings:

@@ -13,6 +13,7 @@ import torch
 from deploy.child import Child
 from protocol.trajectory import Group
 from protocol.weights_digest import tensor_digest, weights_digest
+from rollout_service.offered_versions import OfferedVersions
 from rollout_service.weight_follower import WeightFollower
 from tests.groups import make_task
 from tests.rollout_service.faulty_engine import FaultyEngine
@@ -26,7 +27,7 @@ StartWorker = Callable[..., Child]
 async def test_a_worker_that_is_told_to_stop_as_news_arrives_stops():
     """The end is not swallowed by a version that is announced in the same moment."""
     parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "news", "swap"))
-    follower = WeightFollower(**parts, run_id="r")
+    follower = WeightFollower(**parts, offered=OfferedVersions(parts["engine"]), run_id="r")
     following = asyncio.create_task(follower._heard_news())
     await asyncio.sleep(0)
     follower._news.set()

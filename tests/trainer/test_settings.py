@@ -75,6 +75,8 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["rollout.temperature=0"], "expected greater than 0"),
         (["algorithm.dual_clip=1"], "expected greater than 1"),
         (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
+        (["model.lora.publish=merged"], "does nothing while model.lora.rank is 0"),
+        (['model.lora.targets=["q_proj", "lm_head"]', "model.lora.rank=8"], "engines take no adapter of lm_head"),
         (
             ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"],
             "the reference is the policy with its adapters switched off",

@@ -286,7 +286,7 @@ def test_two_ranks_run_reuse_and_resume(
             run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
             sections=sections(
                 run_folder, ring_streams, steps=steps,
-                model={"lora.rank": 4, "lora.alpha": 8.0, "lora.publish": "adapter"},
+                model={"lora.rank": 4, "lora.alpha": 8.0},
                 rollout={"groups_per_message": 2},
                 algorithm={"kl_coefficient": 0.01, "max_trained_count": 3},
                 trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
