@@ -140,7 +140,8 @@ def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("version", "parent", "kind", "changed", "bytes", "seconds", "served by"):
-        table.add_column(name, justify="left" if name in {"kind", "served by"} else "right", no_wrap=True)
+        is_text = name in {"kind", "served by"}
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "served by")
     for row in rows:
         kind = row["kind"] + (" + anchor" if row["anchor"] and row["kind"] == "patch" else "")
         kind += "" if row["base"] is None else f" on {row['base']}"
