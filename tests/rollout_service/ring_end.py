@@ -90,7 +90,7 @@ class RingEnd:
 
     def base(self) -> Base:
         """The model that all adapters of `publish_adapter` sit upon: version 0."""
-        return Base(self.tensors(0), ADAPTER)
+        return Base.of(self.tensors(0), ADAPTER)
 
     def factors(self, version: int) -> dict[str, Tensor]:
         """The factors that `publish_adapter` gives a version: enough to change what the model says."""
