@@ -108,5 +108,5 @@ def test_an_evaluation_of_an_older_version_interrupts_nothing(
     ring_end.issue("eval", [make_task("eval.p0", split="eval", pinned_version=0, temperature=0.0, group_size=1)])
     ring_end.collect(1)
     wait_for(lambda: faulty_engine.version == "1", "the newest version to be served again")
-    faulty_engine.wait_for_pauses(6)
-    assert faulty_engine.pauses[3:] == ["continue", "retract", "continue"]
+    faulty_engine.wait_for_pauses(5)
+    assert faulty_engine.pauses[3:] == ["retract", "continue"]  # the load that drains finds nothing paused
