@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from dataclasses import dataclass, replace
+
 import numpy as np
 
+from protocol import group_pack
 from protocol.facts import RewardRequest
 from protocol.trajectory import Group, Trajectory
 from protocol.versions import PolicyVersion, VersionRun
 
 #: name: (trajectories, tokens of each, of these prompt tokens, characters of a completion)
 SIZES = {"long": (8, 4096, 512, 14_000), "tiny": (8, 24, 15, 9)}
+GROUPS_PER_STEP = 48
 _VOCABULARY = 150_000
+_CODEC_REPEATS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What travels: groups of a size, so many a message, by way of whoever scores them or (``hop`` off) straight."""
+
+    size: str  # one of SIZES
+    groups_per_pack: int
+    hop: bool = True
+
+    @property
+    def name(self) -> str:
+        """In a table."""
+        num, length, *_ = SIZES[self.size]
+        way = "scored" if self.hop else "direct"
+        return f"{num} x {length}, {self.groups_per_pack} a message, {way}"
+
+    def num_groups(self, seconds: float) -> int:
+        """Return whole steps and whole packs of groups, for roughly so many seconds."""
+        per_second = 150 if self.size == "long" else 1000
+        return GROUPS_PER_STEP * max(2, round(seconds * per_second / GROUPS_PER_STEP))
+
+
+CASES = (
+    Case("long", 1),
+    Case("long", 4),
+    Case("long", 1, hop=False),
+    Case("long", 4, hop=False),
+    Case("tiny", 12),
+)
 
 
 def make_template(size: str, seed: int) -> Group:
@@ -45,3 +82,17 @@ def _text(random: np.random.Generator, characters: int) -> str:
     words = ["the", "sum", "of", "x", "and", "y", "is", "therefore", "12", "=", "prime", "we", "get", "so", "that"]
     text = " ".join(random.choice(words, size=characters // 3 + 1))
     return text[:characters]
+
+
+def codec_ms(case: Case) -> float:
+    """Return the CPU milliseconds of one group's codec, alone: Parquet written, read, and its texts where it is scored."""
+    groups = [replace(make_template(case.size, n), group_id=f"e0.p{n}.a0") for n in range(case.groups_per_pack)]
+    group_pack.decode(group_pack.encode(groups))
+    gc.freeze()  # as the services do
+    started = time.process_time()
+    for _ in range(_CODEC_REPEATS):
+        data = group_pack.encode(groups)
+        if case.hop:
+            group_pack.decode_texts(data, range(len(groups)))
+        group_pack.decode(data)
+    return 1000 * (time.process_time() - started) / (_CODEC_REPEATS * len(groups))

@@ -1,0 +1,97 @@
+"""The trainer of the plane benchmark: batches taken by the trainer's own collector, committed with fsync, acknowledged."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from benchmarks.plane_groups import GROUPS_PER_STEP
+from benchmarks.plane_worker import RUN_ID
+from protocol.connection import NatsSettings, S3Settings
+from protocol.transport.blobs import Blobs
+from protocol.transport.bus import Bus
+from protocol.versions import PolicyVersion
+from trainer.batcher import Batcher, Drop
+from trainer.collect import Collector
+from trainer.doors import Doors
+from trainer.ledger import Ledger
+
+_NEVER_STALE = 10**9
+
+
+class _EveryGroup:
+    """Stands where the issuer does: everything that comes was asked for."""
+
+    def outstanding(self) -> Collection[str]:
+        return ()
+
+    def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
+        return ()
+
+    def expects(self, group_id: str, holds: Callable[[str], bool]) -> bool:
+        return not holds(group_id)
+
+    def dropped(self, drop: Drop) -> None:
+        raise AssertionError(drop)
+
+    refused = dropped
+
+    def read_letter(self, drops: Sequence[Drop], sequence: int) -> None:
+        raise AssertionError((drops, sequence))
+
+
+def consume(bus: Bus, s3: S3Settings, folder: Path, num_groups: int) -> dict[str, float]:
+    """Take batches as the trainer does, commit their ids, acknowledge; raises when a group comes twice or not at all."""
+    ledger = Ledger()
+    batcher = Batcher(groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE, ledger=ledger)
+    seen: set[str] = set()
+    commit_s = 0.0
+    collector = Collector(
+        Doors(RUN_ID, bus, Blobs(s3)), batcher=batcher, issued=_EveryGroup(), deadline_s=60.0, max_dead=1
+    )
+    gc.freeze()  # as the service does
+    with collector:
+        print("ready", flush=True)
+        cpu = time.process_time()
+        for step in range(num_groups // GROUPS_PER_STEP):
+            ids = [group.group_id for group in collector.collect(PolicyVersion(0))]
+            assert not seen & set(ids), "trained twice"
+            seen.update(ids)
+            ledger.record(PolicyVersion(0), ids, max_staleness=_NEVER_STALE)
+            collector.trained(ids)
+            settled = collector.settled()
+            commit_s -= time.monotonic()
+            commit(folder / f"step{step:08d}", ids)
+            commit_s += time.monotonic()
+            collector.acknowledge(settled)
+        cpu = time.process_time() - cpu
+        ended = time.time()
+    assert len(seen) == num_groups, f"{len(seen)} of {num_groups} groups arrived"
+    return {"ended": ended, "cpu_s": cpu, "commit_s": commit_s}
+
+
+def commit(path: Path, ids: Sequence[str]) -> None:
+    """Write a step's ids, and have them on the disk before they get their name."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump(ids, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def main() -> None:
+    """Be ready, take everything, say what it took."""
+    given = json.loads(sys.argv[1])
+    with Bus.connect(NatsSettings(**given["nats"]), name="bench-trainer") as bus:
+        answer = consume(bus, S3Settings(**given["s3"]), Path(given["folder"]), given["count"])
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
