@@ -92,7 +92,7 @@ class Ring:
         connection = load(ConnectionSettings, files=files, overrides=overrides, environ=self._environ)
         trainer = load(TrainerSettings, files=files, overrides=overrides, environ=self._environ).settings
         reward = load(RewardSettings, files=files, overrides=overrides, environ=self._environ)
-        load(RolloutSettings, files=files, overrides=overrides, environ=self._environ)
+        rollout = load(RolloutSettings, files=files, overrides=overrides, environ=self._environ).settings
         self.run_id = trainer.run.id
         self.total_steps = trainer.trainer.steps
         self.folder = trainer.run.folder.absolute()
@@ -102,6 +102,7 @@ class Ring:
         self._own_servers = _own_servers(connection.origins)
         self._choose_reward_port = reward.origins["reward_service.port"] == "default"
         self._num_workers = num_workers
+        self._worker_overrides = adapter_overrides(trainer, rollout)
         self._reward_files = [file.absolute() for file in reward_files]
         missing = [str(file) for file in self._reward_files if not file.is_file()]
         if missing:
@@ -259,7 +260,9 @@ class Ring:
         return [
             self._service(
                 worker_name(index),
-                launch.module("rollout_service", *self._arguments, f"worker.id={worker_name(index)}"),
+                launch.module(
+                    "rollout_service", *self._arguments, *self._worker_overrides, f"worker.id={worker_name(index)}"
+                ),
             )
             for index in range(self._num_workers)
         ]
@@ -308,6 +311,17 @@ class Ring:
         if self._supervisor is None:
             raise DeployError("the ring was not started")
         return self._supervisor
+
+
+def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:
+    """Have the workers' own SGLang servers take the adapters that the trainer publishes, where the run file does not say how.
+
+    A worker knows nothing of the trainer's settings; whoever starts both does.
+    """
+    says_how = rollout.sglang.max_lora_rank is not None
+    if not trainer.publishes_adapters or rollout.worker.engine != "sglang" or says_how:
+        return []
+    return [f"sglang.max_lora_rank={trainer.model.lora.rank}"]
 
 
 def worker_name(index: int) -> str:

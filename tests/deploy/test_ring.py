@@ -12,11 +12,14 @@ import httpx
 import pytest
 
 from deploy import quickstart_task
-from deploy.ring import REWARD, TRAINER, Ring, endpoint_name, worker_name
+from deploy.ring import REWARD, TRAINER, Ring, adapter_overrides, endpoint_name, worker_name
 from protocol.connection import NatsSettings, S3Settings
 from protocol.errors import ConfigError
+from protocol.runfile import load
 from protocol.transport.bus import Bus
+from rollout_service.settings import RolloutSettings
 from tests.servers import require, wait_for
+from trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +47,24 @@ def run_file(tmp_path: Path, run_id: str) -> Path:
         """
     )
     return path
+
+
+def test_servers_of_a_ring_take_the_adapters_that_it_trains(run_file: Path) -> None:
+    """The rank is passed on to SGLang where versions are adapters, unless the run file says another; nobody else hears of it."""
+
+    def overrides(*arguments: str) -> list[str]:
+        trainer = load(TrainerSettings, files=[run_file], overrides=arguments, environ={}).settings
+        rollout = load(RolloutSettings, files=[run_file], overrides=arguments, environ={}).settings
+        return adapter_overrides(trainer, rollout)
+
+    assert overrides("model.lora.rank=8", "worker.engine=sglang") == ["sglang.max_lora_rank=8"]
+    for others in (
+        ["model.lora.rank=8"],
+        ["worker.engine=sglang"],
+        ["model.lora.rank=8", "worker.engine=sglang", "sglang.max_lora_rank=64"],
+        ["model.lora.rank=8", "model.lora.publish=merged", "worker.engine=sglang"],
+    ):
+        assert overrides(*others) == []
 
 
 def processes_of(folder: Path, *, word: str = "") -> list[int]:
