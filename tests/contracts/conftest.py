@@ -34,7 +34,7 @@ def running_engine(
     scratch = tmp_path_factory.mktemp("engine")
     build_model(scratch / "model")
     if request.param == "sglang":
-        with real_sglang.running_sglang(scratch / "model", scratch, **real_sglang.WITH_ADAPTERS) as url:
+        with real_sglang.running_sglang(scratch / "model", scratch) as url:
             yield EngineUnderTest("sglang", url, scratch / "model")
         return
     with embedded_engine(scratch / "model", scratch, "--weight-version", "0") as engine:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.contracts import real_sglang
 from tests.contracts.engine_under_test import EngineUnderTest
-from tests.contracts.tiny_model import Adapter, Dense, write_changed_copy
+from tests.contracts.tiny_model import Adapter, Dense, build_model, write_changed_copy
 
 EXACT = 1e-5
 PROMPT = [5, 17, 101, 44, 9, 260, 31]
@@ -24,6 +25,20 @@ SGLANG_TAKES = {
     "half of what is fused",
 }
 PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="session")
+def running_engine(
+    running_engine: EngineUnderTest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineUnderTest]:
+    """The engine of the other tests where it takes adapters; a SGLang of ours is started anew, with them enabled."""
+    if running_engine.kind == "embedded" or not real_sglang.ASKED:
+        yield running_engine
+        return
+    scratch = tmp_path_factory.mktemp("with-adapters")
+    build_model(scratch / "model")
+    with real_sglang.running_sglang(scratch / "model", scratch, **real_sglang.WITH_ADAPTERS) as url:
+        yield EngineUnderTest("sglang", url, scratch / "model")
 
 
 @pytest.fixture(scope="session")
