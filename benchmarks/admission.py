@@ -29,6 +29,7 @@ from trainer.dataset import PromptSet
 from trainer.dispatch import Dispatch
 from trainer.intake import Intake
 from trainer.ledger import Ledger
+from trainer.patience import Patience
 from trainer.settings import DataSettings, RolloutSettings
 from trainer.step_plan import ReadyGroup
 from trainer.task_packs import TaskPack
@@ -117,6 +118,7 @@ class Ring:
         self._training = False
         self._idle_since = 0.0
         self._full_since: float | None = None
+        self._patience = Patience()
 
     def run(self) -> Outcome:
         """Train all steps; returns what it came to."""
@@ -187,8 +189,9 @@ class Ring:
         self._intake.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
 
     def _train(self) -> None:
-        patience_s = self._rule.patience * self._step_s
-        if patience_s > 0.0 and self._intake.overtaken(self._version):
+        patience_s = self._patience.of(self._rule.patience * self._step_s)
+        overtakes = patience_s > 0.0 and bool(self._intake.overtaken(self._version))
+        if overtakes:
             if self._full_since is None:
                 self._full_since = self._now
                 self._after(patience_s, lambda: None)  # look again then
@@ -200,6 +203,7 @@ class Ring:
             self._issue()
         if not batch:
             return
+        self._patience.took(overtook=overtakes)
         self.outcome.waited_s += self._now - self._idle_since
         self._full_since, self._training, self._step_s = None, True, self._about(STEP_S)
 

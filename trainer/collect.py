@@ -30,6 +30,7 @@ from trainer.batcher import Batcher
 from trainer.doors import Doors
 from trainer.errors import CollectTimeout, TooManyDead
 from trainer.intake import Intake, Issued
+from trainer.patience import Patience
 from trainer.step_plan import ReadyGroup
 from trainer.stored_groups import read_groups
 
@@ -71,6 +72,7 @@ class Collector:
         self._run_id, self._bus, self._blobs = doors.run_id, doors.bus, doors.blobs
         self._intake = Intake(batcher, issued)
         self._issued = issued
+        self._patience = Patience()
         self._letters_read = letters_read
         self._deadline_s = deadline_s
         self._max_dead = max_dead
@@ -109,8 +111,9 @@ class Collector:
     ) -> list[ReadyGroup]:
         """Wait for the batch to train at ``version``; empty when ``should_stop`` says so meanwhile.
 
-        A full batch waits ``patience_s`` for groups under way that would be too old for the next one: whoever
-        overtakes them has them dropped when they come, and sampled again by workers that are late already.
+        A full batch waits ``patience_s`` for groups under way that would be too old for the next one, and less after
+        waits in vain (`patience.py`): whoever overtakes them has them dropped when they come, and sampled again by
+        workers that are late already.
 
         Raises CollectTimeout after the deadline, TooManyDead when everything dies, and whatever
         ended the collecting thread.
@@ -120,11 +123,12 @@ class Collector:
         while not should_stop():
             with self._changed:
                 self._raise_failure()
-                rest_s = 0.0
+                rest_s, overtakes = 0.0, False
                 if patience_s > 0.0 and self._intake.overtaken(version):
-                    full_since = full_since or time.monotonic()
-                    rest_s = full_since + patience_s - time.monotonic()
+                    overtakes, full_since = True, full_since or time.monotonic()
+                    rest_s = full_since + self._patience.of(patience_s) - time.monotonic()
                 if rest_s <= 0.0 and (batch := self._intake.take(version)):
+                    self._patience.took(overtook=overtakes)
                     return batch
                 num_ready = self._intake.num_ready
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)

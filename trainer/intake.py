@@ -99,11 +99,12 @@ class Intake:
     def overtaken(self, version: PolicyVersion) -> list[str]:
         """Return the groups still under way that a batch taken at ``version`` now would overtake for good.
 
-        They may be too old for the batch after it. Empty as long as there is no batch to be taken.
+        They may be too old for the batch after it. One whose pack is being read is still under way. Empty as long as
+        there is no batch to be taken.
         """
         if not self._batcher.is_full(version):
             return []
-        return [group_id for group_id in self._issued.in_last_chance(version) if not self._is_here(group_id)]
+        return [group_id for group_id in self._issued.in_last_chance(version) if not self._batcher.holds(group_id)]
 
     def take(self, version: PolicyVersion) -> list[ReadyGroup]:
         """Return the batch to train at ``version``; empty when it is not full yet. What is too old is dropped."""

@@ -187,7 +187,7 @@ class OptimizerSettings(Section):
         ge=0.0,
         le=1000.0,
         description="How long a full batch waits for groups under way that would be too old for the next one, in durations "
-        "of the last step; those that come later are dropped and sampled again. 0: never.",
+        "of the last step, and half as long after each wait in vain; what comes later is dropped and sampled again. 0: never.",
     )
     max_mismatch: float | None = Field(
         default=0.1,
