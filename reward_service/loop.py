@@ -111,8 +111,10 @@ class Places:
 
     async def wait_for_change(self, wait_s: float) -> None:
         """Wait until a pack stood aside or left, at most ``wait_s``."""
+        # not wait_for: in Python 3.11 it swallows a cancellation that comes with the change
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
         self._changed.clear()
 
 
