@@ -3,12 +3,16 @@
 A server takes what one connection sends to one consumer in order, so its answer to the last acknowledgement of a
 series confirms all of them; when the connection was lost in between, the whole series is sent again. A request for
 each would cost four times the CPU. Everything here runs on the connection's own loop.
+
+A server that died may have forgotten what its consumer had delivered: it writes that down a moment later. It then
+answers no acknowledgement of such a message, until it has delivered it once more, or found it gone. So after every
+loss of the connection the reader has itself reminded first.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -18,15 +22,18 @@ from protocol.transport.nats_connection import ATTEMPT_S, Connection
 
 DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 Newest = Callable[[], Msg]  # the handle of a message, which a redelivery renews
+Remind = Callable[[], Awaitable[None]]  # has delivered again what is held and the server may have forgotten
 
 
 class Acks:
     """What one reader has to acknowledge to one consumer."""
 
-    def __init__(self, connection: Connection, spec: ConsumerSpec) -> None:
+    def __init__(self, connection: Connection, spec: ConsumerSpec, remind: Remind) -> None:
         """Start with nothing to say."""
         self._connection = connection
         self._spec = spec
+        self._remind = remind
+        self._lives: int | None = connection.num_lives  # of the connection, when the server knew all that is held
         self._waiting: list[tuple[Newest, asyncio.Future[None]]] = []
         self._is_sending = False
 
@@ -65,9 +72,13 @@ class Acks:
                 confirmed.set_exception(failure)
 
     async def _attempt(self, handles: list[Newest]) -> None:
-        life = self._connection.num_lives
+        lives = self._connection.num_lives
+        if lives != self._lives:
+            await self._remind()
+        self._lives = None
         for newest in handles[:-1]:
             await self._connection.client.publish(newest().reply)
         await self._connection.client.request(handles[-1]().reply, timeout=ATTEMPT_S)
-        if self._connection.num_lives != life:  # the server that answered may not have seen the others
+        if self._connection.num_lives != lives:  # the server that answered may not have seen the others
             raise nats.errors.ConnectionReconnectingError
+        self._lives = lives

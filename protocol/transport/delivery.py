@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from protocol import subjects
 from protocol.facts import DeadLetter, Fact
 from protocol.streams import ConsumerSpec
-from protocol.transport.acks import DURABLE_S, Acks
+from protocol.transport.acks import DURABLE_S, Acks, Newest
 from protocol.transport.nats_connection import Connection
 from protocol.transport.pending import Pending
 from protocol.transport.publication import publish
@@ -78,7 +78,10 @@ class Delivery(Generic[F]):
     def dead_letter(self, reason: str, detail: str) -> Pending[None]:
         """Store the message among the dead letters with its reason, then end it."""
         return self._end(
-            lambda: bury(self._connection, self._spec, self._msg, reason, detail, _group_ids(self.fact)), "dead-letter"
+            lambda: bury(
+                self._connection, self._spec, self._acks, lambda: self._msg, reason, detail, _group_ids(self.fact)
+            ),
+            "dead-letter",
         )
 
     def renew(self, msg: Msg) -> None:
@@ -92,7 +95,7 @@ class Delivery(Generic[F]):
             await self._msg.in_progress()
 
     def _end(self, action: Callable[[], Awaitable[None]], what: str) -> Pending[None]:
-        return self._connection.call(self._ended(action), f"{what} a message of {self._spec.durable}")
+        return self._connection.call(self._ended(action), f"{what} a message of {self._spec.durable}", 2 * DURABLE_S)
 
     async def _ended(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -114,9 +117,16 @@ async def _ack_each(deliveries: Sequence[Delivery[F]]) -> None:
 
 
 async def bury(
-    connection: Connection, spec: ConsumerSpec, msg: Msg, reason: str, detail: str, group_ids: tuple[str, ...] = ()
+    connection: Connection,
+    spec: ConsumerSpec,
+    acks: Acks,
+    newest: Newest,
+    reason: str,
+    detail: str,
+    group_ids: tuple[str, ...] = (),
 ) -> None:
     """Store a message among the dead letters of its run, once however often this is tried, then end it."""
+    msg = newest()
     meta = msg.metadata
     letter = DeadLetter(
         run_id=spec.run_id,
@@ -130,7 +140,7 @@ async def bury(
     )
     msg_id = f"{spec.stream}:{meta.sequence.stream}"
     await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=DURABLE_S)
-    await Acks(connection, spec).acknowledge(lambda: msg)
+    await acks.acknowledge(newest)
 
 
 def _group_ids(fact: Fact) -> tuple[str, ...]:

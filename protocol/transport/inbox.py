@@ -32,9 +32,9 @@ class Inbox(Generic[F]):
         """Use `Bus.inbox` instead."""
         self._connection = connection
         self._fact = fact
-        self._pull = Pull(connection, spec.stream, spec.durable)
-        self._acks = Acks(connection, spec)
         self._held: dict[int, Delivery[F]] = {}
+        self._pull = Pull(connection, spec.stream, spec.durable, self._renews)
+        self._acks = Acks(connection, spec, lambda: self._pull.remind(max(1, len(self._held))))
         self.spec = spec
 
     @classmethod
@@ -76,10 +76,14 @@ class Inbox(Generic[F]):
             if deliveries or time.monotonic() >= deadline:
                 return deliveries
 
-    def _receive(self, msg: Msg) -> Delivery[F] | None:
+    def _renews(self, msg: Msg) -> bool:
         held = self._held.get(msg.metadata.sequence.stream)
         if held is not None:
             held.renew(msg)
+        return held is not None
+
+    def _receive(self, msg: Msg) -> Delivery[F] | None:
+        if self._renews(msg):
             return None
         try:
             fact = decode(msg.data, self._fact)
@@ -98,7 +102,7 @@ class Inbox(Generic[F]):
 
     async def _bury_poison(self, msg: Msg, error: WireError) -> None:
         try:
-            await bury(self._connection, self.spec, msg, type(error).__name__, str(error))
+            await bury(self._connection, self.spec, self._acks, lambda: msg, type(error).__name__, str(error))
         except BusError as err:  # it comes again after ack_wait, and with it the next try
             log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
 

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import nats.errors
@@ -21,6 +22,7 @@ from protocol.transport.nats_connection import Connection
 
 _LINGER_S = 5.0  # the longest single pull request
 _LATE_S = 0.25  # how late the server's word that it has expired may come
+_REMIND_S = 1.0  # how long a reminder may take; the acknowledgement is tried again anyway
 _NOTHING_THERE = ("404", "408")
 
 
@@ -31,9 +33,12 @@ class PullRefused(Exception):
 class Pull:
     """The pull requests of one reader; its calls take turns."""
 
-    def __init__(self, connection: Connection, stream: str, consumer: str) -> None:
-        """Prepare for a consumer; `open` subscribes."""
+    def __init__(
+        self, connection: Connection, stream: str, consumer: str, renews: Callable[[Msg], bool] = lambda _: False
+    ) -> None:
+        """Prepare for a consumer; `open` subscribes. ``renews`` takes a message that is held already, as its newest handle."""
         self._connection = connection
+        self._renews = renews
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._reply = connection.client.new_inbox()
         self._number = 0
@@ -65,6 +70,27 @@ class Pull:
             while not self._arrived and deadline > time.monotonic():
                 await self._ask({"batch": 1}, 1, deadline)
             return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
+
+    async def remind(self, num_messages: int) -> None:
+        """Have up to so many messages delivered that the server does not know to be held; the others wait for `take`.
+
+        Asks a server that has come back, whose consumer forgot what it had delivered.
+        """
+        client = self._connection.client
+        answers = await client.subscribe(client.new_inbox())
+        try:
+            request = json.dumps({"batch": num_messages, "no_wait": True}).encode()
+            await client.publish(self._subject, request, reply=answers.subject)
+            with contextlib.suppress(nats.errors.TimeoutError):  # it has sent all it has
+                for _ in range(num_messages):
+                    msg = await answers.next_msg(timeout=_REMIND_S)
+                    if msg.subject == answers.subject:  # a status: there are no more
+                        break
+                    if not self._renews(msg):
+                        self._arrived.append(msg)
+                        self._news.set()
+        finally:
+            await answers.unsubscribe()
 
     async def _ask(self, body: dict[str, Any], enough: int, deadline: float) -> None:
         """Let the server wait, but not for ever: a request that it forgot (its stream was deleted) is asked again soon."""
