@@ -53,7 +53,7 @@ from protocol.lineage import LineageChapter, chapters
 from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from trainer.crash_points import CrashPoint
-from trainer.part import part_of
+from trainer.weight_part import part_of
 
 REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
 VICTIMS = (

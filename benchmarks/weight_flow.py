@@ -31,10 +31,10 @@ from protocol.versions import PolicyVersion
 from protocol.weight_retention import AnchorPolicy
 from rollout_service.mirror import Mirror
 from trainer.doors import Doors
-from trainer.part import part_of
 from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.snapshot import Snapshot
+from trainer.weight_part import part_of
 
 RUN = "flow"
 _TENSORS = 32

@@ -38,17 +38,17 @@ from protocol.versions import PolicyVersion
 from protocol.weight_retention import AnchorPolicy
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
+from trainer.all_shares import Lines, Shares, serve
 from trainer.crew import Crew
 from trainer.doors import Doors
-from trainer.part import Part, part_of
 from trainer.policy import Policy, load_policy
 from trainer.publication import Publication
 from trainer.publish import Publisher
+from trainer.rank_share import Share
 from trainer.ranks import Ranks
-from trainer.share import Share
-from trainer.shares import Lines, Shares, serve
 from trainer.snapshot import Snapshot
 from trainer.trainable import Optimisation
+from trainer.weight_part import Part, part_of
 
 _BUCKET_BYTES = 16 * 1024**2
 _DENSITY = 0.009

@@ -21,6 +21,7 @@ from protocol.weights_digest import TensorDigest, weights_digest
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_NAME = "policy@"
 _PREFIX = "base_model.model."
 _DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
@@ -70,7 +71,18 @@ class AdapterConfig(BaseModel):
 
 def adapter_name(version: PolicyVersion) -> str:
     """Return the name under which engines know a version's adapter."""
-    return f"policy@{version}"
+    return f"{_NAME}{version}"
+
+
+def version_of(name: object) -> PolicyVersion | None:
+    """Return the version whose adapter has this name; None for a name that is not one of ours."""
+    label = name.removeprefix(_NAME) if isinstance(name, str) and name.startswith(_NAME) else ""
+    return PolicyVersion(int(label)) if label.isascii() and label.isdecimal() else None
+
+
+def factor_names(layer: str) -> tuple[str, str]:
+    """Return the names that a layer's A and B are published under."""
+    return published_name(layer + _DOWN), published_name(layer + _UP)
 
 
 def published_name(name: str) -> str:

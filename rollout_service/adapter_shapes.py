@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from protocol.adapter_format import ADAPTER_CONFIG, factor_names
 from rollout_service.errors import AdapterUnfit
-
-CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # tensor name → sizes
 
@@ -68,26 +66,26 @@ class Pair:
 def read_config(raw: Any) -> AdapterConfig:
     """Read the object of ``adapter_config.json``; raises AdapterUnfit, naming what does not fit."""
     if not isinstance(raw, dict) or str(raw.get("peft_type", "")).lower() != "lora":
-        raise AdapterUnfit(f"{CONFIG_FILE} does not describe a LoRA adapter (peft_type)")
+        raise AdapterUnfit(f"{ADAPTER_CONFIG} does not describe a LoRA adapter (peft_type)")
     rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise AdapterUnfit(f"{CONFIG_FILE}: r is {rank!r}, expected a whole number above 0")
+        raise AdapterUnfit(f"{ADAPTER_CONFIG}: r is {rank!r}, expected a whole number above 0")
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise AdapterUnfit(f"{CONFIG_FILE}: lora_alpha is {alpha!r}, expected a finite number")
+        raise AdapterUnfit(f"{ADAPTER_CONFIG}: lora_alpha is {alpha!r}, expected a finite number")
     for name, neutral in _NEUTRAL.items():
         if raw.get(name) not in neutral:
-            raise AdapterUnfit(f"{CONFIG_FILE}: {name} = {raw[name]!r} is not computed by every engine")
+            raise AdapterUnfit(f"{ADAPTER_CONFIG}: {name} = {raw[name]!r} is not computed by every engine")
     if targets == "all-linear":
         return AdapterConfig(rank, alpha / rank, None)
     if not isinstance(targets, list) or not targets or not all(map(_is_word, targets)):
         raise AdapterUnfit(
-            f"{CONFIG_FILE}: target_modules is {targets!r}, expected 'all-linear' or last words of layers' names, such as "
+            f"{ADAPTER_CONFIG}: target_modules is {targets!r}, expected 'all-linear' or last words of layers' names, such as "
             "['q_proj', 'v_proj']: every layer of that name is adapted"
         )
     for word, beside in _TOGETHER.items():
         if word in targets and not beside <= set(targets):
             raise AdapterUnfit(
-                f"{CONFIG_FILE}: target_modules has {word} without {' and '.join(sorted(beside - set(targets)))}, which SGLang "
+                f"{ADAPTER_CONFIG}: target_modules has {word} without {' and '.join(sorted(beside - set(targets)))}, which SGLang "
                 "dies of: it fuses them; adapt all of them, or none"
             )
     return AdapterConfig(rank, alpha / rank, frozenset(targets))
@@ -100,7 +98,7 @@ def pair_tensors(config: AdapterConfig, found: Shapes, weights: Shapes) -> dict[
     for a layer whose tensors are missing, a tensor of no layer, and shapes that fit neither the rank nor the weight.
     """
     adapted = _adapted_layers(config, weights)
-    pairs = {layer: Pair(*(f"base_model.model.{layer}.lora_{part}.weight" for part in "AB")) for layer in adapted}
+    pairs = {layer: Pair(*factor_names(layer)) for layer in adapted}
     expected = {pair.down: (config.rank, adapted[layer][1]) for layer, pair in pairs.items()}
     expected |= {pair.up: (adapted[layer][0], config.rank) for layer, pair in pairs.items()}
     missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())

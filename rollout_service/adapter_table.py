@@ -10,19 +10,6 @@ from dataclasses import dataclass, field
 from protocol.versions import PolicyVersion
 from rollout_service.errors import EngineRefused, EngineTimeout
 
-_PREFIX = "policy@"
-
-
-def adapter_name(version: PolicyVersion) -> str:
-    """Return the name that a server knows a version's adapter by."""
-    return f"{_PREFIX}{version}"
-
-
-def version_of(name: object) -> PolicyVersion | None:
-    """Return the version whose adapter has this name; None for a name that is not one of ours."""
-    label = name.removeprefix(_PREFIX) if isinstance(name, str) and name.startswith(_PREFIX) else ""
-    return PolicyVersion(int(label)) if label.isascii() and label.isdecimal() else None
-
 
 @dataclass(slots=True)
 class _Entry:

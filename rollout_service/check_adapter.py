@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from protocol.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from protocol.versions import PolicyVersion
-from rollout_service.adapter_shapes import CONFIG_FILE, TENSORS_FILE, pair_tensors, read_config
+from rollout_service.adapter_shapes import pair_tensors, read_config
 from rollout_service.check_weights import read_file, read_header
 from rollout_service.errors import AdapterUnfit, WeightsNotApplied
 
@@ -19,8 +20,8 @@ from rollout_service.errors import AdapterUnfit, WeightsNotApplied
 def check_adapter(folder: Path, version: PolicyVersion, base: Path) -> None:
     """Raise WeightsNotApplied for an adapter that is incomplete, not finite, or does not fit the model in ``base``."""
     try:
-        config = read_config(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-        found = {name: sizes for name, (_, sizes) in read_file(folder / TENSORS_FILE).items()}
+        config = read_config(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+        found = {name: sizes for name, (_, sizes) in read_file(folder / ADAPTER_WEIGHTS).items()}
         weights: dict[str, tuple[int, ...]] = {}
         for file in sorted(base.glob("*.safetensors")):
             weights |= {name: tuple(entry["shape"]) for name, entry in read_header(file)[0].items()}

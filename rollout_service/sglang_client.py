@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from protocol.adapter_format import adapter_name, version_of
 from protocol.facts import Sampling
 from protocol.versions import PolicyVersion
-from rollout_service.adapter_table import AdapterTable, adapter_name, version_of
+from rollout_service.adapter_table import AdapterTable
 from rollout_service.check_task import ModelLimits, check_request
 from rollout_service.embedded_engine.text import Text
 from rollout_service.engine_http import EngineHttp

@@ -19,13 +19,13 @@ from protocol.versions import PolicyVersion
 from protocol.weight_layout import BUCKET_BYTES
 from protocol.weight_reader import WeightReader
 from protocol.weight_retention import AnchorPolicy
+from trainer.all_shares import Shares
 from trainer.doors import Doors
-from trainer.part import part_of, read_part
 from trainer.publication import Publications
-from trainer.share import Share
-from trainer.shares import Shares
+from trainer.rank_share import Share
 from trainer.snapshot import Base, Snapshot
 from trainer.version_writer import VersionWriter
+from trainer.weight_part import part_of, read_part
 
 NEVER = AnchorPolicy(max_ratio=1e9, max_versions=10**9)
 

@@ -12,8 +12,8 @@ from protocol.errors import PenstockError
 from protocol.versions import PolicyVersion, is_newer
 from protocol.weight_retention import AnchorPolicy
 from protocol.weights import AnchorRef, VersionManifest
+from trainer.all_shares import Shares
 from trainer.crash_points import CrashPoint
-from trainer.shares import Shares
 from trainer.snapshot import Snapshot
 from trainer.version_writer import Label, VersionWriter
 

@@ -26,6 +26,7 @@ from trainer import checkpoint, crash_points, lease, loop
 from trainer.account import Account
 from trainer.adapter import Lora
 from trainer.algorithms import objective
+from trainer.all_shares import Lines, Shares, serve
 from trainer.chat_template import ChatTokenizer
 from trainer.chronicle import Chronicle
 from trainer.committing import CHECKPOINTS
@@ -42,13 +43,12 @@ from trainer.policy import load_policy, load_reference
 from trainer.preflight import check_checkpoint_is_here, check_rewards, check_run_is_ours, open_doors
 from trainer.publish import Publisher
 from trainer.pulse import Pulse
+from trainer.rank_share import Share
 from trainer.ranks import Ranks
 from trainer.record import Recorder
 from trainer.reference import WithoutAdapter
 from trainer.retire import ORPHAN_AGE_S, Retention, Retirement
 from trainer.settings import TrainerSettings
-from trainer.share import Share
-from trainer.shares import Lines, Shares, serve
 from trainer.supply import Books, generated, stored
 from trainer.tally import Tally
 from trainer.token_credit import TokenCredit

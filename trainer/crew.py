@@ -28,13 +28,13 @@ from trainer.corrections import m2po_limit, m2po_width, moved_along
 from trainer.critic import Critic
 from trainer.kl import AnyKlForm, kl_estimate
 from trainer.objective import PolicyGradient
-from trainer.part import Part, part_of, split
 from trainer.policy import Policy, StepFigures
+from trainer.rank_share import Share
 from trainer.ranks import Ranks
 from trainer.reference import ReferencePolicy
-from trainer.share import Share
 from trainer.snapshot import Base, Weights
 from trainer.step_plan import ReadyGroup, StepPlan, rows_of
+from trainer.weight_part import Part, part_of, split
 
 
 class Crew:

@@ -21,10 +21,10 @@ from trainer.batch import MicroBatch
 from trainer.errors import CheckpointError, UnsupportedModel
 from trainer.logprobs import CompletionScorer, Logits
 from trainer.objective import Objective, Outcome
-from trainer.part import Part
 from trainer.ranks import Ranks
 from trainer.reference import Reference, ReferencePolicy
 from trainer.trainable import Optimisation, Trainable
+from trainer.weight_part import Part
 
 _PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
 _TAG = "engine"

@@ -24,14 +24,14 @@ from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weight_retention import AnchorPolicy
 from protocol.weights import Ancestor, AnchorRef
 from trainer import crash_points
+from trainer.all_shares import Shares
 from trainer.anchors import Anchors
 from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.head import HeadKey
 from trainer.published_base import PublishedBase
-from trainer.share import Compared, Share
-from trainer.shares import Shares
+from trainer.rank_share import Compared, Share
 from trainer.snapshot import Base, Snapshot, Weights
 from trainer.version_writer import Label, VersionWriter, Written
 

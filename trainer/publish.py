@@ -19,12 +19,12 @@ from protocol import subjects
 from protocol.facts import Head, WeightsPublished, WeightsRefused, decode
 from protocol.versions import PolicyVersion
 from protocol.weight_retention import AnchorPolicy
+from trainer.all_shares import Shares
 from trainer.anchors import answer_is_due
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.publication import Publication, Publications
-from trainer.share import Share
-from trainer.shares import Shares
+from trainer.rank_share import Share
 from trainer.snapshot import Base, Snapshot, Weights
 from trainer.version_writer import Label, VersionWriter
 

@@ -8,8 +8,8 @@ from protocol.errors import BlobCorrupt, BlobMissing
 from protocol.versions import PolicyVersion
 from protocol.weight_reader import UNUSABLE, WeightReader
 from protocol.weights import AnchorRef, ModelFile, VersionManifest
+from trainer.all_shares import Shares
 from trainer.doors import Doors
-from trainer.shares import Shares
 from trainer.snapshot import Base
 from trainer.version_writer import Label, VersionWriter, Written
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from protocol.adapter_format import AdapterConfig, adapter_digest
 from protocol.versions import PolicyVersion
 from protocol.weights_digest import weights_digest
-from trainer.part import Part, part_of
+from trainer.weight_part import Part, part_of
 
 
 class Base:

@@ -19,11 +19,11 @@ from protocol.versions import PolicyVersion
 from protocol.weight_layout import WeightLayout
 from protocol.weights import Ancestor, AnchorRef, ModelFile, VersionManifest
 from trainer import crash_points
+from trainer.all_shares import Assembled
 from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.model_folder import small_files
-from trainer.shares import Assembled
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Generic, TypeVar
 
@@ -107,13 +108,17 @@ class Inbox(Generic[F]):
             log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
 
     async def _keep_alive(self) -> None:
-        """Renew every held message, for as long as the bus lives."""
+        """Renew every message that is held or waits to be taken, for as long as the bus lives."""
         period = self.spec.ack_wait_s / KEEPALIVES_PER_ACK_WAIT
         while True:
             await asyncio.sleep(period)
             for delivery in list(self._held.values()):
                 if self._connection.is_up:  # else the next round renews
                     await delivery.keep_alive()
+            for msg in self._pull.waiting:
+                if self._connection.is_up:
+                    with contextlib.suppress(nats.errors.Error):
+                        await msg.in_progress()
 
 
 def _require_run(fact: Fact, spec: ConsumerSpec) -> None:

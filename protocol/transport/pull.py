@@ -71,6 +71,11 @@ class Pull:
                 await self._ask({"batch": 1}, 1, deadline)
             return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
 
+    @property
+    def waiting(self) -> list[Msg]:
+        """What has arrived and nobody has taken yet."""
+        return list(self._arrived)
+
     async def remind(self, num_messages: int) -> None:
         """Have up to so many messages delivered that the server does not know to be held; the others wait for `take`.
 

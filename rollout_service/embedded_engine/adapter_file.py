@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from rollout_service.adapter_shapes import CONFIG_FILE, TENSORS_FILE, pair_tensors, read_config
+from protocol.adapter_format import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from rollout_service.adapter_shapes import pair_tensors, read_config
 from rollout_service.embedded_engine.checkpoint import check_values, expected_shapes, read_safetensors
 from rollout_service.embedded_engine.errors import CheckpointRefused
 from rollout_service.embedded_engine.low_rank import LowRank
@@ -25,11 +26,11 @@ def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str
         CheckpointRefused: names the folder and what of it does not fit.
     """
     try:
-        raw = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         config = read_config(raw)
         if config.rank > max_rank:
             raise AdapterUnfit(f"its rank is {config.rank}, the engine was started with --max-lora-rank {max_rank}")
-        tensors = read_safetensors(folder / TENSORS_FILE)
+        tensors = read_safetensors(folder / ADAPTER_WEIGHTS)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         pairs = pair_tensors(config, shapes, expected_shapes(model))
     except (OSError, ValueError, AdapterUnfit) as error:

@@ -21,12 +21,12 @@ from protocol.transport.blobs import Blobs
 from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
 from tests.weights_source import WeightsSource
+from trainer.all_shares import Shares
 from trainer.doors import Doors
-from trainer.part import part_of
-from trainer.share import Share
-from trainer.shares import Shares
+from trainer.rank_share import Share
 from trainer.snapshot import Base
 from trainer.version_writer import Label, VersionWriter
+from trainer.weight_part import part_of
 
 State = dict[str, torch.Tensor]
 

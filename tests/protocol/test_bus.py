@@ -619,6 +619,32 @@ def test_acknowledgements_outlast_a_server_that_dies_under_them(
         assert inbox.num_held == 0
 
 
+def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A consumer that lost its record with its server confirms what was held, and gives out the rest once."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.streams(run_id):
+            bus.ensure_stream(spec).wait()
+        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
+        bus.ensure_consumer(spec).wait()
+        for number in range(12):
+            issue(bus, run_id, number)
+        inbox = bus.inbox(spec, TaskIssued).wait()
+        held = inbox.fetch(10, 5.0).wait()
+        assert len(held) == 10
+        server.kill()
+        for record in server.store.rglob("obs/reader/o.dat"):
+            record.unlink()
+        server.restart()
+        Delivery.ack_all(held[3:])
+        Delivery.ack_all(held[:3])
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 2
+        rest = inbox.fetch(5, 5.0).wait()
+        assert len(rest) == 2
+        Delivery.ack_all(rest)
+        assert inbox.num_held == 0
+
+
 def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """A waiting fetch, a tail, a held message and a key-value bucket go on when the server is back."""
     server = own_nats()

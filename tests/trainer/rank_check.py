@@ -26,21 +26,21 @@ from trainer import adapter
 from trainer.adapter import Lora
 from trainer.algorithm_settings import AlgorithmSettings
 from trainer.algorithms import objective
+from trainer.all_shares import Lines, Shares, serve
 from trainer.credit import credit_rule
 from trainer.crew import Crew
 from trainer.critic import Regression, load_critic
 from trainer.doors import Doors
-from trainer.part import part_of
 from trainer.policy import Policy, load_policy, load_reference
 from trainer.publish import Publisher
+from trainer.rank_share import Share
 from trainer.ranks import Ranks
 from trainer.reference import WithoutAdapter
-from trainer.share import Share
-from trainer.shares import Lines, Shares, serve
 from trainer.snapshot import Snapshot
 from trainer.step_plan import ReadyGroup, all_rows, make_plan
 from trainer.token_credit import TokenCredit
 from trainer.trainable import Optimisation
+from trainer.weight_part import part_of
 
 CASES = [
     *((f"{stage}-float32", stage, "float32", "grpo") for stage in (0, 1, 2, 3)),

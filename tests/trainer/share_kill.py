@@ -19,14 +19,14 @@ from protocol.transport.bus import Bus
 from protocol.versions import PolicyVersion
 from protocol.weight_retention import AnchorPolicy
 from trainer import crash_points
+from trainer.all_shares import Lines, Shares, serve
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
-from trainer.part import Part, layout_of, part_of, split
 from trainer.publish import Publisher
+from trainer.rank_share import Share
 from trainer.ranks import Ranks
-from trainer.share import Share
-from trainer.shares import Lines, Shares, serve
 from trainer.snapshot import Snapshot
+from trainer.weight_part import Part, layout_of, part_of, split
 
 NUM_TENSORS = 4
 _EVERY_SECOND = AnchorPolicy(max_ratio=1.0, max_versions=100)  # a patch is two thirds of an anchor

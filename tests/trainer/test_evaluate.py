@@ -25,10 +25,10 @@ from trainer.doors import Doors
 from trainer.errors import EvaluationFailed
 from trainer.eval_result import EvalResult, LostEvaluation, pass_at_k
 from trainer.evaluate import Evaluator
-from trainer.part import part_of
 from trainer.publish import Publisher
 from trainer.settings import DataSettings, EvalSettings
 from trainer.snapshot import Snapshot
+from trainer.weight_part import part_of
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)
 

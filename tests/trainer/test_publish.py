@@ -32,10 +32,10 @@ from trainer.crash_points import CrashPoint
 from trainer.doors import Doors
 from trainer.errors import PublicationFailed
 from trainer.head import read_head
-from trainer.part import Part, part_of
 from trainer.publication import Publication
 from trainer.publish import Publisher
 from trainer.snapshot import Snapshot, Weights
+from trainer.weight_part import Part, part_of
 
 
 @pytest.fixture(scope="module")

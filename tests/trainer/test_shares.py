@@ -28,9 +28,9 @@ from tests.trainer.share_kill import tensors, whole
 from tests.trainer.test_publish import head_of, manifest_of
 from tests.weights_source import read_version
 from trainer.doors import Doors
-from trainer.part import split
 from trainer.publish import Publisher
 from trainer.snapshot import Snapshot
+from trainer.weight_part import split
 
 
 def test_buckets_are_shared_out_by_bytes() -> None:

@@ -1,4 +1,4 @@
-"""What one rank does for a publication: compares, encodes and stores its own buckets. Rank 0 asks (`shares`).
+"""What one rank does for a publication: compares, encodes and stores its own buckets. Rank 0 asks (`all_shares`).
 
 Each rank holds two things: the *base*, its part of the version that the head names, and the parts that wait to be
 published. Nothing of it changes before rank 0 says that a version is committed, so a publication that fails
@@ -23,7 +23,7 @@ from protocol.weights_digest import TensorDigest
 from trainer import crash_points
 from trainer.crash_points import CrashPoint
 from trainer.errors import PublicationFailed
-from trainer.part import Part, read_part, split
+from trainer.weight_part import Part, read_part, split
 
 _PART_DEADLINE_S = 600.0  # a rank that is that far behind rank 0 has its own trouble
 

@@ -21,9 +21,9 @@ from protocol.versions import PolicyVersion
 from protocol.weights import BucketState
 from protocol.weights_digest import weights_digest
 from trainer.errors import PublicationFailed
-from trainer.part import Part
+from trainer.rank_share import Compared, Digests, Done, Question, Share, Stored
 from trainer.ranks import Line
-from trainer.share import Compared, Digests, Done, Question, Share, Stored
+from trainer.weight_part import Part
 
 W = TypeVar("W", bound=Wire)
 log = structlog.get_logger("trainer.publish")
