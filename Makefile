@@ -19,11 +19,11 @@ test: $(STAMP)  ## the whole suite, on a real nats-server and a real S3 server
 
 test-faults: $(STAMP)  ## exactly-once under thousands of invented misfortunes, outages of a minute (minutes)
 	PENSTOCK_TEST_EXAMPLES=50 PENSTOCK_TEST_OUTAGE_S=60 $(BIN)/python -m pytest --timeout 3600 \
-		tests/trainer/test_exactly_once.py tests/trainer/test_collect.py tests/system/test_misfortunes.py
+		tests/trainer/recovery/test_exactly_once.py tests/trainer/groups/test_collect.py tests/system/test_misfortunes.py
 
 fuzz: $(STAMP)  ## every property on 40 times as many examples, new ones each time; the reward API likewise (an hour)
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600
-	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 tests/reward_service/test_openapi_fuzz.py
+	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest --timeout 3600 tests/reward_service/endpoints/test_openapi_fuzz.py
 
 chaos: $(STAMP)  ## kill everything at any moment, three seeds; audit and replay; and the control that must fail (half an hour)
 	$(BIN)/python -m pytest -m chaos --timeout 900

@@ -2,7 +2,7 @@
 
     python -m benchmarks.admission
 
-`Dispatch`, `Intake` and `Batcher` are the real ones; steps, generations, publications and evaluations are durations drawn
+`Dispatch`, `DeliveryTracker` and `Batcher` are the real ones; steps, generations, publications and evaluations are durations drawn
 from seeded distributions, so that rules can be compared on the same luck, whatever the machine is doing. The
 quickstart's shape: 48 groups a step in packs of 12, two workers, a bound of two versions, an evaluation every 25 steps.
 """
@@ -18,21 +18,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.quickstart_task import write_data, write_model
-from protocol.facts import BlobRef, GeneratedGroup, ScoredGroup
-from protocol.reward_settings import RewardSettings
-from protocol.versions import PolicyVersion, next_version
-from trainer.batcher import Batcher, Drop
-from trainer.chat_template import ChatTokenizer
-from trainer.data_order import DataOrder
-from trainer.dataset import PromptSet
-from trainer.dispatch import Dispatch
-from trainer.intake import Intake
-from trainer.ledger import Ledger
-from trainer.patience import Patience
-from trainer.settings import DataSettings, RolloutSettings
-from trainer.step_plan import ReadyGroup
-from trainer.task_packs import TaskPack
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.facts import BlobRef, GeneratedGroup, ScoredGroup
+from penstock.protocol.versions import PolicyVersion, next_version
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.groups.batcher import Batcher, Drop
+from penstock.trainer.groups.delivery_tracker import DeliveryTracker
+from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.overtake_backoff import Patience
+from penstock.trainer.groups.task_packs import TaskPack
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.settings import DataSettings, RolloutSettings
 
 NUM_STEPS = 150
 NUM_WORKERS = 2
@@ -106,7 +106,7 @@ class Ring:
         self.outcome = Outcome()
         self._dispatch = Dispatch(prompts, order=DataOrder(len(prompts), seed=0), rollout=ROLLOUT, stop_token_ids=(2,))
         batcher = Batcher(groups_per_step=ROLLOUT.groups_per_step, max_staleness=ROLLOUT.max_staleness, ledger=Ledger())
-        self._intake = Intake(batcher, _Issued(self._dispatch, self.outcome.dropped))
+        self._tracker = DeliveryTracker(batcher, _Issued(self._dispatch, self.outcome.dropped))
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -185,12 +185,12 @@ class Ring:
 
     def _arrive(self, pack: TaskPack, version: PolicyVersion) -> None:
         sequence = next(self._numbers)
-        wanted = self._intake.receive(sequence, [_scored(task.group_id, version) for task in pack.tasks])
-        self._intake.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
+        wanted = self._tracker.receive(sequence, [_scored(task.group_id, version) for task in pack.tasks])
+        self._tracker.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
 
     def _train(self) -> None:
         patience_s = self._patience.of(self._rule.patience * self._step_s)
-        overtakes = patience_s > 0.0 and bool(self._intake.overtaken(self._version))
+        overtakes = patience_s > 0.0 and bool(self._tracker.overtaken(self._version))
         if overtakes:
             if self._full_since is None:
                 self._full_since = self._now
@@ -198,7 +198,7 @@ class Ring:
             if self._now < self._full_since + patience_s:
                 return
         dropped = self.outcome.dropped.total()
-        batch = self._intake.take(self._version)
+        batch = self._tracker.take(self._version)
         if self.outcome.dropped.total() > dropped:
             self._issue()
         if not batch:
@@ -210,7 +210,7 @@ class Ring:
         def stepped() -> None:
             ids = [group.group_id for group in batch]
             self._dispatch.settle(ids)
-            self._intake.trained(ids)
+            self._tracker.trained(ids)
             self._version = next_version(self._version)
             self._steps_done += 1
             self._training, self._idle_since = False, self._now

@@ -34,26 +34,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from benchmarks.chaos_plan import POINTS, PlannedKill, plan_kills, plan_points
 from benchmarks.chaos_report import Kill, Outcome, late_ones, measure, notice_silence, show
 from benchmarks.chaos_watch import Observer, Seen
-from console.account_proof import Proof, prove
-from console.evidence import gather
-from console.panel import LivePanel
-from deploy import quickstart_task
-from deploy.child import DeployError, wait_until
-from deploy.ring import REWARD, TRAINER, Ring, endpoint_name, worker_name
-from deploy.servers import NatsServer, S3Server
-from deploy.supervise import ProcessEvent, RestartRule
-from protocol import logs
-from protocol.checkpoint_state import STATE_FILE, committed
-from protocol.lineage import LineageChapter, chapters
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from trainer.crash_points import CrashPoint
-from trainer.weight_part import part_of
+from safetensors.torch import load_file
+
+from penstock.console.live.panel import LivePanel
+from penstock.console.record.audit_checks import Proof, prove
+from penstock.console.record.audit_inputs import gather
+from penstock.deploy import quickstart_task
+from penstock.deploy.child import DeployError, wait_until
+from penstock.deploy.ring import REWARD, TRAINER, Ring, endpoint_name, worker_name
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.deploy.supervise import ProcessEvent, RestartRule
+from penstock.protocol import logs
+from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
+from penstock.protocol.record.lineage import LineageChapter, chapters
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.publishing.weight_buckets import part_of
 
 REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
 VICTIMS = (
@@ -219,7 +219,7 @@ class ChaosRun:
     def _replay(self) -> dict[str, Any]:
         """Train the run again from what is stored, without a fault, beside nothing but its servers."""
         done = subprocess.run(
-            [sys.executable, "-m", "console.main", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
+            [sys.executable, "-m", "penstock", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
             capture_output=True, text=True, timeout=1800, check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

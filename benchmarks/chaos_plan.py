@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.crash_points import CrashPoint
+from penstock.trainer.crash_points import CrashPoint
 
 # All but one: every step changes every word of this float32 model, and so no anchor is ever stored *beside* a patch.
 POINTS = tuple(point for point in CrashPoint if point is not CrashPoint.ANCHOR_STORED)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.chaos_watch import Seen
-from deploy.ring import TRAINER
-from deploy.supervise import ProcessEvent
+
+from penstock.deploy.ring import TRAINER
+from penstock.deploy.supervise import ProcessEvent
 
 DETECTED_WITHIN_S = 10.0
 PRODUCTIVE_WITHIN_S = 60.0

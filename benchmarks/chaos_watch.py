@@ -15,11 +15,11 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from deploy.ring import REWARD, TRAINER
-from protocol import streams, subjects
-from protocol.errors import BusError
-from protocol.facts import Heartbeat, RunEvent, decode
-from protocol.transport.bus import Bus
+from penstock.deploy.ring import REWARD, TRAINER
+from penstock.protocol import streams, subjects
+from penstock.protocol.errors import BusError
+from penstock.protocol.facts import Heartbeat, RunEvent, decode
+from penstock.protocol.transport.bus import Bus
 
 _LOOK_S = 0.25
 _WORKER, _ENDPOINT = "worker-", "endpoint-"

@@ -35,15 +35,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from rollout_service.embedded_engine.checkpoint import expected_shapes, read_checkpoint
-from rollout_service.embedded_engine.kv_cache import KVCache
-from rollout_service.embedded_engine.low_rank import Adapter, LowRank, prepare_adapter
-from rollout_service.embedded_engine.memory import keep_freed_memory
-from rollout_service.embedded_engine.model_config import read_model_config
-from rollout_service.embedded_engine.runner import Runner
-from rollout_service.embedded_engine.scheduler import Limits, choose_admissions
-from rollout_service.embedded_engine.sequence import Sampling, Sequence
-from rollout_service.embedded_engine.transformer import Transformer, prepare_weights
+from penstock.rollout_service.embedded_engine.memory import keep_freed_memory
+from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
+from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, LowRank, prepare_adapter
+from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
+from penstock.rollout_service.embedded_engine.model.model_folder import expected_shapes, read_checkpoint
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer, prepare_weights
+from penstock.rollout_service.embedded_engine.runner import Runner
+from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
+from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
 
 Request = tuple[tuple[int, ...], int]  # prompt, new tokens
 
@@ -192,7 +192,7 @@ def http_cost(folder: Path, num_requests: int) -> tuple[float, float]:
         port_file = Path(scratch) / "port"
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "rollout_service.embedded_engine", "--model-path", str(folder)),
+                *(sys.executable, "-m", "penstock.rollout_service.embedded_engine", "--model-path", str(folder)),
                 *("--port", "0", "--port-file", str(port_file), "--max-running", "256", "--die-with-parent"),
             ],
             cwd=Path(__file__).parent.parent,

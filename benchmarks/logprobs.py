@@ -4,7 +4,7 @@
     python -m benchmarks.logprobs --tokens 8192 --hidden 2048
 
 The plain way makes float32 logits of all tokens, and their softmax for the backward pass; the trainer
-(`trainer/logprobs.py`) goes through the output head in chunks and computes each again in the backward
+(`trainer/learner/logprobs.py`) goes through the output head in chunks and computes each again in the backward
 pass. Each way runs in a process of its own, whose peak of resident memory above the start is printed.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.logprobs import MAX_LOGITS, CompletionScorer
+from penstock.trainer.learner.logprobs import MAX_LOGITS, CompletionScorer
 
 
 class _Head(nn.Module):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.batch import Prompt, Row, build, num_computed, plan_micro_batches, prompt_of
+from penstock.trainer.algorithm.batch import Prompt, Row, build, num_computed, plan_micro_batches, prompt_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def measure() -> None:
     """Print CPU seconds of both ways, in turn, and that they come to the same."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from trainer.logprobs import CompletionScorer
+    from penstock.trainer.learner.logprobs import CompletionScorer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

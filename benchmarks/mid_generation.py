@@ -23,13 +23,14 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from protocol.facts import Sampling
-from protocol.versions import PolicyVersion
-from rollout_service.engine_process import EngineProcess, embedded_command
-from rollout_service.settings import WorkerSettings
-from rollout_service.sglang_client import SglangClient
-from rollout_service.update_mode import UpdateMode
 from tests.contracts.tiny_model import build_model, write_changed_copy
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_process import EngineProcess, embedded_command
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.settings import WorkerSettings
 
 MODES: tuple[UpdateMode | None, ...] = (None, "drain", "retract", "in_place", "abort")
 PROMPTS = [[5, 17, 88, 250, 31, 9 + number] for number in range(4)]

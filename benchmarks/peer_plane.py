@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plane_groups import CASES, GROUPS_PER_STEP, Case, codec_ms, make_template
-from protocol import group_pack
-from protocol.trajectory import Group
-from reward_service.rewards import exact_match
+
+from penstock.protocol import group_pack
+from penstock.protocol.trajectory import Group
+from penstock.reward_service.rewards import exact_match
 
 IN_FLIGHT = 8
 _WAIT_MS = 5000

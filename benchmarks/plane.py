@@ -30,12 +30,13 @@ from typing import Any
 
 from benchmarks.plane_groups import CASES, GROUPS_PER_STEP, Case, codec_ms
 from benchmarks.plane_worker import RUN_ID
-from deploy.bootstrap import bootstrap
-from deploy.local import LocalStack
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from rollout_service.engine_process import process_cpu_seconds
 from tests.reward_service.processes import Service
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.local import LocalStack
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from protocol import group_pack
-from protocol.facts import RewardRequest
-from protocol.trajectory import Group, Trajectory
-from protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol import group_pack
+from penstock.protocol.facts import RewardRequest
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.versions import PolicyVersion, VersionRun
 
 #: name: (trajectories, tokens of each, of these prompt tokens, characters of a completion)
 SIZES = {"long": (8, 4096, 512, 14_000), "tiny": (8, 24, 15, 9)}

@@ -12,14 +12,15 @@ from pathlib import Path
 
 from benchmarks.plane_groups import GROUPS_PER_STEP
 from benchmarks.plane_worker import RUN_ID
-from protocol.connection import NatsSettings, S3Settings
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion
-from trainer.batcher import Batcher, Drop
-from trainer.collect import Collector
-from trainer.doors import Doors
-from trainer.ledger import Ledger
+
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.groups.batcher import Batcher, Drop
+from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.ledger import Ledger
 
 _NEVER_STALE = 10**9
 
@@ -52,7 +53,7 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, num_groups: int) -> dict[str
     seen: set[str] = set()
     commit_s = 0.0
     collector = Collector(
-        Doors(RUN_ID, bus, Blobs(s3)), batcher=batcher, issued=_EveryGroup(), deadline_s=60.0, max_dead=1
+        Connections(RUN_ID, bus, Blobs(s3)), batcher=batcher, issued=_EveryGroup(), deadline_s=60.0, max_dead=1
     )
     gc.freeze()  # as the service does
     with collector:

@@ -16,17 +16,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.plane_groups import Case, make_template
-from protocol import subjects
-from protocol.activity import Activity
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import GroupGenerated, GroupScored, ScoredGroup
-from protocol.trajectory import Group
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.transport.pending import Pending
-from protocol.transport.publication import Receipt
-from rollout_service.announce_pack import PackAnnouncer
-from rollout_service.figures import Figures
+
+from penstock.protocol import subjects
+from penstock.protocol.activity import Activity
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import GroupGenerated, GroupScored, ScoredGroup
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.fact_publisher import Receipt
+from penstock.protocol.transport.pending import Pending
+from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 
 RUN_ID = "bench"
 IN_FLIGHT = 8  # packs that a worker stores and announces at a time

@@ -61,7 +61,17 @@ def main() -> int:
 
 
 def _quickstart(folder: Path, seed: int, steps: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "console.main", "quickstart", "--json", "--seed", str(seed), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "quickstart",
+        "--json",
+        "--seed",
+        str(seed),
+        "--steps",
+        str(steps),
+    ]
     done = subprocess.run([*command, "--dir", str(folder)], capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         raise SystemExit(f"seed {seed}: quickstart ended with {done.returncode}\n{done.stderr[-4000:]}")

@@ -24,8 +24,8 @@ def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
     """Run a command in a folder; returns its JSON object and the CPU seconds of all its processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "console.main", *arguments],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "penstock", *arguments],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
         text=True, check=True,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -23,15 +23,16 @@ from pathlib import Path
 
 from benchmarks.reward_endpoint import score_of
 from benchmarks.transport import cpu_of
-from deploy.bootstrap import bootstrap
-from deploy.local import LocalStack
-from protocol import streams, subjects
-from protocol.facts import DeadLetter, GroupGenerated, GroupScored
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
 from tests.groups import make_generated, make_group, pack_bytes
 from tests.reward_service.processes import ROOT, Service
 from tests.servers import wait_for
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.local import LocalStack
+from penstock.protocol import streams, subjects
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 GROUPS, SIZE = 12, 8  # of a pack
 GOOD = ("good-0", "good-1")

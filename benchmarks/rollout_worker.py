@@ -13,14 +13,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from deploy.bootstrap import bootstrap
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from rollout_service.engine_process import process_cpu_seconds
 from tests.groups import make_task
-from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached, worker_process
 from tests.servers import start_nats, start_s3
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, MAX_NEW_TOKENS = 12, 8, 18, 9
 

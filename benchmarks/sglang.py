@@ -19,16 +19,17 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from deploy import sglang_cpu
-from deploy.quickstart_task import write_model
-from protocol.facts import Sampling
-from protocol.versions import PolicyVersion
-from rollout_service.engine_process import embedded_command
-from rollout_service.managed_engine import ManagedEngine
-from rollout_service.settings import WorkerSettings
-from rollout_service.sglang_command import sglang_command, sglang_environ
-from rollout_service.sglang_settings import SglangSettings
 from tests.contracts.tiny_model import Dense
+
+from penstock.deploy import sglang_cpu
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_process import embedded_command
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.settings import WorkerSettings
 
 PACK = ([[5 + index, 17, 9, 30 - index, 21] for index in range(12)], Sampling(max_new_tokens=9), 8)
 LONG = ([[5, 17, 9, 30]], Sampling(max_new_tokens=110), 8)

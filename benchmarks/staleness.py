@@ -30,17 +30,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks import staleness_report, tiny_policy
 from torch import Tensor
 
-from benchmarks import staleness_report, tiny_policy
-from deploy import quickstart_task
-from trainer.advantages import Outcomes, grpo
-from trainer.algorithm_settings import AlgorithmSettings
-from trainer.algorithms import objective
-from trainer.batch import MicroBatch
-from trainer.losses import Sequences, cispo, gspo, minirl, ppo_clip, reinforce, sapo, topr_token
-from trainer.objective import EssRule, ImportanceCorrection, PolicyGradient
-from trainer.schedule import lr_factor
+from penstock.deploy import quickstart_task
+from penstock.trainer.algorithm.advantages import Outcomes, grpo
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.losses import Sequences, cispo, gspo, minirl, ppo_clip, reinforce, sapo, topr_token
+from penstock.trainer.algorithm.objective import EssRule, ImportanceCorrection, PolicyGradient
+from penstock.trainer.learner.schedule import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PPO = {"clip_low": 0.2, "clip_high": 0.2}

@@ -169,7 +169,7 @@ def main() -> None:
 
     from transformers import AutoModelForCausalLM
 
-    from deploy import quickstart_task
+    from penstock.deploy import quickstart_task
 
     with tempfile.TemporaryDirectory() as folder:
         quickstart_task.write_model(Path(folder), seed=0)

@@ -1,6 +1,6 @@
 """Was every token of a run sampled by the version it names? Its stored packs, held against its stored weights.
 
-    python -m deploy.stored RUN_FOLDER/store -- python -m benchmarks.token_versions RUN [--groups 200] [--kept-cache]
+    python -m penstock.deploy.stored RUN_FOLDER/store -- python -m benchmarks.token_versions RUN [--groups 200] [--kept-cache]
 
 The run must still have its versions (``trainer.keep_versions`` of more than its steps). Of a sample of its groups, each
 token's log-probability is computed anew by transformers, from the weights of the version that the token names, and
@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from deploy.bootstrap import ConnectionSettings
-from protocol import blob_keys, group_pack
-from protocol.runfile import load
-from protocol.trajectory import Group, Trajectory
-from protocol.transport.blobs import Blobs
-from protocol.versions import PolicyVersion, VersionRun
-from protocol.weight_export import export_version
-from protocol.weight_reader import WeightReader
-from protocol.weights import VersionManifest
 from tests.contracts.tiny_model import Dense
+
+from penstock.deploy.bootstrap import ConnectionSettings
+from penstock.protocol import blob_keys, group_pack
+from penstock.protocol.config.run_file import load
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.weights.export import export_version
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.version_reader import WeightReader
 
 TOLERANCE = 1e-4  # nats, float32 against float32
 

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.bootstrap import bootstrap
-from deploy.local import LocalStack
-from protocol import streams, subjects
-from protocol.facts import Heartbeat, TaskIssued, encode
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
 from tests.groups import make_task, make_task_issued
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.local import LocalStack
+from penstock.protocol import streams, subjects
+from penstock.protocol.facts import Heartbeat, TaskIssued, encode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 

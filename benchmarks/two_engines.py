@@ -1,7 +1,7 @@
 """The evaluations of a run once more, on both engines: does an engine change what a version is said to be worth?
 
     make sglang-env
-    python -m deploy.stored RUN_FOLDER/store -- python -m benchmarks.two_engines RUN VERSION [VERSION ...]
+    python -m penstock.deploy.stored RUN_FOLDER/store -- python -m benchmarks.two_engines RUN VERSION [VERSION ...]
 
 The run must still have these versions and have evaluated them (``trainer.keep_versions`` of more than its steps). Their
 weights are exported, and the stored prompts of each evaluation are completed greedily by the embedded engine and by a
@@ -21,14 +21,15 @@ from pathlib import Path
 
 from benchmarks.sglang import engines
 from benchmarks.token_versions import Versions, stored_groups
-from deploy.bootstrap import ConnectionSettings
-from protocol.facts import Sampling
-from protocol.runfile import load
-from protocol.trajectory import Group
-from protocol.transport.blobs import Blobs
-from protocol.versions import PolicyVersion
-from rollout_service.managed_engine import ManagedEngine
-from rollout_service.read_reply import Completion
+
+from penstock.deploy.bootstrap import ConnectionSettings
+from penstock.protocol.config.run_file import load
+from penstock.protocol.facts import Sampling
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.read_reply import Completion
 
 PACK = 64  # prompts in one request, as an evaluation asks
 

@@ -20,21 +20,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deploy.bootstrap import bootstrap
-from deploy.quickstart_task import write_model
-from deploy.servers import NatsServer, S3Server
-from protocol import bucket_codec, logs
-from protocol.facts import WeightsPublished
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion
-from protocol.weight_retention import AnchorPolicy
-from rollout_service.mirror import Mirror
-from trainer.doors import Doors
-from trainer.publication import Publication
-from trainer.publish import Publisher
-from trainer.snapshot import Snapshot
-from trainer.weight_part import part_of
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.quickstart_task import write_model
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol import logs
+from penstock.protocol.facts import WeightsPublished
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights import bucket_codec
+from penstock.rollout_service.weights.mirror import Mirror
+from penstock.trainer.connections import Connections
+from penstock.trainer.publishing.publication import Publication
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.snapshot import Snapshot
+from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
 
 RUN = "flow"
 _TENSORS = 32
@@ -88,7 +89,7 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     subject = f"penstock.{RUN}.weights.published"
     bus.tail(f"{RUN}-weights", subject, WeightsPublished, lambda f: facts.__setitem__(f.version, f)).wait()
     never = AnchorPolicy(max_ratio=1e9, max_versions=10**6)
-    publisher = Publisher(Doors(RUN, bus, blobs), model_folder=model, policy=never, on_published=told.append)
+    publisher = Publisher(Connections(RUN, bus, blobs), model_folder=model, policy=never, on_published=told.append)
     mirror = Mirror(blobs, folder / "w0", RUN)
     mirror_s, mirror_cpu_s, submit_s = [], [], []
     source = states(mb, density)

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import zstandard
 
-from protocol import bucket_codec, bucket_diff, patch_segment, raw_segment
-from protocol.bucket_codec import Encoded
-from protocol.weight_layout import TensorSpec, WeightLayout, build_layout, shard_header
+from penstock.protocol.weights import bucket_codec, bucket_diff, patch_segment, raw_segment
+from penstock.protocol.weights.bucket_codec import Encoded
+from penstock.protocol.weights.layout import TensorSpec, WeightLayout, build_layout, shard_header
 
 BETA_1, BETA_2, DECAY, STD = 0.9, 0.999, 0.01, 0.02
 TOUCHED_ROWS = 0.1  # of the embedding, in one step

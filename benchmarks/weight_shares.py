@@ -25,30 +25,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from benchmarks.weight_flow import memcpy_s
-from deploy.bootstrap import bootstrap
-from deploy.quickstart_task import write_model
-from deploy.servers import NatsServer, S3Server
-from protocol import logs
-from protocol.connection import NatsSettings, S3Settings
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion
-from protocol.weight_retention import AnchorPolicy
-from trainer.algorithm_settings import AlgorithmSettings
-from trainer.algorithms import objective
-from trainer.all_shares import Lines, Shares, serve
-from trainer.crew import Crew
-from trainer.doors import Doors
-from trainer.policy import Policy, load_policy
-from trainer.publication import Publication
-from trainer.publish import Publisher
-from trainer.rank_share import Share
-from trainer.ranks import Ranks
-from trainer.snapshot import Snapshot
-from trainer.trainable import Optimisation
-from trainer.weight_part import Part, part_of
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.quickstart_task import write_model
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol import logs
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.connections import Connections
+from penstock.trainer.learner.policy import Policy, load_policy
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.publishing.publication import Publication
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
+from penstock.trainer.publishing.rank_publisher import Share
+from penstock.trainer.publishing.snapshot import Snapshot
+from penstock.trainer.publishing.weight_buckets import Part, part_of
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.ranks import Ranks
 
 _BUCKET_BYTES = 16 * 1024**2
 _DENSITY = 0.009
@@ -112,12 +112,12 @@ def rank(told: dict[str, Any]) -> None:
     ranks = Ranks()
     blobs = Blobs(S3Settings.model_validate(told["s3"]))
     policy = _policy(Path(told["model"]), told["stage"], ranks)
-    crew = Crew(policy, ranks, blobs, objective(AlgorithmSettings(name="grpo")))
-    crew.bucket_bytes = _BUCKET_BYTES
+    rank_group = RankGroup(policy, ranks, blobs, objective(AlgorithmSettings(name="grpo")))
+    rank_group.bucket_bytes = _BUCKET_BYTES
     share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
     lines = Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
-    leader = _Leader(told, crew, Shares(share, lines), blobs) if ranks.is_leader else None
+    leader = _Leader(told, rank_group, Shares(share, lines), blobs) if ranks.is_leader else None
     if leader is None and lines is not None:
         serve(share, lines)
     for way in ("shares", "gathered"):
@@ -130,9 +130,9 @@ def rank(told: dict[str, Any]) -> None:
             before = time.process_time()
             if leader is not None:
                 leader.publish(way, version)
-                crew.dismiss()
+                rank_group.dismiss()
             else:
-                crew.follow(share)
+                rank_group.follow(share)
             cpu += time.process_time() - before if version else 0.0  # the first is whole
         ranks.barrier()
         peaks.append((watch.peak(), cpu / (told["versions"] - 1)))
@@ -148,9 +148,9 @@ def rank(told: dict[str, Any]) -> None:
 
 
 class _Leader:
-    def __init__(self, told: dict[str, Any], crew: Crew, shares: Shares, blobs: Blobs) -> None:
+    def __init__(self, told: dict[str, Any], rank_group: RankGroup, shares: Shares, blobs: Blobs) -> None:
         bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="benchmark")
-        self._crew = crew
+        self._rank_group = rank_group
         self._publishers: dict[str, Publisher] = {}
         self._told: dict[str, list[Publication]] = {"shares": [], "gathered": []}
         self._waits: dict[str, list[float]] = {"shares": [], "gathered": []}
@@ -159,7 +159,7 @@ class _Leader:
         for way, run_id, of in (("shares", told["run_id"], shares), ("gathered", f"{told['run_id']}-gathered", None)):
             bootstrap(bus, blobs, run_id)
             self._publishers[way] = Publisher(
-                Doors(run_id, bus, blobs), model_folder=Path(told["model"]), policy=_NEVER,
+                Connections(run_id, bus, blobs), model_folder=Path(told["model"]), policy=_NEVER,
                 on_published=self._told[way].append, shares=of,
             )  # fmt: skip
 
@@ -176,10 +176,10 @@ class _Leader:
 
     def _copy(self, way: str, version: int) -> Part:
         if way == "shares":
-            part = self._crew.weights(wanted=self._publishers[way].make_room()).part
+            part = self._rank_group.weights(wanted=self._publishers[way].make_room()).part
             self._part_bytes = part.num_bytes
             return part
-        return part_of(self._crew.snapshot(), taken=version, bucket_bytes=_BUCKET_BYTES)
+        return part_of(self._rank_group.snapshot(), taken=version, bucket_bytes=_BUCKET_BYTES)
 
     def figures(self, way: str) -> dict[str, Any]:
         """Medians over the patches."""

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol.config_sources import ENVIRONMENT_PREFIX, split_arguments
-from protocol.connection import NatsSettings, RunSettings, S3Settings
-from protocol.runfile import Loaded, load
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
+from penstock.protocol.config.run_file import Loaded, load
+from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
 
 STORE = "store"
 

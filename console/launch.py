@@ -10,36 +10,36 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from protocol.config_sources import Given, from_environment, from_files, from_overrides, split_arguments
-from protocol.errors import ConfigError
+from penstock.protocol.config.sources import Given, from_environment, from_files, from_overrides, split_arguments
+from penstock.protocol.errors import ConfigError
 
 LOCAL = "--local"
 
 
 def module(name: str, *arguments: str) -> list[str]:
     """Return the command line of a module of ours."""
-    return [sys.executable, "-m", name, *arguments]
+    return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """Return the command line of a training run: one process, several ranks, or the whole ring.
 
     With ``--local`` NATS, S3, the reward service and the workers are started too, by
-    ``deploy.train_local``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
+    ``penstock.deploy.train_local``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
     is above 1; torchrun would take the script's own flags for its own, hence the ``--``.
     Raises ConfigError when the run file or num_ranks cannot be read.
     """
     if LOCAL in arguments:
-        return module("deploy.train_local", *(a for a in arguments if a != LOCAL))
+        return module("penstock.deploy.train_local", *(a for a in arguments if a != LOCAL))
     return trainer(num_ranks(arguments, environ), "train", *arguments)
 
 
 def trainer(ranks: int, *arguments: str) -> list[str]:
     """Return the command line of a trainer's command on so many ranks."""
     if ranks == 1:
-        return module("trainer", *arguments)
-    torchrun = ("--standalone", f"--nproc-per-node={ranks}", "-m", "--")
-    return module("torch.distributed.run", *torchrun, "trainer", *arguments)
+        return module("penstock.trainer", *arguments)
+    torchrun = ("--standalone", f"--nproc-per-node={ranks}", "--no-python", "--")
+    return module("torch.distributed.run", *torchrun, *module("penstock.trainer", *arguments))
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:

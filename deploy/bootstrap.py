@@ -1,7 +1,7 @@
 """Creates what a run needs on NATS and S3, idempotently: streams, consumers, buckets.
 
-    python -m deploy.bootstrap --run ID [run.toml] [nats.url=... s3.endpoint=...]
-    python -m deploy.bootstrap --run ID --delete [--yes]
+    python -m penstock.deploy.bootstrap --run ID [run.toml] [nats.url=... s3.endpoint=...]
+    python -m penstock.deploy.bootstrap --run ID --delete [--yes]
 
 Services only bind to what this has created; they need no right to create anything.
 """
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol import logs, streams
-from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import PenstockError
-from protocol.retention import RetentionSettings
-from protocol.runfile import load, split_arguments
-from protocol.streams import StreamLimits
-from protocol.subjects import check_run_id
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
+from penstock.protocol import logs, streams
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.retention import RetentionSettings
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.streams import StreamLimits
+from penstock.protocol.subjects import check_run_id
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 
 def bootstrap(bus: Bus, blobs: Blobs, run_id: str, limits: StreamLimits | None = None) -> None:
@@ -64,7 +64,9 @@ class ConnectionSettings(BaseModel):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Create or delete what a run needs; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m deploy.bootstrap", description="Streams, consumers and buckets of a run.", allow_abbrev=False
+        prog="python -m penstock.deploy.bootstrap",
+        description="Streams, consumers and buckets of a run.",
+        allow_abbrev=False,
     )
     parser.add_argument("--run", required=True, help="id of the run")
     parser.add_argument("--delete", action="store_true", help="delete the run's streams and all they hold")

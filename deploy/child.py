@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError
 
-_BOUND = Path(__file__).with_name("bound.py")
+_BOUND = Path(__file__).with_name("parent_death.py")
 
 # The kernel takes the end of the *thread* that forked for the end of the parent. So all children
 # are started by this one thread, which lives as long as the process does.

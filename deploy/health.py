@@ -1,6 +1,6 @@
 """A service's health, read from its heartbeat: exit code 0 while it beats. For container health checks.
 
-    python -m deploy.health ROLE [--id PREFIX]      # ROLE: rollout, reward or trainer
+    python -m penstock.deploy.health ROLE [--id PREFIX]      # ROLE: rollout, reward or trainer
 
 Settings come from the same PENSTOCK_ variables as the service's own. Without ``--id`` any service of
 the role will do; with it, one whose id begins so (a worker's default id begins with its host name).
@@ -14,11 +14,11 @@ import sys
 
 from pydantic import BaseModel, ConfigDict
 
-from protocol import streams
-from protocol.connection import NatsSettings, RunSettings
-from protocol.errors import PenstockError
-from protocol.runfile import load
-from protocol.transport.bus import Bus
+from penstock.protocol import streams
+from penstock.protocol.config.connection import NatsSettings, RunSettings
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.bus import Bus
 
 
 class HealthSettings(BaseModel):

@@ -1,6 +1,6 @@
 """NATS and S3 on this machine, over one data folder: ``penstock up``.
 
-    python -m deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N]
+    python -m penstock.deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N]
 
 Both servers run as children on the loopback, with credentials made at the first start and kept in
 the data folder (readable for its owner only). Whatever ends this process, SIGKILL included, ends
@@ -23,15 +23,15 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from deploy.bootstrap import bootstrap
-from deploy.child import DeployError, wait_until
-from deploy.servers import NatsServer, S3Server, Server, port_is_free
-from deploy.supervise import Supervisor
-from protocol import logs
-from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import PenstockError
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.child import DeployError, wait_until
+from penstock.deploy.servers import NatsServer, S3Server, Server, port_is_free
+from penstock.deploy.supervise import Supervisor
+from penstock.protocol import logs
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 _LOCK_PATIENCE_S = 5.0  # servers of a holder that was killed need a moment to end
 

@@ -1,6 +1,6 @@
 """Makes the secrets of a compose deployment: one password per NATS role, the S3 secret key, the reward token.
 
-    python -m deploy.make_secrets [FOLDER]        # default: deploy/secrets
+    python -m penstock.deploy.make_secrets [FOLDER]        # default: deploy/secrets
 
 Existing files stay as they are, so that it can be repeated. The folder is closed to others; the
 files are readable, because a container reads its mounted secret under another user id than yours.

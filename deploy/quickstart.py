@@ -1,6 +1,6 @@
 """``penstock quickstart``: a language model learns, through every service, while you watch.
 
-    python -m deploy.quickstart [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
+    python -m penstock.deploy.quickstart [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
 
 1. Makes a tiny model and its data on the spot (`deploy/quickstart_task.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
@@ -24,19 +24,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from console import launch, report
-from console.panel import LivePanel
-from console.run_summary import RunSummary
-from deploy import quickstart_task as task
-from deploy import sglang_cpu
-from deploy.child import Child, DeployError
-from deploy.local import end_on_signals
-from deploy.ring import TRAINER, Ring, worker_name
-from deploy.train_local import next_steps
-from protocol import logs, streams
-from protocol.errors import PenstockError
-from protocol.transport.bus import Bus
-from rollout_service.settings import WorkerSettings
+from penstock.console import launch
+from penstock.console.live.panel import LivePanel
+from penstock.console.report import report
+from penstock.console.report.run_summary import RunSummary
+from penstock.deploy import quickstart_task as task
+from penstock.deploy import sglang_cpu
+from penstock.deploy.child import Child, DeployError
+from penstock.deploy.local import end_on_signals
+from penstock.deploy.ring import TRAINER, Ring, worker_name
+from penstock.deploy.train_local import next_steps
+from penstock.protocol import logs, streams
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.settings import WorkerSettings
 
 GROUPS_PER_STEP = 48
 GROUP_SIZE = 8
@@ -205,7 +206,7 @@ def _engine_sections(engine: str) -> str:
 def _warm_up(options: Options, run_file: Path, say: _Voice, asked_to_end: threading.Event) -> bool:
     """Run `penstock sft` to its end; False when the person asked to end first."""
     started = time.monotonic()
-    command = launch.module("trainer", "sft", str(run_file), f"model.path={options.folder / 'start'}")
+    command = launch.module("penstock.trainer", "sft", str(run_file), f"model.path={options.folder / 'start'}")
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     child = Child("sft", command, log=options.folder / "logs" / "sft.log", environ=environ)
     child.start()

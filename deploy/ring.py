@@ -18,20 +18,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from console import launch
-from deploy.bootstrap import ConnectionSettings, bootstrap
-from deploy.child import Child, DeployError, adopt_no_more, adopt_orphans, end_orphans, wait_until
-from deploy.local import LocalStack, connection_environment
-from deploy.servers import port_is_free
-from deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
-from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import ConfigError
-from protocol.runfile import load, split_arguments
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from reward_service.settings import RewardSettings
-from rollout_service.settings import RolloutSettings
-from trainer.settings import TrainerSettings
+from penstock.console import launch
+from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
+from penstock.deploy.child import Child, DeployError, adopt_no_more, adopt_orphans, end_orphans, wait_until
+from penstock.deploy.local import LocalStack, connection_environment
+from penstock.deploy.servers import port_is_free
+from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.reward_service.settings import RewardSettings
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.settings import TrainerSettings
 
 TRAINER = "trainer"
 REWARD = "reward"
@@ -261,7 +261,10 @@ class Ring:
             self._service(
                 worker_name(index),
                 launch.module(
-                    "rollout_service", *self._arguments, *self._worker_overrides, f"worker.id={worker_name(index)}"
+                    "penstock.rollout_service",
+                    *self._arguments,
+                    *self._worker_overrides,
+                    f"worker.id={worker_name(index)}",
                 ),
             )
             for index in range(self._num_workers)
@@ -272,7 +275,7 @@ class Ring:
         extra = [f"reward_service.port_file={self._reward_port_file}"]
         if self._choose_reward_port:
             extra.append(f"reward_service.port={self._last_reward_port()}")
-        return self._service(REWARD, launch.module("reward_service", *self._arguments, *extra))
+        return self._service(REWARD, launch.module("penstock.reward_service", *self._arguments, *extra))
 
     def _last_reward_port(self) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -289,7 +292,7 @@ class Ring:
             raise reward.failure(f"did not listen within {_REWARD_DEADLINE_S:.0f} s")
         register = ["--register", str(self.reward_url)]
         return [
-            self._service(endpoint_name(file), launch.module("reward_service", "serve", str(file), *register))
+            self._service(endpoint_name(file), launch.module("penstock.reward_service", "serve", str(file), *register))
             for file in self._reward_files
         ]
 

@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.child import Child, DeployError, wait_until
-from protocol.connection import NatsSettings, S3Settings
+from penstock.deploy.child import Child, DeployError, wait_until
+from penstock.protocol.config.connection import NatsSettings, S3Settings
 
 HOST = "127.0.0.1"
 READY_DEADLINE_S = 20.0

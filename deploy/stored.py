@@ -1,4 +1,4 @@
-"""``python -m deploy.stored DIR -- COMMAND``: a command beside the servers of a local run that is over.
+"""``python -m penstock.deploy.stored DIR -- COMMAND``: a command beside the servers of a local run that is over.
 
 The servers run over the run's own store for as long as the command does; the command finds them in its environment.
 Ctrl-C reaches the command, which may end as it does alone; SIGTERM is passed on to it. Whatever ends this process, SIGKILL
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.local import LocalStack
-from protocol import logs
-from protocol.errors import PenstockError
+from penstock.deploy.local import LocalStack
+from penstock.protocol import logs
+from penstock.protocol.errors import PenstockError
 
 _FAREWELL_S = 10.0  # what a command has for its own end after Ctrl-C
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code, 1 when the servers do not start."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[1:2] != ["--"] or len(given) == 2:
-        print("usage: python -m deploy.stored DIR -- COMMAND", file=sys.stderr)
+        print("usage: python -m penstock.deploy.stored DIR -- COMMAND", file=sys.stderr)
         return 2
     logs.configure("stored", level="warning")
     try:

@@ -14,8 +14,8 @@ from typing import Literal
 
 import structlog
 
-from deploy.child import Child, DeployError, describe_exit, end_orphans
-from protocol.errors import PenstockError
+from penstock.deploy.child import Child, DeployError, describe_exit, end_orphans
+from penstock.protocol.errors import PenstockError
 
 log = structlog.get_logger("deploy")
 

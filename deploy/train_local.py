@@ -1,6 +1,6 @@
 """``penstock train run.toml --local``: every service of one run on this machine, watched, with a report at the end.
 
-python -m deploy.train_local run.toml [--workers N] [--serve my_reward.py] [--json] [section.key=value ...]
+python -m penstock.deploy.train_local run.toml [--workers N] [--serve my_reward.py] [--json] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from console import report
-from console.panel import LivePanel
-from console.run_summary import RunSummary
-from deploy.local import end_on_signals
-from deploy.ring import TRAINER, Ring
-from protocol import logs
-from protocol.errors import PenstockError
-from protocol.transport.bus import Bus
+from penstock.console.live.panel import LivePanel
+from penstock.console.report import report
+from penstock.console.report.run_summary import RunSummary
+from penstock.deploy.local import end_on_signals
+from penstock.deploy.ring import TRAINER, Ring
+from penstock.protocol import logs
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.bus import Bus
 
 _POLL_S = 0.2
 _ENDED_ON_REQUEST = 130

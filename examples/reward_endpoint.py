@@ -11,8 +11,8 @@ import os
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from reward_service import endpoint_kit
-from reward_service.endpoint_kit import Offer, Score, ServiceAddress
+from penstock.reward_service.hosting import endpoint_kit
+from penstock.reward_service.hosting.endpoint_kit import Offer, Score, ServiceAddress
 
 SECRETS = tuple(os.environ.get("REWARD_SECRET", "").split())
 

@@ -6,7 +6,7 @@ is ever overwritten (an S3 server may break a reader of an object that is being 
 
 from __future__ import annotations
 
-from protocol.versions import PolicyVersion
+from penstock.protocol.versions import PolicyVersion
 
 
 def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: str) -> str:

@@ -31,7 +31,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
+from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema
 
 MAX_FACT_BYTES = 63 * 1024  # the streams refuse 64 KiB including headers
 MAX_LETTER_BYTES = 192 * 1024  # the stream of dead letters takes 256 KiB: a letter holds a whole message

@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from protocol.errors import PackError
-from protocol.facts import RewardRequest
-from protocol.trajectory import Group, Trajectory
-from protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import RewardRequest
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.versions import PolicyVersion, VersionRun
 
 SCHEMA_TAG = "group_pack.v1"
 _LARGE_TOKENS = 8192  # tokens in a group from which on zstd and dictionaries pay

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from pydantic import Field
 
-from protocol.errors import WireError
-from protocol.facts import Fact, Finite, Identifier, decode
+from penstock.protocol.errors import WireError
+from penstock.protocol.facts import Fact, Finite, Identifier, decode
 
 PERIOD_S = 2.0  # a replica renews its record this often
 CURRENT_S = 15.0  # a record older than this belongs to a replica that died

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from protocol import subjects
+from penstock.protocol import subjects
 
 KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its ack wait
 
@@ -192,7 +192,7 @@ HEAD_KEY = "head"  # `Head`
 FLOOR_KEY = "floor"  # `RetirementFloor`
 LEASE_KEY = "lease"  # `Lease`
 RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
-CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/lineage.py
+CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py
 HEARTBEAT_PERIOD_S = 1.0
 LEASE_RENEWAL_S = 3.0
 GARBAGE_LEASE = "gc"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from protocol.errors import ConfigError
-from protocol.facts import Split
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Split
 
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 PREFIX = "penstock"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import PackError
-from protocol.facts import FinishReason, GeneratedGroup, RewardRequest, Split
-from protocol.versions import PolicyVersion, VersionRun, newest, oldest
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import FinishReason, GeneratedGroup, RewardRequest, Split
+from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""``python -m reward_model PATH``: a reward model as a registered reward endpoint (``penstock reward serve-model``)."""
+"""``python -m penstock.reward_model PATH``: a reward model as a registered reward endpoint (``penstock reward serve-model``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ConfigError, PenstockError
-from reward_model.conversation import Form, Reading, Unusable
-from reward_service import hosting
-from reward_service.wire import GroupToScore, Score
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.reward_model.conversation import Form, Reading, Unusable
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.hosting import served_reward
 
 _TEACHES = """\
 PATH is a model folder as transformers writes it, with a sequence-classification head: one label (a reward model; its
@@ -63,7 +63,7 @@ class ModelReward:
     def load(self) -> None:
         """Load the model; raises ConfigError."""
         try:
-            from reward_model import classifier  # noqa: PLC0415 --help needs no torch
+            from penstock.reward_model import classifier  # noqa: PLC0415 --help needs no torch
         except ModuleNotFoundError as err:
             raise ConfigError(f"{err.name} is not installed; pip install 'penstock[reward-model]'") from None
         options = self._options
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-length", type=int, help="longest text in tokens; longer ones are errors")
     parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens in one forward, padding included")
     parser.add_argument("--timeout-s", type=float, default=300.0, help="longest one call may take (default: 300)")
-    hosting.add_options(parser, default_name="the folder's name")
+    served_reward.add_options(parser, default_name="the folder's name")
     return parser
 
 
@@ -147,10 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
         if not (options.path / "config.json").is_file():  # said before torch is loaded
             raise ConfigError(f"{options.path}: no model folder (config.json is missing)")
-        where = hosting.place(options, options.path.resolve().name)
+        where = served_reward.place(options, options.path.resolve().name)
         reward = ModelReward(options)
         reward.load()
-        hosting.serve(reward, where)
+        served_reward.serve(reward, where)
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
         return 1

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from protocol.errors import ConfigError
-from reward_model.conversation import Messages, batches
+from penstock.protocol.errors import ConfigError
+from penstock.reward_model.conversation import Messages, batches
 
 Dtype = Literal["float32", "bfloat16"]
 _MAX_CONTEXT = 1_000_000  # tokenizers without a limit say 10**30

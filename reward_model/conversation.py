@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reward_service.wire import GroupToScore
+from penstock.reward_service.endpoints.wire import GroupToScore
 
 Form = Literal["chat", "plain"]
 Messages = list[dict[str, str]]

@@ -1,11 +1,11 @@
-"""``python -m reward_service``: the service itself, the list of its rewards, or a file served as a reward.
+"""``python -m penstock.reward_service``: the service itself, the list of its rewards, or a file served as a reward.
 
-python -m reward_service [RUN.toml ...] [section.key=value ...]
-python -m reward_service rewards [NAME]                      (all of them, or one with its parameters)
-python -m reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
-python -m reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
-python -m reward_service serve-judge JUDGE.toml [the same options]
-python -m reward_service serve-grader GRADER.json [the same options]
+python -m penstock.reward_service [RUN.toml ...] [section.key=value ...]
+python -m penstock.reward_service rewards [NAME]                      (all of them, or one with its parameters)
+python -m penstock.reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
+python -m penstock.reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
+python -m penstock.reward_service serve-judge JUDGE.toml [the same options]
+python -m penstock.reward_service serve-grader GRADER.json [the same options]
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from protocol import logs
-from protocol.errors import ConfigError, PenstockError
-from protocol.runfile import load, split_arguments
-from reward_service.settings import RewardSettings
+from penstock.protocol import logs
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.reward_service.settings import RewardSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,15 +47,15 @@ def _command(arguments: Sequence[str]) -> int:
         case ["sandbox", *rest]:
             return _probe_sandbox(rest[0] if rest else "auto")
         case ["serve", *rest]:
-            from reward_service import serve_file  # noqa: PLC0415 the service itself never loads user files
+            from penstock.reward_service.hosting import serve_file  # noqa: PLC0415 the service itself never loads user files
 
             return serve_file.main(rest)
         case ["serve-judge", *rest]:
-            from reward_service import serve_judge  # noqa: PLC0415 see above
+            from penstock.reward_service.hosting import serve_judge  # noqa: PLC0415 see above
 
             return serve_judge.main(rest)
         case ["serve-grader", *rest]:
-            from reward_service import serve_grader  # noqa: PLC0415 see above
+            from penstock.reward_service.hosting import serve_grader  # noqa: PLC0415 see above
 
             return serve_grader.main(rest)
         case _:
@@ -63,7 +63,7 @@ def _command(arguments: Sequence[str]) -> int:
 
 
 def _run_service(arguments: Sequence[str]) -> int:
-    from reward_service import service  # noqa: PLC0415 listing rewards needs no server
+    from penstock.reward_service import service  # noqa: PLC0415 listing rewards needs no server
 
     files, overrides = split_arguments(arguments)
     settings = load(RewardSettings, files=files, overrides=overrides, environ=os.environ).settings
@@ -73,19 +73,19 @@ def _run_service(arguments: Sequence[str]) -> int:
 
 
 def _list_rewards() -> int:
-    from reward_service.built_in import BUILT_INS  # noqa: PLC0415 see above
-    from reward_service.rewards.data_sources import BY_SOURCE  # noqa: PLC0415
+    from penstock.reward_service.registry.built_in import BUILT_INS  # noqa: PLC0415 see above
+    from penstock.reward_service.rewards.data_sources import BY_SOURCE  # noqa: PLC0415
 
     for name, one in BUILT_INS.items():
         sources = [source for source, reward in BY_SOURCE.items() if reward == name and source != name]
         also = f"\n{'':16}also as {', '.join(sources)}" if sources else ""
         sys.stdout.write(f"{name:<15} {one.description}{also}\n")
-    sys.stdout.write("\nnext: python -m reward_service rewards NAME lists its parameters, for reward.define\n")
+    sys.stdout.write("\nnext: python -m penstock.reward_service rewards NAME lists its parameters, for reward.define\n")
     return 0
 
 
 def _show_reward(name: str) -> int:
-    from reward_service.built_in import BUILT_INS  # noqa: PLC0415 see above
+    from penstock.reward_service.registry.built_in import BUILT_INS  # noqa: PLC0415 see above
 
     if name not in BUILT_INS:
         near = difflib.get_close_matches(name, BUILT_INS, n=3, cutoff=0.5)
@@ -103,7 +103,7 @@ def _show_reward(name: str) -> int:
 
 
 def _probe_sandbox(wanted: str) -> int:
-    from reward_service.sandbox import canary  # noqa: PLC0415 see above
+    from penstock.reward_service.sandbox import canary  # noqa: PLC0415 see above
 
     found = canary.probe(wanted)
     sys.stdout.write(f"{found}\n")

@@ -7,11 +7,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protocol import subjects, trace
-from protocol.errors import MessageTooLarge
-from protocol.facts import DeadLetter, GeneratedGroup, GroupGenerated, GroupScored, RunEvent, ScoredGroup, encode
-from protocol.transport.bus import Bus
-from protocol.transport.delivery import Delivery
+from penstock.protocol import subjects, trace_context
+from penstock.protocol.errors import MessageTooLarge
+from penstock.protocol.facts import (
+    DeadLetter,
+    GeneratedGroup,
+    GroupGenerated,
+    GroupScored,
+    RunEvent,
+    ScoredGroup,
+    encode,
+)
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import Delivery
 
 STAGE = "generated"
 _MAX_DETAIL_CHARS = 2000
@@ -54,7 +62,7 @@ class Announcer:
         whole = len(groups) == len(generated.groups)
         msg_id = f"s:{generated.pack_id}" if whole else f"s:{generated.pack_id}:{hash_of(ids)}"
         try:
-            await self._bus.publish(subject, fact, msg_id=msg_id, traceparent=trace.child(delivery.traceparent))
+            await self._bus.publish(subject, fact, msg_id=msg_id, traceparent=trace_context.child(delivery.traceparent))
         except MessageTooLarge as err:
             if len(groups) == 1:
                 return {ids[0]: err}
@@ -84,7 +92,7 @@ class Announcer:
             subjects.dead(self._run_id, STAGE),
             letter,
             msg_id=f"dead:{delivery.sequence}:{hash_of(ids)}",
-            traceparent=trace.child(delivery.traceparent),
+            traceparent=trace_context.child(delivery.traceparent),
         )
         await self.event(
             "dead",

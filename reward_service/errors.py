@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError
 
 
 class RewardError(PenstockError):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from protocol.activity import Activity
-from protocol.errors import (
+from penstock.protocol.activity import Activity
+from penstock.protocol.errors import (
     BlobCorrupt,
     BlobMissing,
     BlobStoreUnreachable,
@@ -25,18 +25,18 @@ from protocol.errors import (
     PackError,
     PenstockError,
 )
-from protocol.facts import GeneratedGroup, GroupGenerated
-from protocol.transport.blobs import Blobs
-from protocol.transport.delivery import Delivery
-from protocol.transport.inbox import Inbox
-from reward_service import pack_texts, progress
-from reward_service.announce import Announcer
-from reward_service.catalogue import Catalogue
-from reward_service.errors import NotAsked, RewardCrashed, RewardError
-from reward_service.figures import Figures
-from reward_service.progress import PackProgress, Progress
-from reward_service.scores import Outcome
-from reward_service.scoring import as_scored
+from penstock.protocol.facts import GeneratedGroup, GroupGenerated
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.inbox import Inbox
+from penstock.reward_service import pack_progress, pack_texts
+from penstock.reward_service.announce import Announcer
+from penstock.reward_service.errors import NotAsked, RewardCrashed, RewardError
+from penstock.reward_service.metrics import Figures
+from penstock.reward_service.pack_progress import PackProgress, Progress
+from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.reward_service.scores import Outcome
+from penstock.reward_service.scoring import as_scored
 
 log = structlog.get_logger("reward_service")
 
@@ -70,7 +70,7 @@ class Bench:
     """What the scoring of one pack works with."""
 
     blobs: Blobs
-    catalogue: Catalogue
+    reward_registry: RewardRegistry
     announcer: Announcer
     patience: Patience
     progress: Progress
@@ -233,7 +233,7 @@ async def score_pack(pack: Pack, bench: Bench, stand_aside: Callable[[], None]) 
 
 def _hopeless(pack: Pack, failed: Mapping[str, Exception], patience: Patience) -> dict[str, Exception]:
     """Return the failed groups that do not come again, and take note of those that nobody was asked about."""
-    clock = progress.now()
+    clock = pack_progress.now()
     unasked = {name for name, err in failed.items() if isinstance(err, NotAsked) and err.has_limit}
     pack.progress = pack.progress.asked(failed.keys() - unasked).refuse(unasked, clock)
     attempts = {group.group_id: pack.attempt(group) for group in pack.delivery.fact.groups}
@@ -285,7 +285,7 @@ async def _outcomes(
         yield [(group, err) for group in groups]
         return
     attempts = [pack.attempt(group) for group in groups]
-    scoring = as_scored(bench.catalogue, texts, attempts=attempts, only_slow_left=stand_aside)
+    scoring = as_scored(bench.reward_registry, texts, attempts=attempts, only_slow_left=stand_aside)
     async with contextlib.aclosing(scoring) as batches:
         async for batch in batches:
             yield [(groups[place], outcome) for place, outcome in sorted(batch.items(), key=lambda item: item[0])]

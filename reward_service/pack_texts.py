@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from protocol import group_pack
-from protocol.errors import PackError
-from protocol.facts import BlobRef, GeneratedGroup
-from protocol.group_pack import GroupTexts
-from protocol.transport.blobs import Blobs
+from penstock.protocol import group_pack
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import BlobRef, GeneratedGroup
+from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.transport.blobs import Blobs
 
 
 def fetch(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list[GroupTexts]:

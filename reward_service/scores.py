@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
-from protocol.group_pack import GroupTexts
-from reward_service.errors import RewardError
-from reward_service.rewards.verdict import Verdict
+from penstock.protocol.facts import GeneratedGroup, RewardRequest, ScoredGroup
+from penstock.protocol.group_pack import GroupTexts
+from penstock.reward_service.errors import RewardError
+from penstock.reward_service.rewards.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)

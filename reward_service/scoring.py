@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from protocol.group_pack import GroupTexts
-from reward_service.catalogue import Catalogue
-from reward_service.errors import RewardError
-from reward_service.scores import Outcome, Scorer
+from penstock.protocol.group_pack import GroupTexts
+from penstock.reward_service.errors import RewardError
+from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.reward_service.scores import Outcome, Scorer
 
 _TOGETHER_S = 0.1  # outcomes that are there within this time are handed on together
 
 
-async def score_groups(catalogue: Catalogue, groups: Sequence[GroupTexts]) -> list[Outcome]:
+async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTexts]) -> list[Outcome]:
     """Return an outcome for every group, in order, as at its first delivery."""
     outcomes: dict[int, Outcome] = {}
-    async for some in as_scored(catalogue, groups, attempts=[1] * len(groups)):
+    async for some in as_scored(reward_registry, groups, attempts=[1] * len(groups)):
         outcomes |= some
     return [outcomes[place] for place in range(len(groups))]
 
 
 async def as_scored(
-    catalogue: Catalogue,
+    reward_registry: RewardRegistry,
     groups: Sequence[GroupTexts],
     *,
     attempts: Sequence[int],
@@ -38,7 +38,7 @@ async def as_scored(
     by_scorer: dict[tuple[Scorer, int], list[int]] = {}
     for place, group in enumerate(groups):
         try:
-            by_scorer.setdefault((await catalogue.find(group.reward), attempts[place]), []).append(place)
+            by_scorer.setdefault((await reward_registry.find(group.reward), attempts[place]), []).append(place)
         except RewardError as err:
             done[place] = err
 

@@ -10,30 +10,33 @@ from pathlib import Path
 
 import structlog
 
-from protocol import streams
-from protocol.activity import Activity
-from protocol.facts import GroupGenerated
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from reward_service import app, built_in, definitions, loop, own_servers, web_server
-from reward_service.announce import Announcer
-from reward_service.catalogue import Catalogue
-from reward_service.endpoint_client import EndpointClient
-from reward_service.figures import Figures
-from reward_service.grader_pool import GraderPool
-from reward_service.health import HealthChecks
-from reward_service.progress import Progress
-from reward_service.registry import Registry
-from reward_service.rewards import code
-from reward_service.sandbox import canary
-from reward_service.sandbox.launch import Launch
-from reward_service.sandbox.pool import SandboxPool
-from reward_service.sandbox.zygote import Limits
-from reward_service.scorers import CodeReward
-from reward_service.secret_store import SecretStore
-from reward_service.settings import RewardServiceSection, RewardSettings
-from reward_service.target_policy import TargetPolicy
-from reward_service.vital_signs import VitalSigns
+from penstock.protocol import streams
+from penstock.protocol.activity import Activity
+from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.reward_service import loop
+from penstock.reward_service.announce import Announcer
+from penstock.reward_service.api import app, web_server
+from penstock.reward_service.endpoints import own_servers
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_health import HealthChecks
+from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.secret_store import SecretStore
+from penstock.reward_service.endpoints.target_policy import TargetPolicy
+from penstock.reward_service.graders.grader_pool import GraderPool
+from penstock.reward_service.heartbeat import HeartbeatWriter
+from penstock.reward_service.metrics import Figures
+from penstock.reward_service.pack_progress import Progress
+from penstock.reward_service.registry import built_in, definitions
+from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.reward_service.registry.scorers import CodeReward
+from penstock.reward_service.rewards import code
+from penstock.reward_service.sandbox import canary
+from penstock.reward_service.sandbox.pool import SandboxPool
+from penstock.reward_service.sandbox.zygote_command import Launch
+from penstock.reward_service.sandbox.zygote_process import Limits
+from penstock.reward_service.settings import RewardServiceSection, RewardSettings
 
 log = structlog.get_logger("reward_service")
 
@@ -47,8 +50,8 @@ async def run(settings: RewardSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with AsyncExitStack() as doors:
-        bus = doors.enter_context(Bus.connect(settings.nats, name=f"reward-{section.id}"))
+    async with AsyncExitStack() as connections:
+        bus = connections.enter_context(Bus.connect(settings.nats, name=f"reward-{section.id}"))
         blobs = Blobs(settings.s3, deadline_s=_S3_DEADLINE_S)
         await asyncio.to_thread(blobs.check)
         consumer = streams.generated_consumer(run_id)
@@ -59,21 +62,21 @@ async def run(settings: RewardSettings) -> None:
         inbox = await bus.inbox(consumer, GroupGenerated)
 
         policy = TargetPolicy(section.allowed_targets, await own_servers.find(settings.nats, settings.s3))
-        client = await doors.enter_async_context(
+        client = await connections.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )
         registry = Registry(offers, secrets, client.follow)
         await registry.refresh()
         grader = GraderPool(section.math_workers, cpu_s=section.math_timeout_s)
-        doors.push_async_callback(grader.close)
+        connections.push_async_callback(grader.close)
         patterns = GraderPool(section.pattern_workers, cpu_s=section.pattern_timeout_s, kind="pattern")
-        doors.push_async_callback(patterns.close)
+        connections.push_async_callback(patterns.close)
         sandbox = await asyncio.to_thread(canary.probe, section.code_sandbox)
         log.info("sandbox", kind=sandbox.kind, says=str(sandbox))
-        programs = _code_reward(sandbox, section, doors)
+        programs = _code_reward(sandbox, section, connections)
         notes = {code.NAME: str(sandbox)}
         graders = built_in.Graders(grader, patterns, programs)
-        catalogue = Catalogue(
+        reward_registry = RewardRegistry(
             built_in.scorers(graders),
             registry,
             client,
@@ -82,20 +85,20 @@ async def run(settings: RewardSettings) -> None:
             own=definitions.own_scorers(settings.reward.define, graders),
         )
         figures, activity = Figures(), Activity()
-        signs = VitalSigns(
+        signs = HeartbeatWriter(
             bus=bus,
             live=live,
             offers=offers,
             consumer=consumer,
             registry=registry,
-            catalogue=catalogue,
+            reward_registry=reward_registry,
             figures=figures,
             activity=activity,
             replica=section.id,
         )
         bench = loop.Bench(
             blobs=blobs,
-            catalogue=catalogue,
+            reward_registry=reward_registry,
             announcer=Announcer(bus, run_id=run_id, source=section.id),
             patience=loop.Patience(section.endpoint_attempts, section.retry_delay_s, section.patience_s),
             progress=progress,
@@ -105,7 +108,7 @@ async def run(settings: RewardSettings) -> None:
         api = app.build(
             app.Parts(
                 registry=registry,
-                catalogue=catalogue,
+                reward_registry=reward_registry,
                 client=client,
                 figures=figures,
                 activity=activity,
@@ -118,7 +121,7 @@ async def run(settings: RewardSettings) -> None:
             hosts=(section.host,),
             max_request_bytes=section.max_request_bytes,
         )
-        bound = doors.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
+        bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
         _announce_port(bound, section.port_file, section.host)
 
         activity.restart()
@@ -134,13 +137,15 @@ async def run(settings: RewardSettings) -> None:
     log.info("stopped", replica=section.id)
 
 
-def _code_reward(sandbox: canary.Probed, section: RewardServiceSection, doors: AsyncExitStack) -> CodeReward | None:
+def _code_reward(
+    sandbox: canary.Probed, section: RewardServiceSection, connections: AsyncExitStack
+) -> CodeReward | None:
     if sandbox.kind is None:
         return None
     all_or_nothing = section.code_score == "all"
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
     pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=all_or_nothing)
-    doors.push_async_callback(pool.close)
+    connections.push_async_callback(pool.close)
     return CodeReward(pool, all_or_nothing)
 
 

@@ -11,11 +11,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
-from protocol.errors import ConfigError
-from protocol.reward_settings import RewardSettings as RewardChoice
-from reward_service.access import Access, Role, read_tokens
-from reward_service.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.reward_settings import RewardSettings as RewardChoice
+from penstock.protocol.errors import ConfigError
+from penstock.reward_service.endpoints.access import Access, Role, read_tokens
+from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 
 ADMIN = "admin"  # the name that goes with token and token_file
 

@@ -1,4 +1,4 @@
-"""``python -m rollout_service [run.toml] [section.key=value]``: settings → doors → `loop.run`."""
+"""``python -m penstock.rollout_service [run.toml] [section.key=value]``: settings → doors → `loop.run`."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from collections.abc import Iterator
 
 import structlog
 
-from protocol import runfile, streams
-from protocol.activity import Activity
-from protocol.errors import PenstockError
-from protocol.facts import Split, TaskIssued
-from protocol.logs import configure
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.transport.inbox import Inbox
-from rollout_service import loop
-from rollout_service.announce_pack import PackAnnouncer
-from rollout_service.attached_engine import AttachedEngine
-from rollout_service.engine import Engine
-from rollout_service.engine_pool import EnginePool
-from rollout_service.engine_process import embedded_command
-from rollout_service.environments.single_turn import SingleTurn
-from rollout_service.figures import Figures
-from rollout_service.generate_pack import PackGenerator
-from rollout_service.heartbeat import HeartbeatWriter
-from rollout_service.managed_engine import ManagedEngine
-from rollout_service.mirror import Mirror
-from rollout_service.offered_versions import OfferedVersions
-from rollout_service.settings import RolloutSettings
-from rollout_service.settlement import Settlement
-from rollout_service.sglang_command import sglang_command, sglang_environ
-from rollout_service.swap_turns import SwapTurns
-from rollout_service.task_source import TaskSource
-from rollout_service.version_gate import VersionGate
-from rollout_service.weight_follower import WeightFollower
-from rollout_service.weight_news import WeightNews
-from rollout_service.weight_swap import WeightSwap
+from penstock.protocol import streams
+from penstock.protocol.activity import Activity
+from penstock.protocol.config import run_file
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.facts import Split, TaskIssued
+from penstock.protocol.logs import configure
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.inbox import Inbox
+from penstock.rollout_service import loop
+from penstock.rollout_service.engines.attached_engine import AttachedEngine
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine_pool import EnginePool
+from penstock.rollout_service.engines.engine_process import embedded_command
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.environments.single_turn import SingleTurn
+from penstock.rollout_service.heartbeat import HeartbeatWriter
+from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.packs.announce_pack import PackAnnouncer
+from penstock.rollout_service.packs.generate_pack import PackGenerator
+from penstock.rollout_service.packs.settlement import Settlement
+from penstock.rollout_service.packs.task_source import TaskSource
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.rollout_service.weights.mirror import Mirror
+from penstock.rollout_service.weights.servable_versions import ServableVersions
+from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore
+from penstock.rollout_service.weights.version_gate import VersionGate
+from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
+from penstock.rollout_service.weights.weight_follower import WeightFollower
+from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 _BLOB_DEADLINE_S = 15.0  # then a warning says whom we wait for, and we wait on
 
@@ -51,8 +52,8 @@ def main() -> int:
     log = structlog.get_logger("rollout")
     problems: list[BaseException] = []
     try:
-        files, overrides = runfile.split_arguments(sys.argv[1:])
-        settings = runfile.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
+        files, overrides = run_file.split_arguments(sys.argv[1:])
+        settings = run_file.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
         asyncio.run(_serve(settings))
     except* PenstockError as failures:
         problems += _leaves(failures)
@@ -96,20 +97,27 @@ async def _wire(
     inboxes: dict[Split, Inbox[TaskIssued]] = {
         split: await bus.inbox(streams.tasks_consumer(run_id, split), TaskIssued) for split in settings.worker.roles
     }
-    news = WeightNews(bus, run_id=run_id, worker_id=worker_id)
-    turns = SwapTurns(bus, run_id=run_id, worker_id=worker_id, max_share=settings.worker.max_paused_share)
-    offered = OfferedVersions(engine)
+    announcements = WeightAnnouncements(bus, run_id=run_id, worker_id=worker_id)
+    semaphore = SwapSemaphore(bus, run_id=run_id, worker_id=worker_id, max_share=settings.worker.max_paused_share)
+    servable = ServableVersions(engine)
     swap = WeightSwap(
         engine=engine,
-        offered=offered,
-        turns=turns,
-        news=news,
+        servable=servable,
+        semaphore=semaphore,
+        announcements=announcements,
         figures=figures,
         check_every=settings.worker.check_weights_every,
         update_mode=settings.worker.update_mode,
     )
     weights = WeightFollower(
-        bus=bus, mirror=mirror, engine=engine, offered=offered, gate=gate, news=news, swap=swap, run_id=run_id
+        bus=bus,
+        mirror=mirror,
+        engine=engine,
+        servable=servable,
+        gate=gate,
+        announcements=announcements,
+        swap=swap,
+        run_id=run_id,
     )
     settlement = Settlement(
         bus,
@@ -124,7 +132,7 @@ async def _wire(
         engine=engine,
         environments={"single_turn": SingleTurn()},
         weights=weights,
-        offered=offered,
+        servable=servable,
         gate=gate,
         blobs=blobs,
         settlement=settlement,

@@ -20,7 +20,7 @@ PenstockError
 
 from __future__ import annotations
 
-from protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError
 
 
 class EngineError(PenstockError):

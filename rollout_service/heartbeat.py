@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import structlog
 
-from protocol import streams
-from protocol.activity import Activity
-from protocol.errors import BusUnreachable
-from protocol.facts import Heartbeat, encode
-from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion
-from rollout_service.engine import Engine
-from rollout_service.figures import Figures
+from penstock.protocol import streams
+from penstock.protocol.activity import Activity
+from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.metrics import Figures
 
 log = structlog.get_logger("rollout.heartbeat")
 

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import structlog
 
-from protocol.activity import Activity
-from rollout_service.announce_pack import PackAnnouncer
-from rollout_service.check_task import ModelLimits
-from rollout_service.engine import Engine
-from rollout_service.generate_pack import PackGenerator
-from rollout_service.heartbeat import HeartbeatWriter
-from rollout_service.settlement import Settlement
-from rollout_service.task_source import TaskSource
-from rollout_service.weight_follower import WeightFollower
+from penstock.protocol.activity import Activity
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.heartbeat import HeartbeatWriter
+from penstock.rollout_service.packs.announce_pack import PackAnnouncer
+from penstock.rollout_service.packs.generate_pack import PackGenerator
+from penstock.rollout_service.packs.settlement import Settlement
+from penstock.rollout_service.packs.task_source import TaskSource
+from penstock.rollout_service.weights.weight_follower import WeightFollower
 
 log = structlog.get_logger("rollout")
 

@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
-from protocol.errors import ConfigError
-from protocol.facts import Split
-from rollout_service.sglang_settings import SglangSettings
-from rollout_service.update_mode import UpdateMode
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Split
+from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.engines.update_mode import UpdateMode
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

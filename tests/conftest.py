@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.servers import NatsServer, S3Server
-from protocol.connection import NatsSettings, S3Settings
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 from tests import examples, servers
 
 _numbers = itertools.count(1)

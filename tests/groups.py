@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocol import group_pack
-from protocol.facts import (
+from penstock.protocol import group_pack
+from penstock.protocol.facts import (
     BlobRef,
     FinishReason,
     GroupGenerated,
@@ -20,8 +20,8 @@ from protocol.facts import (
     Task,
     TaskIssued,
 )
-from protocol.trajectory import Group, Trajectory
-from protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.versions import PolicyVersion, VersionRun
 
 
 def make_trajectory(

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from urllib.parse import urlsplit
 
-from protocol.connection import S3Settings
+from penstock.protocol.config.connection import S3Settings
 
 _BODY = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
 _HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}

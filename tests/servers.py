@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.servers import NatsServer, S3Server
+from penstock.deploy.servers import NatsServer, S3Server
 
 BUCKET = "penstock"
 

@@ -10,22 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.connection import S3Settings
-from protocol.facts import BlobRef, Fact, WeightsPublished
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.transport.pending import Pending
-from protocol.versions import PolicyVersion
-from protocol.weight_layout import BUCKET_BYTES
-from protocol.weight_reader import WeightReader
-from protocol.weight_retention import AnchorPolicy
-from trainer.all_shares import Shares
-from trainer.doors import Doors
-from trainer.publication import Publications
-from trainer.rank_share import Share
-from trainer.snapshot import Base, Snapshot
-from trainer.version_writer import VersionWriter
-from trainer.weight_part import part_of, read_part
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.facts import BlobRef, Fact, WeightsPublished
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.pending import Pending
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.layout import BUCKET_BYTES
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.connections import Connections
+from penstock.trainer.publishing.publication import Publications
+from penstock.trainer.publishing.publish_coordinator import Shares
+from penstock.trainer.publishing.rank_publisher import Share
+from penstock.trainer.publishing.snapshot import Base, Snapshot
+from penstock.trainer.publishing.version_writer import VersionWriter
+from penstock.trainer.publishing.weight_buckets import part_of, read_part
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
 
 NEVER = AnchorPolicy(max_ratio=1e9, max_versions=10**9)
 
@@ -92,12 +92,12 @@ class WeightsSource:
     ) -> None:
         self._store = _Store(blobs._settings)
         self._bus: Any = _Bus(bus)
-        doors = Doors(run_id, self._bus, self._store)
+        connections = Connections(run_id, self._bus, self._store)
         self._bucket_bytes = bucket_bytes
         self._shares = Shares(Share(self._store, run_id))
         self._num_taken = 0
         self.publications = Publications(
-            doors, VersionWriter(doors, model_folder), self._shares, policy=policy, epoch=epoch
+            connections, VersionWriter(connections, model_folder), self._shares, policy=policy, epoch=epoch
         )
 
     def publish(

@@ -1,4 +1,4 @@
-"""`python -m trainer COMMAND`: imports only what the command needs; `config`, `data-check` and `data-rows` never load torch."""
+"""`python -m penstock.trainer COMMAND`: imports only what the command needs; `config`, `data-check` and `data-rows` never load torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError
 
 COMMANDS = {
-    "config": "trainer.show_config",
-    "data-check": "trainer.data_check",
-    "data-rows": "trainer.data_rows",
-    "train": "trainer.train_command",
-    "replay": "trainer.replay_command",
-    "sft": "trainer.sft_command",
+    "config": "penstock.trainer.commands.show_config",
+    "data-check": "penstock.trainer.commands.data_check",
+    "data-rows": "penstock.trainer.commands.data_rows",
+    "train": "penstock.trainer.commands.train_command",
+    "replay": "penstock.trainer.commands.replay_command",
+    "sft": "penstock.trainer.commands.sft_command",
 }
 MISTAKE = 2  # exit code of a refusal that is explained, as of argparse
 
@@ -22,7 +22,7 @@ MISTAKE = 2  # exit code of a refusal that is explained, as of argparse
 def main(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit code, 2 for a mistake that is explained on stderr."""
     if not arguments or arguments[0] not in COMMANDS:
-        sys.stderr.write(f"usage: python -m trainer {{{','.join(COMMANDS)}}} ...\n")
+        sys.stderr.write(f"usage: python -m penstock.trainer {{{','.join(COMMANDS)}}} ...\n")
         return MISTAKE
     try:
         return import_module(COMMANDS[arguments[0]]).main(arguments[1:])

@@ -15,45 +15,46 @@ from typing import Any
 import structlog
 import torch
 
-from protocol import streams
-from protocol.activity import Activity, cpu_seconds
-from protocol.checkpoint_state import STATE_FILE, CheckpointState
-from protocol.errors import ConfigError
-from protocol.facts import Sampling
-from protocol.transport.blobs import Blobs
-from protocol.weight_retention import AnchorPolicy
-from trainer import checkpoint, crash_points, lease, loop
-from trainer.account import Account
-from trainer.adapter import Lora
-from trainer.algorithms import objective
-from trainer.all_shares import Lines, Shares, serve
-from trainer.chat_template import ChatTokenizer
-from trainer.chronicle import Chronicle
-from trainer.committing import CHECKPOINTS
-from trainer.crew import Crew
-from trainer.critic import Critic, Regression, load_critic
-from trainer.dataset import PromptSet
-from trainer.doors import Doors
-from trainer.errors import UnsupportedModel
-from trainer.evaluate import Evaluator
-from trainer.expiry import Expiry
-from trainer.lease import FencedKey, HeldLease
-from trainer.ledger import Ledger
-from trainer.policy import load_policy, load_reference
-from trainer.preflight import check_checkpoint_is_here, check_rewards, check_run_is_ours, open_doors
-from trainer.publish import Publisher
-from trainer.pulse import Pulse
-from trainer.rank_share import Share
-from trainer.ranks import Ranks
-from trainer.record import Recorder
-from trainer.reference import WithoutAdapter
-from trainer.retire import ORPHAN_AGE_S, Retention, Retirement
-from trainer.settings import TrainerSettings
-from trainer.supply import Books, generated, stored
-from trainer.tally import Tally
-from trainer.token_credit import TokenCredit
-from trainer.trainable import Optimisation
-from trainer.training import Training
+from penstock.protocol import streams
+from penstock.protocol.activity import Activity, cpu_seconds
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Sampling
+from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
+from penstock.protocol.transport.blobs import Blobs
+from penstock.trainer import crash_points, loop
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.token_credit import TokenCredit
+from penstock.trainer.commit import CHECKPOINTS
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.counters import Counters
+from penstock.trainer.groups.group_source import Books, generated, stored
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.critic import Critic, Regression, load_critic
+from penstock.trainer.learner.policy import load_policy, load_reference
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.reference import WithoutAdapter
+from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.preflight import check_checkpoint_is_here, check_rewards, check_run_is_ours, open_doors
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
+from penstock.trainer.publishing.rank_publisher import Share
+from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, Retirement
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.recovery import checkpoint, lease
+from penstock.trainer.recovery.group_gc import Expiry
+from penstock.trainer.recovery.lease import FencedKey, HeldLease
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.telemetry.event_writer import Recorder
+from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.trainer.training import Training
 
 log = structlog.get_logger("trainer")
 
@@ -79,22 +80,22 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
 
 def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
-    crew = build_crew(settings, ranks, blobs)
+    rank_group = build_rank_group(settings, ranks, blobs)
     share = Share(blobs, settings.run.id, rank=ranks.rank, num_ranks=ranks.num_ranks)
     serve(share, Lines(ranks.line(), ranks.line()))
-    crew.follow(share)
+    rank_group.follow(share)
 
 
 def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
     data = _open_data(settings)
-    doors = open_doors(settings)
+    connections = open_doors(settings)
     try:
-        state = doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait()
-        with lease.acquire(state, doors.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s) as held:
-            life = _Life(settings, config, data, doors, held, lease.fence(state, held.epoch), stop)
+        state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
+        with lease.acquire(state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s) as held:
+            life = _Life(settings, config, data, connections, held, lease.fence(state, held.epoch), stop)
             _live(life, ranks)
     finally:
-        doors.bus.close()
+        connections.bus.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,38 +105,38 @@ class _Life:
     settings: TrainerSettings
     config: bytes
     data: _Data
-    doors: Doors
+    connections: Connections
     lease: HeldLease
     pointer: FencedKey
     stop: threading.Event
 
 
 def _live(life: _Life, ranks: Ranks) -> None:
-    settings, doors = life.settings, life.doors
+    settings, connections = life.settings, life.connections
     found = checkpoint.newest(settings.run.folder / CHECKPOINTS, settings.run.id)
-    check_run_is_ours(doors, resume=settings.trainer.resume, has_checkpoint=found is not None)
+    check_run_is_ours(connections, resume=settings.trainer.resume, has_checkpoint=found is not None)
     check_checkpoint_is_here(life.pointer.value, settings.run.folder, has_checkpoint=found is not None)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(life.config)
-    crew = build_crew(settings, ranks, doors.blobs)
-    share = Share(doors.blobs, doors.run_id, num_ranks=ranks.num_ranks)
+    rank_group = build_rank_group(settings, ranks, connections.blobs)
+    share = Share(connections.blobs, connections.run_id, num_ranks=ranks.num_ranks)
     shares = Shares(share, Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None)
     if life.data.sets:
-        check_rewards(doors, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
+        check_rewards(connections, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
     resumed = found[1] if found else None
-    chronicle = Chronicle(doors, life.pointer, epoch=life.lease.epoch, resumed=resumed)
+    record_writer = RunRecordWriter(connections, life.pointer, epoch=life.lease.epoch, resumed=resumed)
     if found is not None:
-        crew.load(found[0])
-        log.info("resumed", checkpoint=str(found[0]), step=crew.policy.steps_done)
-        chronicle.point(found[1], (found[0] / STATE_FILE).read_bytes())  # a crash may have come in between
-    with _training(life, crew, shares, chronicle, resumed) as training:
+        rank_group.load(found[0])
+        log.info("resumed", checkpoint=str(found[0]), step=rank_group.policy.steps_done)
+        record_writer.point(found[1], (found[0] / STATE_FILE).read_bytes())  # a crash may have come in between
+    with _training(life, rank_group, shares, record_writer, resumed) as training:
         started = time.monotonic()
         try:
             loop.run(training)
         finally:
             if training.lease.is_held:
                 _write_summary(training, wall_s=time.monotonic() - started)
-    crew.dismiss()
+    rank_group.dismiss()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ def _open_data(settings: TrainerSettings) -> _Data:
     return _Data(opened(settings.data.train_files), evaluated, tuple(tokenizer.eos_ids))
 
 
-def build_crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
+def build_rank_group(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> RankGroup:
     """Load the networks that the settings name, and put them under DeepSpeed; the same call on every rank."""
     how = Optimisation(
         num_steps=settings.trainer.steps - settings.critic.head_start_steps,
@@ -190,7 +191,7 @@ def build_crew(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> Crew:
         folder = algorithm.reference_path or settings.model.path
         reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
     critic = _critic(settings, how, ranks) if algorithm.has_critic else None
-    return Crew(policy, ranks, blobs, objective(algorithm), reference, critic)
+    return RankGroup(policy, ranks, blobs, objective(algorithm), reference, critic)
 
 
 def _lora(settings: TrainerSettings) -> Lora | None:
@@ -232,29 +233,31 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
 
 @contextlib.contextmanager
 def _training(
-    life: _Life, crew: Crew, shares: Shares, chronicle: Chronicle, resumed: CheckpointState | None
+    life: _Life, rank_group: RankGroup, shares: Shares, record_writer: RunRecordWriter, resumed: CheckpointState | None
 ) -> Iterator[Training]:
     """Make the parts, resume them, start their threads, and stop these at the end."""
-    settings, doors, data = life.settings, life.doors, life.data
+    settings, connections, data = life.settings, life.connections, life.data
     books = Books(
         Ledger(resumed.ledger if resumed else ()),
-        Tally.from_document(resumed.totals) if resumed else Tally(),
-        Account(resumed.account if resumed else None),
+        Counters.from_document(resumed.totals) if resumed else Counters(),
+        Accounting(resumed.account if resumed else None),
     )
-    recorder = Recorder(bus=doors.bus, run_id=doors.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
+    recorder = Recorder(bus=connections.bus, run_id=connections.run_id, folder=settings.run.folder, clock=_EVENT_CLOCK)
     recorder.rewind(resumed.metrics_bytes if resumed else 0)
     activity = Activity()
     if data.train is None:
-        supply = stored(settings, doors, books, resumed)
+        group_source = stored(settings, connections, books, resumed)
     else:
-        supply = generated(settings, doors, books, resumed, prompts=data.train, stop_token_ids=data.stop_token_ids)
+        group_source = generated(
+            settings, connections, books, resumed, prompts=data.train, stop_token_ids=data.stop_token_ids
+        )
     training = Training(
         settings=settings,
-        crew=crew,
-        issuer=supply.issuer,
-        collector=supply.collector,
+        rank_group=rank_group,
+        issuer=group_source.issuer,
+        collector=group_source.collector,
         publisher=Publisher(
-            doors,
+            connections,
             model_folder=settings.model.path,
             epoch=life.lease.epoch,
             policy=AnchorPolicy(settings.trainer.anchor_ratio, settings.trainer.anchor_every),
@@ -263,12 +266,14 @@ def _training(
         ),
         evaluator=None,
         recorder=recorder,
-        pulse=Pulse(bus=doors.bus, run_id=doors.run_id, activity=activity, clock=_EVENT_CLOCK),
+        heartbeat=HeartbeatWriter(
+            bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK
+        ),
         activity=activity,
         ledger=books.ledger,
-        tally=books.tally,
+        counters=books.counters,
         lease=life.lease,
-        chronicle=chronicle,
+        record_writer=record_writer,
         config=life.config,
         clock=_EVENT_CLOCK,
         stop=life.stop,
@@ -279,21 +284,21 @@ def _training(
         if data.eval is not None:
             training.evaluator = running.enter_context(_evaluator(life, data.eval, training, books.account))
         retirement = Retirement(
-            doors,
+            connections,
             Retention(settings.trainer.keep_versions, settings.trainer.weights_grace_s, ORPHAN_AGE_S),
             pinned=training.publisher.pinned,
             holder=life.lease.holder,
         )
-        expiry = Expiry(doors, settings.retention, holder=life.lease.holder, clock=lambda: datetime.now(UTC))
-        for part in (training.pulse, *supply.threads, retirement, expiry):
+        expiry = Expiry(connections, settings.retention, holder=life.lease.holder, clock=lambda: datetime.now(UTC))
+        for part in (training.heartbeat, *group_source.threads, retirement, expiry):
             running.enter_context(part)
         yield training
 
 
-def _evaluator(life: _Life, prompts: PromptSet, training: Training, account: Account) -> Evaluator:
+def _evaluator(life: _Life, prompts: PromptSet, training: Training, account: Accounting) -> Evaluator:
     settings = life.settings
     return Evaluator(
-        life.doors,
+        life.connections,
         prompts=prompts,
         settings=settings.eval,
         sampling=Sampling(

@@ -14,7 +14,7 @@ import os
 import signal
 from enum import StrEnum
 
-from protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError
 
 
 class CrashPoint(StrEnum):

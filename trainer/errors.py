@@ -21,7 +21,7 @@ PenstockError
 
 from __future__ import annotations
 
-from protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError
 
 
 class TrainerError(PenstockError):

@@ -14,7 +14,7 @@ next batch is fetched and decoded while this one trains), the publisher and the 
 
 from __future__ import annotations
 
-from trainer.training import Training
+from penstock.trainer.training import Training
 
 
 def run(training: Training) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from protocol.connection import Section
+from penstock.protocol.config.connection import Section
 
 _NOT_SERVED = ("embed_tokens", "lm_head")
 

@@ -11,26 +11,32 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from protocol import streams
-from protocol.errors import ConfigError
-from protocol.facts import Head, decode
-from protocol.lineage import CheckpointCommitted
-from protocol.reward_settings import RewardDefinition
-from protocol.rewards_offered import RewardsOffered, current_offers, names_nobody_offers, nearest, others_defined
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from trainer.dataset import AUTO_REWARD, PromptSet
-from trainer.doors import Doors
-from trainer.errors import CheckpointError, UnknownReward
-from trainer.head import read_head
-from trainer.settings import TrainerSettings
+from penstock.protocol import streams
+from penstock.protocol.config.reward_settings import RewardDefinition
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Head, decode
+from penstock.protocol.record.lineage import CheckpointCommitted
+from penstock.protocol.rewards_offered import (
+    RewardsOffered,
+    current_offers,
+    names_nobody_offers,
+    nearest,
+    others_defined,
+)
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.dataset import AUTO_REWARD, PromptSet
+from penstock.trainer.errors import CheckpointError, UnknownReward
+from penstock.trainer.publishing.head import read_head
+from penstock.trainer.settings import TrainerSettings
 
 _REWARD_DEADLINE_S = 60.0  # reward services may start after the trainer
 _POLL_S = 0.2
 _SAMPLED_ROWS = 1000
 
 
-def open_doors(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Doors:
+def open_doors(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Connections:
     """Connect to NATS and the object store.
 
     Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused.
@@ -38,21 +44,21 @@ def open_doors(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Doors:
     blobs = Blobs(settings.s3)
     blobs.check()
     bus = Bus.connect(settings.nats, name="trainer", deadline_s=deadline_s)
-    return Doors(settings.run.id, bus, blobs)
+    return Connections(settings.run.id, bus, blobs)
 
 
-def check_run_is_ours(doors: Doors, *, resume: bool, has_checkpoint: bool) -> Head | None:
+def check_run_is_ours(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
     """Return the head of the run; raises ConfigError when this run must not go on from it.
 
     A run that published weights and is started over, without resuming, would mix the groups of two
     lives; a run without a checkpoint may go on, it loses only the steps before the first one.
     """
-    head = read_head(doors.bus.key_value(streams.state_bucket(doors.run_id).bucket).wait())
+    head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
     if head is not None and not resume:
         kept = "a checkpoint and " if has_checkpoint else ""
         raise ConfigError(
-            f"run {doors.run_id} has {kept}published version {head.version}, and trainer.resume = false; resume it, "
-            f"choose another run.id, or delete its streams: python -m deploy.bootstrap --run {doors.run_id} --delete"
+            f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; resume it, "
+            f"choose another run.id, or delete its streams: python -m penstock.deploy.bootstrap --run {connections.run_id} --delete"
         )
     return head
 
@@ -78,7 +84,7 @@ def check_checkpoint_is_here(committed: bytes | None, folder: Path, *, has_check
 
 
 def check_rewards(
-    doors: Doors,
+    connections: Connections,
     prompt_sets: Iterable[PromptSet],
     *,
     define: Mapping[str, RewardDefinition] = MappingProxyType({}),
@@ -88,17 +94,17 @@ def check_rewards(
     """Wait until living reward services offer every reward the data ask for; raises UnknownReward.
 
     Args:
-        doors: The run and NATS.
+        connections: The run and NATS.
         prompt_sets: The prompts of the run.
         define: The rewards that the run file makes of parts; the services must make them of the same.
         clock: Seconds since the epoch.
         deadline_s: Longest wait for a reward service to start and to learn of all its endpoints.
     """
     wanted = _wanted(prompt_sets, define)
-    bucket = doors.bus.key_value(streams.registry_bucket().bucket).wait()
+    bucket = connections.bus.key_value(streams.registry_bucket().bucket).wait()
     deadline = time.monotonic() + deadline_s
     while True:
-        offers = current_offers(bucket.entries().wait(), run_id=doors.run_id, now=clock())
+        offers = current_offers(bucket.entries().wait(), run_id=connections.run_id, now=clock())
         problem = _problem(wanted, offers)
         if not problem:
             return

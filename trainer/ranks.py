@@ -17,7 +17,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from trainer.errors import RankSilent
+from penstock.trainer.errors import RankSilent
 
 T = TypeVar("T")
 

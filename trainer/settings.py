@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.connection import NatsSettings, RunSettings, S3Settings, Section
-from protocol.errors import ConfigError
-from protocol.facts import Identifier
-from protocol.retention import RetentionSettings
-from protocol.reward_settings import RewardSettings
-from trainer.algorithm_settings import AlgorithmSettings
-from trainer.critic_settings import CriticSettings
-from trainer.lora_settings import LoraSettings
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
+from penstock.protocol.config.retention import RetentionSettings
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Identifier
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.critic_settings import CriticSettings
+from penstock.trainer.lora_settings import LoraSettings
 
 Format = Literal["auto", "verl", "trl", "messages", "flat", "question_answer"]
 Schedule = Literal["constant", "linear", "cosine"]

@@ -11,37 +11,37 @@ from dataclasses import asdict, dataclass, field
 import structlog
 import torch
 
-from protocol.activity import Activity
-from protocol.checkpoint_state import CheckpointState
-from protocol.versions import PolicyVersion, next_version
-from trainer import crash_points
-from trainer.batcher import staleness_tokens
-from trainer.chronicle import Chronicle
-from trainer.collect import Collector
-from trainer.committing import commit_everything
-from trainer.crash_points import CrashPoint
-from trainer.crew import Crew
-from trainer.engine_check import EngineCheck
-from trainer.errors import CheckpointError, EngineMismatch
-from trainer.eval_result import EvalResult, LostEvaluation
-from trainer.evaluate import Evaluator
-from trainer.issue import Issuer
-from trainer.lease import HeldLease
-from trainer.ledger import Ledger
-from trainer.metrics import StepTiming, step_fields
-from trainer.mismatch import fresh
-from trainer.model_folder import write_model_folder
-from trainer.offline import StoredCollector, StoredIssuer
-from trainer.planning import Planner, learn
-from trainer.policy import StepFigures
-from trainer.publication import Publication
-from trainer.publish import Publisher
-from trainer.pulse import Pulse
-from trainer.record import Recorder
-from trainer.settings import TrainerSettings
-from trainer.snapshot import Snapshot, Weights
-from trainer.step_plan import ReadyGroup
-from trainer.tally import Tally
+from penstock.protocol.activity import Activity
+from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.versions import PolicyVersion, next_version
+from penstock.trainer import crash_points
+from penstock.trainer.algorithm.engine_check import EngineCheck
+from penstock.trainer.algorithm.mismatch import fresh
+from penstock.trainer.commit import commit_everything
+from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.errors import CheckpointError, EngineMismatch
+from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
+from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.groups.batcher import staleness_tokens
+from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.counters import Counters
+from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
+from penstock.trainer.learner.planning import Planner, learn
+from penstock.trainer.learner.policy import StepFigures
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.publishing.model_folder import write_model_folder
+from penstock.trainer.publishing.publication import Publication
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.snapshot import Snapshot, Weights
+from penstock.trainer.recovery.lease import HeldLease
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.telemetry.event_writer import Recorder
+from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
+from penstock.trainer.telemetry.metrics import StepTiming, step_fields
 
 log = structlog.get_logger("trainer")
 
@@ -53,18 +53,18 @@ class Training:
     """One life of a run on rank 0; `trainer/assemble.py` makes the parts, which have threads of their own."""
 
     settings: TrainerSettings
-    crew: Crew
+    rank_group: RankGroup
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
     publisher: Publisher
     evaluator: Evaluator | None
     recorder: Recorder
-    pulse: Pulse
+    heartbeat: HeartbeatWriter
     activity: Activity
     ledger: Ledger
-    tally: Tally
+    counters: Counters
     lease: HeldLease
-    chronicle: Chronicle
+    record_writer: RunRecordWriter
     config: bytes  # the settings as JSON, for the record
     clock: Callable[[], float]
     stop: threading.Event  # set by whoever asks the run to end early
@@ -83,13 +83,13 @@ class Training:
         trainer = self.settings.trainer
         self.engine_check = EngineCheck(limit=trainer.max_mismatch, patience=trainer.mismatch_patience)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
-        self._dropped = Counter(self.tally.dropped_groups)
-        self.planner = Planner(self.settings, self.crew, self.resumed.algorithm if self.resumed else {})
+        self._dropped = Counter(self.counters.dropped_groups)
+        self.planner = Planner(self.settings, self.rank_group, self.resumed.algorithm if self.resumed else {})
 
     @property
     def num_steps_done(self) -> int:
         """Optimizer steps of the run so far, earlier lives included."""
-        return self.crew.policy.steps_done
+        return self.rank_group.policy.steps_done
 
     @property
     def goes_on(self) -> bool:
@@ -119,7 +119,7 @@ class Training:
                 self.version = next_version(beside)
             self._submit(weights, must_publish=True)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
-        self.chronicle.life(
+        self.record_writer.life(
             holder=self.lease.holder,
             at=self.clock(),
             step=self.num_steps_done,
@@ -127,7 +127,7 @@ class Training:
             parent=parent,
             config=self.config,
         )
-        self.pulse.version = self.version
+        self.heartbeat.version = self.version
         at_start = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0
         evaluates = self._resume_evaluation() or at_start
         if evaluates:
@@ -154,7 +154,7 @@ class Training:
         """Make one optimizer step and close its groups; the weights now are the next version."""
         started = time.monotonic()
         with self.activity.working("training"):
-            learned = learn(self.planner, self.crew, batch, self.version)
+            learned = learn(self.planner, self.rank_group, batch, self.version)
         crash_points.reach(CrashPoint.STEPPED)
         self._compare_engine(learned.figures)
         self._step_s = time.monotonic() - started
@@ -174,7 +174,7 @@ class Training:
         self.issuer.trained(first_uses, ages, made=made, num_reused=len(ids) - len(new))
         self.collector.trained(ids)
         uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
-        self.chronicle.step(self.num_steps_done, self.version, made, batch, skipped, uses)
+        self.record_writer.step(self.num_steps_done, self.version, made, batch, skipped, uses)
         self.version = made
 
     def _compare_engine(self, figures: StepFigures) -> None:
@@ -190,7 +190,7 @@ class Training:
         self.lease.check()
         with self.activity.working("publishing"):
             self._submit(self._weights(), must_publish=self._evaluation_is_due())
-        self.pulse.version = self.version
+        self.heartbeat.version = self.version
 
     def evaluate_if_due(self) -> None:
         """Start an evaluation of the new version; its result comes by itself."""
@@ -206,7 +206,7 @@ class Training:
                 self.recorder.event("drop", {"step": self.num_steps_done, "groups": dict(dropped - self._dropped)})
                 self._dropped = dropped
             self.recorder.event("step", {**self._fields, "groups": groups})
-            self.pulse.figures = {
+            self.heartbeat.figures = {
                 "step": float(self.num_steps_done),
                 "groups_trained": float(groups["trained"]),
                 "groups_outstanding": float(groups["outstanding"]),
@@ -225,9 +225,9 @@ class Training:
             self.collector.close()
         self._checkpoint()
         if not self.stop.is_set():
-            tensors = self.crew.snapshot()
+            tensors = self.rank_group.snapshot()
             folder = self.settings.run.folder / "model"
-            write_model_folder(folder, tensors, like=self.settings.model.path, dtype=self.crew.policy.dtype)
+            write_model_folder(folder, tensors, like=self.settings.model.path, dtype=self.rank_group.policy.dtype)
             log.info("exported", folder=str(folder), policy_version=self.version)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
             if self.evaluator is not None:
@@ -295,10 +295,10 @@ class Training:
         now = (self.published_dtype, "adapter" if self.settings.publishes_adapters else "model")
         if self.resumed is None or (self.resumed.weights_dtype, self.resumed.weights_are) != now:
             return  # nothing to compare with
-        if self.chronicle.digest() != self.resumed.weights_digest:
+        if self.record_writer.digest() != self.resumed.weights_digest:
             raise CheckpointError(
                 f"the checkpoint of step {self.resumed.step} says its weights are {self.resumed.weights_digest[:16]}…, "
-                f"but loaded they are {self.chronicle.digest()[:16]}…; remove its folder to go on from the one before it"
+                f"but loaded they are {self.record_writer.digest()[:16]}…; remove its folder to go on from the one before it"
             )
 
     def _should_stop(self) -> bool:
@@ -311,15 +311,15 @@ class Training:
     def published_dtype(self) -> str:
         """Name of the dtype that weights are published in."""
         chosen = self.settings.trainer.publish_dtype
-        return self.crew.policy.dtype if chosen == "as-trained" else chosen
+        return self.rank_group.policy.dtype if chosen == "as-trained" else chosen
 
     def _weights(self) -> Weights:
         """Copy the weights as they are published, each rank its part; threads begin to hash them."""
         chosen = self.settings.trainer.publish_dtype
         dtype = None if chosen == "as-trained" else getattr(torch, chosen)
         wanted = self.publisher.make_room()
-        weights = self.crew.weights(dtype, as_adapter=self.settings.publishes_adapters, wanted=wanted)
-        self.chronicle.weights(weights.root_later())
+        weights = self.rank_group.weights(dtype, as_adapter=self.settings.publishes_adapters, wanted=wanted)
+        self.record_writer.weights(weights.root_later())
         return weights
 
     def _submit(self, weights: Weights, *, must_publish: bool) -> None:

@@ -14,6 +14,7 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY src src
 # torch first: its CPU build is small, any other pulls gigabytes. Pass the URL of an index with CPU
 # builds as TORCH_INDEX to get it; without one pip takes what its own index offers.
 ARG TORCH_INDEX=
@@ -22,5 +23,5 @@ RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDE
     && useradd --uid 10001 --create-home penstock
 USER 10001
 EXPOSE 8710
-ENTRYPOINT ["python", "-m"]
-CMD ["reward_model", "/reward-model"]
+ENTRYPOINT ["python", "-P", "-m"]
+CMD ["penstock.reward_model", "/reward-model"]

@@ -11,9 +11,10 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY src src
 RUN pip install -c constraints.txt '.[reward]' \
     && useradd --uid 10001 --create-home penstock
 USER 10001
 EXPOSE 8700
-ENTRYPOINT ["python", "-m"]
-CMD ["reward_service"]
+ENTRYPOINT ["python", "-P", "-m"]
+CMD ["penstock.reward_service"]

@@ -12,12 +12,13 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY src src
 RUN pip install -c constraints.txt '.[rollout]' \
     && useradd --uid 10001 --create-home penstock \
     && install -d -o penstock /cache
 USER 10001
-ENTRYPOINT ["python", "-m"]
-CMD ["rollout_service"]
+ENTRYPOINT ["python", "-P", "-m"]
+CMD ["penstock.rollout_service"]
 
 FROM worker AS embedded
 USER 0

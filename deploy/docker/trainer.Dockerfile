@@ -14,6 +14,7 @@ COPY rollout_service rollout_service
 COPY trainer trainer
 COPY console console
 COPY deploy deploy
+COPY src src
 # torch stays the base's where it is there already; deepspeed is built against it
 RUN pip install -c constraints.txt torch setuptools wheel numpy \
     && pip install -c constraints.txt --no-build-isolation deepspeed \
@@ -22,5 +23,5 @@ RUN pip install -c constraints.txt torch setuptools wheel numpy \
     && install -d -o penstock /runs
 USER 10001
 VOLUME /runs
-ENTRYPOINT ["python", "-m"]
-CMD ["console.main", "train", "/etc/penstock/run.toml"]
+ENTRYPOINT ["python", "-P", "-m"]
+CMD ["penstock", "train", "/etc/penstock/run.toml"]

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError
 
 PYTHON_VARIABLE = "PENSTOCK_SGLANG_PYTHON"
 STUBS = Path(__file__).with_name("stubs")
-_DEFAULT = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+_DEFAULT = Path(__file__).resolve().parents[2] / ".venv-sglang" / "bin" / "python"
 
 _MAX_TOTAL_TOKENS = 32_768  # SGLang's own choice would fill the machine's memory with keys and values
 _MAX_RUNNING = 256

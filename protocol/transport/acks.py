@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 import nats.errors
 from nats.aio.msg import Msg
 
-from protocol.streams import ConsumerSpec
-from protocol.transport.nats_connection import ATTEMPT_S, Connection
+from penstock.protocol.streams import ConsumerSpec
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
 
 DURABLE_S = 60.0  # how long an acknowledgement or a dead letter is tried
 Newest = Callable[[], Msg]  # the handle of a message, which a redelivery renews

@@ -29,11 +29,11 @@ from minio import Minio
 from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, S3Error, ServerError
 
-from protocol.connection import S3Settings
-from protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
-from protocol.facts import BlobRef
-from protocol.transport.clocks_apart import clocks_apart
-from protocol.transport.short_way import ShortWay
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.transport.clock_skew import clocks_apart
+from penstock.protocol.transport.obstore_fast_path import ShortWay
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")
@@ -102,7 +102,7 @@ class Blobs:
         """Raise unless the server answers, the credentials are right and the bucket exists."""
         if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=deadline_s):
             raise BlobStoreRefused(
-                f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: python -m deploy.bootstrap"
+                f"no bucket {self.bucket!r} at {self._settings.endpoint}; create it with: python -m penstock.deploy.bootstrap"
             )
 
     def ensure_bucket(self) -> None:
@@ -252,7 +252,9 @@ class Blobs:
         if code == _TOO_SHORT:
             return BlobCorrupt(f"{what}: the object is shorter than its manifest promised")
         if code == "NoSuchBucket":
-            return BlobStoreRefused(f"{what}: no bucket {self.bucket!r}; create it with: python -m deploy.bootstrap")
+            return BlobStoreRefused(
+                f"{what}: no bucket {self.bucket!r}; create it with: python -m penstock.deploy.bootstrap"
+            )
         if apart and code in _PERHAPS_THE_CLOCK:
             return None
         if code in _REFUSALS:

@@ -19,18 +19,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from protocol.connection import NatsSettings
-from protocol.facts import Fact
-from protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from protocol.transport import direct_get, publication, stream_admin
-from protocol.transport.direct_get import StoredMessage
-from protocol.transport.inbox import Inbox
-from protocol.transport.key_value import KeyValue
-from protocol.transport.nats_connection import Connection
-from protocol.transport.pending import Pending
-from protocol.transport.publication import FULL_DEADLINE_S, Receipt
-from protocol.transport.stream_admin import ConsumerState, StreamState
-from protocol.transport.tail import Tail
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.facts import Fact
+from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
+from penstock.protocol.transport import direct_get, fact_publisher, stream_admin
+from penstock.protocol.transport.direct_get import StoredMessage
+from penstock.protocol.transport.fact_publisher import FULL_DEADLINE_S, Receipt
+from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.nats_connection import Connection
+from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.stream_admin import ConsumerState, StreamState
+from penstock.protocol.transport.tail import Tail
 
 F = TypeVar("F", bound=Fact)
 
@@ -91,7 +91,7 @@ class Bus:
         Waits up to ``deadline_s`` for the server, and up to ``full_deadline_s`` while the stream is
         full (back-pressure). Raises BusUnreachable, StreamFull, MissingStream, MessageTooLarge.
         """
-        publishing = publication.publish(
+        publishing = fact_publisher.publish(
             self._connection,
             subject,
             fact,

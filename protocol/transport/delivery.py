@@ -10,13 +10,13 @@ from typing import Any, Generic, TypeVar
 import nats.errors
 from nats.aio.msg import Msg
 
-from protocol import subjects
-from protocol.facts import DeadLetter, Fact
-from protocol.streams import ConsumerSpec
-from protocol.transport.acks import DURABLE_S, Acks, Newest
-from protocol.transport.nats_connection import Connection
-from protocol.transport.pending import Pending
-from protocol.transport.publication import publish
+from penstock.protocol import subjects
+from penstock.protocol.facts import DeadLetter, Fact
+from penstock.protocol.streams import ConsumerSpec
+from penstock.protocol.transport.acks import DURABLE_S, Acks, Newest
+from penstock.protocol.transport.fact_publisher import publish
+from penstock.protocol.transport.nats_connection import Connection
+from penstock.protocol.transport.pending import Pending
 
 F = TypeVar("F", bound=Fact)
 

@@ -12,8 +12,8 @@ import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 
-from protocol.errors import MissingStream
-from protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
+from penstock.protocol.errors import MissingStream
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
 
 _BATCH = 512  # messages of one answer
 _BATCH_BYTES = 8 * 1024 * 1024
@@ -67,7 +67,7 @@ async def read_stream(connection: Connection, stream: str) -> list[StoredMessage
             )
         except nats.js.errors.NoStreamResponseError:
             raise MissingStream(
-                f"no stream {stream} that can be read; create or update it with: python -m deploy.bootstrap"
+                f"no stream {stream} that can be read; create or update it with: python -m penstock.deploy.bootstrap"
             ) from None
         if not batch:
             return found

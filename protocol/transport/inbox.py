@@ -12,15 +12,15 @@ import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
 
-from protocol.errors import BusError, MalformedFact, MissingStream, WireError
-from protocol.facts import Fact, decode
-from protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
-from protocol.transport.acks import Acks
-from protocol.transport.delivery import Delivery, bury
-from protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
-from protocol.transport.pending import Pending
-from protocol.transport.pull import Pull, PullRefused
-from protocol.transport.refusals import refusal
+from penstock.protocol.errors import BusError, MalformedFact, MissingStream, WireError
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
+from penstock.protocol.transport.acks import Acks
+from penstock.protocol.transport.delivery import Delivery, bury
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
+from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.pull import Pull, PullRefused
+from penstock.protocol.transport.refusals import refusal
 
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
@@ -141,7 +141,7 @@ async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
     except nats.js.errors.NotFoundError:
         raise MissingStream(
             f"stream {spec.stream} has no consumer {spec.durable}; "
-            f"create it with: python -m deploy.bootstrap --run {spec.run_id}"
+            f"create it with: python -m penstock.deploy.bootstrap --run {spec.run_id}"
         ) from None
     except nats.js.errors.APIError as err:
         raise refusal(err, f"consumer {spec.durable} of stream {spec.stream}", connection.url) from None

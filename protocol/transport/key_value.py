@@ -11,11 +11,11 @@ from typing import TypeVar
 import nats.js.errors
 from nats.js.kv import KeyValue as NatsKeyValue
 
-from protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, NoRoom
-from protocol.transport.direct_get import direct_get
-from protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
-from protocol.transport.pending import Pending
-from protocol.transport.refusals import BOOTSTRAP, ERR_FULL, refusal
+from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, NoRoom
+from penstock.protocol.transport.direct_get import direct_get
+from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
+from penstock.protocol.transport.pending import Pending
+from penstock.protocol.transport.refusals import BOOTSTRAP, ERR_FULL, refusal
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from protocol.connection import NatsSettings
-from protocol.errors import BusRefused, BusUnreachable
-from protocol.transport.pending import LoopThread, Pending
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import BusRefused, BusUnreachable
+from penstock.protocol.transport.pending import LoopThread, Pending
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.bus")

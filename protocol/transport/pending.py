@@ -13,7 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
-from protocol.errors import BusUnreachable
+from penstock.protocol.errors import BusUnreachable
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import nats.errors
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from protocol.transport.nats_connection import Connection
+from penstock.protocol.transport.nats_connection import Connection
 
 _LINGER_S = 5.0  # the longest single pull request
 _LATE_S = 0.25  # how late the server's word that it has expired may come

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from nats.js.errors import APIError
 
-from protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, NoRoom
+from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, NoRoom
 
-BOOTSTRAP = "create it with: python -m deploy.bootstrap"
+BOOTSTRAP = "create it with: python -m penstock.deploy.bootstrap"
 ERR_FULL = 10077  # the stream's or bucket's own bound on messages or bytes
 ERR_NO_ROOM = frozenset({10002, 10023, 10028, 10047})  # storage, resources or memory of the account or the server
 

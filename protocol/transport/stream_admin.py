@@ -10,11 +10,11 @@ from typing import TypeVar
 import nats.js.errors
 from nats.js import api
 
-from protocol.errors import MissingStream
-from protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from protocol.transport.key_value import KeyValue
-from protocol.transport.nats_connection import REQUEST_S, Connection
-from protocol.transport.refusals import BOOTSTRAP, refusal
+from penstock.protocol.errors import MissingStream
+from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.protocol.transport.nats_connection import REQUEST_S, Connection
+from penstock.protocol.transport.refusals import BOOTSTRAP, refusal
 
 T = TypeVar("T")
 

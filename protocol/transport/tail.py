@@ -12,11 +12,11 @@ import nats.js.errors
 import structlog
 from nats.js import api
 
-from protocol.errors import BusError, WireError
-from protocol.facts import Fact, decode
-from protocol.transport.nats_connection import ATTEMPT_S, Connection
-from protocol.transport.pull import Pull, PullRefused
-from protocol.transport.stream_admin import stream_state
+from penstock.protocol.errors import BusError, WireError
+from penstock.protocol.facts import Fact, decode
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
+from penstock.protocol.transport.pull import Pull, PullRefused
+from penstock.protocol.transport.stream_admin import stream_state
 
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from reward_service.rewards import latex
-from reward_service.rewards.number import NUMBER
+from penstock.reward_service.rewards.parsing import latex
+from penstock.reward_service.rewards.parsing.number import NUMBER
 
 NAME = "answer_line"
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import Field
 
-from protocol.connection import Section
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards import final_answer, latex
-from reward_service.rewards.final_answer import Where
-from reward_service.rewards.verdict import Verdict, truth_text
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "multiple_choice"
 _LEAD = re.compile(r"(?:(?:option|choice|answer|选项|选)\s{0,3}[:：]?\s{0,3})", re.IGNORECASE)

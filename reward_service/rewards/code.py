@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from reward_service.rewards.verdict import Verdict
-from reward_service.sandbox import answers, tests_of_row
-from reward_service.sandbox.grade import Graded, Reason
-from reward_service.sandbox.tests_of_row import Tests
+from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.sandbox import answers, tests_of_row
+from penstock.reward_service.sandbox.grade import Graded, Reason
+from penstock.reward_service.sandbox.tests_of_row import Tests
 
 NAME = "code"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reward_service.rewards.verdict import Verdict
+from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "format"
 THINK = "think_format"

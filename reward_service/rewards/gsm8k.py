@@ -12,9 +12,9 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards.number import NUMBER, read_number
-from reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.parsing.number import NUMBER, read_number
+from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "gsm8k"
 FLEXIBLE = "gsm8k_flexible"

@@ -20,12 +20,12 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from pydantic import Field, model_validator
 
-from protocol.connection import Section
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards import final_answer
-from reward_service.rewards.math_answer import Grade, Graded
-from reward_service.rewards.pattern import MAX_CHARS
-from reward_service.rewards.verdict import Verdict
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.math_answer import Grade, Graded
+from penstock.reward_service.rewards.parsing import final_answer
+from penstock.reward_service.rewards.pattern import MAX_CHARS
+from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "json_schema"
 _FENCE = "```"

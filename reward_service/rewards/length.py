@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from protocol.connection import Section
-from reward_service.rewards.verdict import Verdict
-from reward_service.rewards.words import words
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.rewards.parsing.words import words
+from penstock.reward_service.rewards.verdict import Verdict
 
 NAME, OVERLONG = "length", "overlong"
 

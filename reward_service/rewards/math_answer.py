@@ -18,9 +18,10 @@ import enum
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards import final_answer, gsm8k, latex
-from reward_service.rewards.verdict import Verdict, truth_text
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards import gsm8k
+from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME, FLEXIBLE = "math", "math_flexible"
 MAX_ANSWER_CHARS = 2048  # no answer is longer; keeps what a grader may be fed bounded

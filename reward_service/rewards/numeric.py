@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from protocol.connection import Section
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards import final_answer, quantity, units
-from reward_service.rewards.final_answer import Where
-from reward_service.rewards.quantity import Quantity
-from reward_service.rewards.verdict import Verdict, truth_text
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.parsing import final_answer, quantity, units
+from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.parsing.quantity import Quantity
+from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "numeric"
 

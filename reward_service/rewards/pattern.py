@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.connection import Section
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards import final_answer
-from reward_service.rewards.final_answer import Where
-from reward_service.rewards.math_answer import Grade, Graded
-from reward_service.rewards.verdict import Verdict, truth_text
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.math_answer import Grade, Graded
+from penstock.reward_service.rewards.parsing import final_answer
+from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "regex"
 MAX_CHARS = 200_000

@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import Field
 
-from protocol.connection import Section
-from reward_service.errors import BadGroundTruth
-from reward_service.rewards import final_answer
-from reward_service.rewards.final_answer import Where
-from reward_service.rewards.verdict import Verdict, truth_text
-from reward_service.rewards.words import words as split
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.parsing import final_answer
+from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.parsing.words import words as split
+from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
 _ARTICLES = frozenset({"a", "an", "the"})

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import Field
 
-from protocol.connection import Section
-from reward_service.rewards.verdict import Verdict
-from reward_service.rewards.words import words
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.rewards.parsing.words import words
+from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "repetition"
 

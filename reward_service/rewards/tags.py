@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.connection import Section
-from reward_service.rewards.verdict import Verdict
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "tags"
 

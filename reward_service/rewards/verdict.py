@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from reward_service.errors import BadGroundTruth
+from penstock.reward_service.errors import BadGroundTruth
 
 
 class Verdict(NamedTuple):

@@ -7,7 +7,7 @@ import re
 from itertools import zip_longest
 from typing import Any
 
-from reward_service.sandbox.tests_of_row import LANGUAGES
+from penstock.reward_service.sandbox.tests_of_row import LANGUAGES
 
 MAX_PROGRAM_CHARS = 256 * 1024
 _TOLERANCE = 1e-6  # relative and absolute

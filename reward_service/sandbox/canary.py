@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reward_service.errors import RewardError
-from reward_service.sandbox.grade import Reason, failure, run_program
-from reward_service.sandbox.launch import Kind, Launch
-from reward_service.sandbox.zygote import Limits, Zygote
+from penstock.reward_service.errors import RewardError
+from penstock.reward_service.sandbox.grade import Reason, failure, run_program
+from penstock.reward_service.sandbox.zygote_command import Kind, Launch
+from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
 
 _LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=64 * 1024, tasks=8)
 _SLOT = 15  # apart from those of a pool

@@ -17,10 +17,10 @@ import signal
 import threading
 from dataclasses import dataclass, field
 
-from reward_service.errors import BadGroundTruth, SandboxFailed
-from reward_service.sandbox import answers
-from reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
-from reward_service.sandbox.zygote import Killed, Limits, Run, Watch, Zygote, was_out_of_cpu
+from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
+from penstock.reward_service.sandbox import answers
+from penstock.reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests, Tests
+from penstock.reward_service.sandbox.zygote_process import Killed, Limits, Run, Watch, Zygote, was_out_of_cpu
 
 
 class Reason(enum.StrEnum):

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from reward_service.errors import SandboxFailed
-from reward_service.sandbox.grade import Graded, Slot, grade
-from reward_service.sandbox.launch import Launch
-from reward_service.sandbox.tests_of_row import Tests
-from reward_service.sandbox.zygote import Limits, Zygote
+from penstock.reward_service.errors import SandboxFailed
+from penstock.reward_service.sandbox.grade import Graded, Slot, grade
+from penstock.reward_service.sandbox.tests_of_row import Tests
+from penstock.reward_service.sandbox.zygote_command import Launch
+from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
 
 log = structlog.get_logger("reward_service.sandbox")
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reward_service.errors import BadGroundTruth
+from penstock.reward_service.errors import BadGroundTruth
 
 LANGUAGES = ("python", "python3", "py")
 _FUNCTION_NAMES = ("fn_name", "func_name")

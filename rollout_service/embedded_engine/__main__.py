@@ -7,9 +7,9 @@ import socket
 import sys
 from pathlib import Path
 
-from rollout_service.embedded_engine.memory import keep_freed_memory
-from rollout_service.embedded_engine.parent import die_with_parent
-from rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
+from penstock.rollout_service.embedded_engine.memory import keep_freed_memory
+from penstock.rollout_service.embedded_engine.parent_watch import die_with_parent
+from penstock.rollout_service.embedded_engine.settings import EngineSettings, parse_arguments
 
 
 def main() -> int:
@@ -20,9 +20,9 @@ def main() -> int:
     keep_freed_memory()
     # Before torch is imported: OpenMP reads it once, and gives every later thread its own default otherwise.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    from protocol.logs import configure  # noqa: PLC0415
-    from rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
-    from rollout_service.embedded_engine.serve import serve  # noqa: PLC0415
+    from penstock.protocol.logs import configure  # noqa: PLC0415
+    from penstock.rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
+    from penstock.rollout_service.embedded_engine.serve import serve  # noqa: PLC0415
 
     configure("embedded_engine")
     listener = socket.create_server((settings.host, settings.port))

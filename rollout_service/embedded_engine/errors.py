@@ -10,7 +10,7 @@ EngineError
 
 from __future__ import annotations
 
-from protocol.errors import PenstockError
+from penstock.protocol.errors import PenstockError
 
 
 class EngineError(PenstockError):

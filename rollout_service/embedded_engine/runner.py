@@ -15,12 +15,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from rollout_service.embedded_engine.kv_cache import KVCache
-from rollout_service.embedded_engine.low_rank import NO_ADAPTER, Adapter, AdapterMix, RowAdapters
-from rollout_service.embedded_engine.sampler import GREEDY_BELOW, Choice, sample, uniforms
-from rollout_service.embedded_engine.scheduler import padded_rows
-from rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
-from rollout_service.embedded_engine.transformer import PromptBatch, Transformer, Weights
+from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
+from penstock.rollout_service.embedded_engine.model.low_rank import NO_ADAPTER, Adapter, AdapterMix, RowAdapters
+from penstock.rollout_service.embedded_engine.model.sampler import GREEDY_BELOW, Choice, sample, uniforms
+from penstock.rollout_service.embedded_engine.model.transformer import PromptBatch, Transformer, Weights
+from penstock.rollout_service.embedded_engine.scheduler import padded_rows
+from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
 _NO_TOKEN = -1

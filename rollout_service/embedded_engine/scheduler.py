@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout_service.embedded_engine.sequence import Prefix, Sequence
+from penstock.rollout_service.embedded_engine.sequence import Prefix, Sequence
 
 _EXACT_ROWS = 8
 

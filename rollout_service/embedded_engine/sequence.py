@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rollout_service.embedded_engine.low_rank import NO_ADAPTER, Adapter
+from penstock.rollout_service.embedded_engine.model.low_rank import NO_ADAPTER, Adapter
 
 Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]  # what keeps equal tokens apart; the tokens
 

@@ -11,22 +11,26 @@ import structlog
 import torch
 import uvicorn
 
-from rollout_service.embedded_engine.adapter_file import read_adapter
-from rollout_service.embedded_engine.adapter_registry import AdapterRegistry
-from rollout_service.embedded_engine.app import Server, build_app
-from rollout_service.embedded_engine.build_job import ServedModel
-from rollout_service.embedded_engine.checkpoint import read_checkpoint
-from rollout_service.embedded_engine.engine import Engine
-from rollout_service.embedded_engine.errors import CheckpointRefused
-from rollout_service.embedded_engine.kv_cache import KVCache
-from rollout_service.embedded_engine.low_rank import Adapter, prepare_adapter
-from rollout_service.embedded_engine.model_config import ModelConfig, read_eos_token_ids, read_model_config
-from rollout_service.embedded_engine.run_job import JobRunner
-from rollout_service.embedded_engine.runner import Runner
-from rollout_service.embedded_engine.scheduler import Limits
-from rollout_service.embedded_engine.settings import EngineSettings
-from rollout_service.embedded_engine.text import Text
-from rollout_service.embedded_engine.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.engine_thread import Engine
+from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
+from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
+from penstock.rollout_service.embedded_engine.http.app import Server, build_app
+from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
+from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
+from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
+from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
+from penstock.rollout_service.embedded_engine.model.low_rank import Adapter, prepare_adapter
+from penstock.rollout_service.embedded_engine.model.model_config import (
+    ModelConfig,
+    read_eos_token_ids,
+    read_model_config,
+)
+from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.runner import Runner
+from penstock.rollout_service.embedded_engine.scheduler import Limits
+from penstock.rollout_service.embedded_engine.settings import EngineSettings
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
 

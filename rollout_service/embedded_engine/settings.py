@@ -37,7 +37,7 @@ class EngineSettings(BaseModel):
 
 def parse_arguments(arguments: Sequence[str]) -> EngineSettings:
     """Turn ``--kebab-case value`` arguments into settings; exits with usage on mistakes."""
-    parser = argparse.ArgumentParser(prog="python -m rollout_service.embedded_engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m penstock.rollout_service.embedded_engine", description=__doc__)
     for name, info in EngineSettings.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         if info.annotation is bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from protocol.facts import Sampling, Task
-from protocol.trajectory import Trajectory
-from rollout_service.read_reply import Completion
+from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.trajectory import Trajectory
+from penstock.rollout_service.engines.read_reply import Completion
 
 
 class Sampler(Protocol):

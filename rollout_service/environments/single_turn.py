@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from protocol.facts import Sampling, Task
-from protocol.trajectory import Trajectory
-from rollout_service.build_trajectory import build_trajectory
-from rollout_service.environments.environment import Sampler
-from rollout_service.errors import EngineError, TaskRefused
+from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.trajectory import Trajectory
+from penstock.rollout_service.environments.build_trajectory import build_trajectory
+from penstock.rollout_service.environments.environment import Sampler
+from penstock.rollout_service.errors import EngineError, TaskRefused
 
 
 class SingleTurn:

@@ -129,7 +129,15 @@ def embedded_engine(model: Path, scratch: Path, *arguments: str) -> Iterator[Eng
     """Run an embedded engine on a model folder for the length of the block."""
     port_file = scratch / "port"
     log = scratch / "engine.log"
-    command = [sys.executable, "-m", "rollout_service.embedded_engine", "--model-path", str(model), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.rollout_service.embedded_engine",
+        "--model-path",
+        str(model),
+        "--port",
+        "0",
+    ]
     command += ["--port-file", str(port_file), "--die-with-parent", *arguments]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(__file__).parents[2])

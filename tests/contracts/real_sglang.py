@@ -10,11 +10,11 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy import sglang_cpu
-from protocol.versions import PolicyVersion
-from rollout_service.managed_engine import ManagedEngine
-from rollout_service.sglang_command import sglang_command, sglang_environ
-from rollout_service.sglang_settings import SglangSettings
+from penstock.deploy import sglang_cpu
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
 T = TypeVar("T")
 START_S = 180.0

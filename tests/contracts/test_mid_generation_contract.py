@@ -9,19 +9,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol.facts import Sampling
-from protocol.versions import PolicyVersion
-from rollout_service.embedded_engine.text import Text
-from rollout_service.read_reply import Completion
-from rollout_service.sglang_client import SglangClient
-from rollout_service.update_mode import UpdateMode
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.update_mode import UpdateMode
 from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest
-from tests.contracts.tiny_model import (
-    Dense,
-    logprobs_by_version,
-    logprobs_over_kept_cache,
-    write_changed_copy,
-)
+from tests.contracts.tiny_model import Dense, logprobs_by_version, logprobs_over_kept_cache, write_changed_copy
 
 PROMPTS = [[5, 17, 88, 250, 31, 9], [44, 45], [7] * 40, [100, 101, 102, 103]]
 NUM_SAMPLES = 4

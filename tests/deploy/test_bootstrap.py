@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from deploy import bootstrap as command
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.servers import NatsServer
-from protocol import streams, subjects
-from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import BusError, ConfigError
-from protocol.streams import StreamLimits
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
 from tests.groups import make_task_issued
+
+from penstock.deploy import bootstrap as command
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.servers import NatsServer
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.errors import BusError, ConfigError
+from penstock.protocol.streams import StreamLimits
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 
 def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id: str) -> None:

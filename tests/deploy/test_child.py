@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from deploy.child import Child, DeployError, describe_exit, end_orphans
 from tests.servers import wait_for
+
+from penstock.deploy.child import Child, DeployError, describe_exit, end_orphans
 
 SLEEP = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
 

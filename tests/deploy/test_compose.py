@@ -16,16 +16,19 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from pydantic import BaseModel
+from tests.groups import make_generated, make_groups, make_scored, make_task_issued
+from tests.servers import require, wait_for
 
-from deploy.bootstrap import ConnectionSettings, bootstrap, delete_run
-from deploy.child import Child
-from deploy.health import HealthSettings, beats
-from deploy.make_secrets import make_secrets
-from deploy.servers import find_program
-from protocol import streams, subjects
-from protocol.connection import NatsSettings
-from protocol.errors import BusError, BusRefused
-from protocol.facts import (
+from penstock.deploy.bootstrap import ConnectionSettings, bootstrap, delete_run
+from penstock.deploy.child import Child
+from penstock.deploy.health import HealthSettings, beats
+from penstock.deploy.make_secrets import make_secrets
+from penstock.deploy.servers import find_program
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import BusError, BusRefused
+from penstock.protocol.facts import (
     BlobRef,
     GroupGenerated,
     GroupScored,
@@ -37,15 +40,12 @@ from protocol.facts import (
     WeightsRefused,
     encode,
 )
-from protocol.runfile import load
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from reward_model.__main__ import _parser as reward_model_options
-from reward_service.settings import RewardSettings
-from rollout_service.settings import RolloutSettings
-from tests.groups import make_generated, make_groups, make_scored, make_task_issued
-from tests.servers import require, wait_for
-from trainer.settings import TrainerSettings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.reward_model.__main__ import _parser as reward_model_options
+from penstock.reward_service.settings import RewardSettings
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.settings import TrainerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
@@ -140,7 +140,7 @@ def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
     """Its command line parses, it registers where the reward service is, and says how that reaches it."""
     module, *arguments = (filled_in(word) for word in SERVICES["reward-model"]["command"])
     options = reward_model_options().parse_args(arguments)
-    assert module == "reward_model"
+    assert module == "penstock.reward_model"
     assert str(options.path) == SERVICES["reward-model"]["volumes"][0].split(":")[-2]
     assert urlsplit(options.register).netloc == "reward:" + SERVICES["reward"]["environment"][PORT]
     assert urlsplit(options.url).netloc == f"reward-model:{options.port}"

@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-from deploy.child import DeployError
-from deploy.local import LocalStack
-from deploy.servers import remove_stale_uploads
-from deploy.supervise import Supervisor
-from protocol.connection import NatsSettings, S3Settings
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
 from tests.servers import require, wait_for
+
+from penstock.deploy.child import DeployError
+from penstock.deploy.local import LocalStack
+from penstock.deploy.servers import remove_stale_uploads
+from penstock.deploy.supervise import Supervisor
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,7 +101,7 @@ def test_only_old_leftovers_of_uploads_are_removed(tmp_path: Path) -> None:
 def penstock_up(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """The running command and the environment it printed."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.local", *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-m", "penstock.deploy.local", *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert process.stdout is not None
     environment = {}
@@ -173,7 +173,7 @@ def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
             (["--data", str(tmp_path / "other"), "--run", "No Good"], "run id 'No Good' must be"),
         ):
             done = subprocess.run(
-                [sys.executable, "-m", "deploy.local", *arguments],
+                [sys.executable, "-m", "penstock.deploy.local", *arguments],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -197,7 +197,7 @@ def test_a_command_finds_the_servers_of_a_store_beside_it(tmp_path: Path) -> Non
         f"sys.exit(7 if Blobs(s3).exists({kept.key!r}) else 1)"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
+        [sys.executable, "-m", "penstock.deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
         timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 7
@@ -210,7 +210,7 @@ def test_a_command_that_is_ended_takes_the_servers_of_its_store_with_it(tmp_path
     """Ctrl-C as a terminal sends it, or a SIGTERM: the command hears it, and the store is free again."""
     code = "import signal, sys; print('began', flush=True); signal.pause()"
     running = subprocess.Popen(
-        [sys.executable, "-m", "deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
+        [sys.executable, "-m", "penstock.deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
     )  # fmt: skip
     assert running.stdout is not None

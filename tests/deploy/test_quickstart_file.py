@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import sglang_cpu
-from deploy.quickstart import _engine_sections
-from protocol.runfile import load
-from rollout_service.settings import RolloutSettings
+from penstock.deploy import sglang_cpu
+from penstock.deploy.quickstart import _engine_sections
+from penstock.protocol.config.run_file import load
+from penstock.rollout_service.settings import RolloutSettings
 
 
 def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

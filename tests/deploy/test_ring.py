@@ -10,16 +10,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from deploy import quickstart_task
-from deploy.ring import REWARD, TRAINER, Ring, adapter_overrides, endpoint_name, worker_name
-from protocol.connection import NatsSettings, S3Settings
-from protocol.errors import ConfigError
-from protocol.runfile import load
-from protocol.transport.bus import Bus
-from rollout_service.settings import RolloutSettings
 from tests.servers import require, wait_for
-from trainer.settings import TrainerSettings
+
+from penstock.deploy import quickstart_task
+from penstock.deploy.ring import REWARD, TRAINER, Ring, adapter_overrides, endpoint_name, worker_name
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +111,7 @@ def test_a_ring_trains_to_the_end_though_a_worker_dies(run_file: Path, tmp_path:
 def test_all_processes_end_with_the_ring(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
     """Ctrl-C, SIGTERM and SIGKILL of the ring leave no server, no service and no engine."""
     with subprocess.Popen(
-        [sys.executable, "-m", "deploy.train_local", str(run_file), "--workers", "1", "trainer.steps=100000"],
+        [sys.executable, "-m", "penstock.deploy.train_local", str(run_file), "--workers", "1", "trainer.steps=100000"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
@@ -175,7 +175,14 @@ def test_a_reward_file_that_is_not_there_is_refused(run_file: Path, tmp_path: Pa
 def test_the_trainers_refusal_is_the_rings_end(run_file: Path, tmp_path: Path) -> None:
     """When the trainer cannot start, the ring ends with its exit code and its last words."""
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.train_local", str(run_file), "--workers=1", f"model.path={tmp_path}/nowhere"],
+        [
+            sys.executable,
+            "-m",
+            "penstock.deploy.train_local",
+            str(run_file),
+            "--workers=1",
+            f"model.path={tmp_path}/nowhere",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from deploy.child import DeployError
-from deploy.servers import HOST, NatsServer, S3Server
-from protocol import blob_keys, subjects
-from protocol.facts import GroupGenerated
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
 from tests.groups import make_generated, make_groups, pack_bytes
+
+from penstock.deploy.child import DeployError
+from penstock.deploy.servers import HOST, NatsServer, S3Server
+from penstock.protocol import blob_keys, subjects
+from penstock.protocol.facts import GroupGenerated
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 
 def test_a_group_travels_through_both_doors(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
     """A pack that was stored and announced can be fetched and read by whoever binds to the stream."""
-    from protocol import streams
+    from penstock.protocol import streams
 
     groups = make_groups(3)
     ref = blobs.put(blob_keys.group_pack(ring_streams, 0, "p0", "a"), pack_bytes(groups))  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_a_group_travels_through_both_doors(bus: Bus, blobs: Blobs, ring_streams
 
 def test_nats_comes_back_on_the_same_port_with_what_it_held(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """After SIGKILL and restart the port and the stored messages are the same."""
-    from protocol.streams import StreamSpec
+    from penstock.protocol.streams import StreamSpec
 
     server = own_nats()
     port = server.port

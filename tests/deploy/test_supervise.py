@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from deploy.child import Child
-from deploy.supervise import RestartRule, Supervisor, stop_all
 from tests.servers import wait_for
+
+from penstock.deploy.child import Child
+from penstock.deploy.supervise import RestartRule, Supervisor, stop_all
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 QUICK = RestartRule(first_delay_s=0.01, max_delay_s=0.02, max_deaths=3)

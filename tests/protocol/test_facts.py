@@ -8,10 +8,10 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from protocol import facts
-from protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
 from tests.examples import examples
+
+from penstock.protocol import facts
+from penstock.protocol.errors import MalformedFact, MessageTooLarge, UnknownSchema, WireError
 
 BLOB = facts.BlobRef(key="runs/r/groups/v00000001/p.a.parquet", size_bytes=10, sha256="0" * 64)
 

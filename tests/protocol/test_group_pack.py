@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-
-from protocol import group_pack
-from protocol.errors import PackError
-from protocol.facts import RewardRequest
-from protocol.trajectory import Group, Trajectory
-from protocol.versions import VersionRun, runs_from_versions
 from tests.examples import examples
+
+from penstock.protocol import group_pack
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import RewardRequest
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.versions import VersionRun, runs_from_versions
 
 
 @st.composite

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol import rewards_offered
-from protocol.facts import encode
-from protocol.rewards_offered import RewardsOffered
+from penstock.protocol import rewards_offered
+from penstock.protocol.facts import encode
+from penstock.protocol.rewards_offered import RewardsOffered
 
 
 @dataclass

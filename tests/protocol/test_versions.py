@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import versions
-from protocol.versions import PolicyVersion, VersionRun
+from penstock.protocol import versions
+from penstock.protocol.versions import PolicyVersion, VersionRun
 
 
 def test_staleness_counts_versions_from_the_oldest_token():

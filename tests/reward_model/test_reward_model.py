@@ -20,10 +20,10 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from protocol.errors import ConfigError
-from reward_model.classifier import Classifier, fingerprint
-from reward_model.conversation import Reading, Unusable, batches
-from reward_service.wire import GroupToScore
+from penstock.protocol.errors import ConfigError
+from penstock.reward_model.classifier import Classifier, fingerprint
+from penstock.reward_model.conversation import Reading, Unusable, batches
+from penstock.reward_service.endpoints.wire import GroupToScore
 from tests.contracts.tiny_model import VOCAB, build_model, write_tokenizer
 from tests.reward_service.processes import Process
 from tests.servers import wait_for
@@ -177,7 +177,9 @@ def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
     """HTTP in, the numbers of direct transformers out, by the chat template; a row without its column is an error."""
     model = build(tmp_path / "rm")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
-    process = Process(["reward_model", str(tmp_path / "rm"), "--prompt-column", "question"], tmp_path / "serve.log")
+    process = Process(
+        ["penstock.reward_model", str(tmp_path / "rm"), "--prompt-column", "question"], tmp_path / "serve.log"
+    )
     try:
         wait_for(lambda: " Next: " in process.output or not process.alive(), "the model to be served", 90)
         url = next(word for word in process.output.split() if word.startswith("http")).rstrip(".,")
@@ -201,7 +203,7 @@ def test_a_folder_is_served_by_one_command(tmp_path: Path) -> None:
         assert figures["texts"] == 4
     finally:
         process.kill()
-    broken = Process(["reward_model", str(tmp_path / "absent")], tmp_path / "broken.log")
+    broken = Process(["penstock.reward_model", str(tmp_path / "absent")], tmp_path / "broken.log")
     assert broken.wait(60) == 1
     assert "config.json is missing" in broken.output
     assert "Traceback" not in broken.output

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.servers import NatsServer, S3Server
-from protocol import streams, subjects
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, ScoredGroup
-from protocol.trajectory import Group
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.transport.inbox import Inbox
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, RunEvent, ScoredGroup
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.inbox import Inbox
 from tests import groups as builders
 from tests.reward_service.processes import Behaviour, EndpointServer, Service
 from tests.servers import wait_for

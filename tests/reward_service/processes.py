@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from protocol.connection import NatsSettings, S3Settings
+from penstock.protocol.config.connection import NatsSettings, S3Settings
 from tests.servers import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ class Process:
 
 
 class Service(Process):
-    """``python -m reward_service`` for one run."""
+    """``python -m penstock.reward_service`` for one run."""
 
     def __init__(
         self, run_id: str, nats: NatsSettings, s3: S3Settings, folder: Path, overrides: Sequence[str] = ()
@@ -87,7 +87,7 @@ class Service(Process):
             *overrides,
         ]
         environ = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
-        super().__init__(["reward_service", *given], folder / "reward.log", environ=environ)
+        super().__init__(["penstock.reward_service", *given], folder / "reward.log", environ=environ)
 
     def ready(self) -> Service:
         """Wait until its API listens."""

@@ -13,19 +13,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.servers import S3Server
-from protocol import rewards_offered, streams
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import Heartbeat, RewardRequest, decode, encode
-from protocol.group_pack import GroupTexts
-from protocol.streams import StreamLimits
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from reward_service import progress
-from reward_service.errors import RewardCrashed
-from reward_service.rewards.verdict import Verdict
-from reward_service.scorers import PureReward
-from reward_service.scores import GroupScores
+from penstock.deploy.servers import S3Server
+from penstock.protocol import rewards_offered, streams
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import Heartbeat, RewardRequest, decode, encode
+from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.streams import StreamLimits
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.reward_service import pack_progress
+from penstock.reward_service.errors import RewardCrashed
+from penstock.reward_service.registry.scorers import PureReward
+from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
@@ -162,9 +162,9 @@ async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
 
 def test_a_stepping_wall_clock_ends_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of how long nobody was asked goes on by the second while the wall clock is put back an hour."""
-    before, wall = progress.now(), time.time()
+    before, wall = pack_progress.now(), time.time()
     monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
-    assert before <= progress.now() < before + 60.0
+    assert before <= pack_progress.now() < before + 60.0
 
 
 def test_a_killed_service_loses_no_group(
@@ -344,7 +344,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
     """Without the run's streams the service ends at once and says how to create them."""
     service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
     assert service.wait(60) == 1
-    assert "python -m deploy.bootstrap" in service.output
+    assert "python -m penstock.deploy.bootstrap" in service.output
     assert "Traceback" not in service.output
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child import Child
-from protocol.connection import NatsSettings, S3Settings
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from tests.rollout_service.faulty_engine import FaultyEngine
+from penstock.deploy.child import Child
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, worker_process
 
 

@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from deploy.child import Child
-from deploy.quickstart_task import write_model
-from protocol import group_pack, streams, subjects
-from protocol.adapter_format import AdapterConfig, published_name
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import (
+from penstock.deploy.child import Child
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol import group_pack, streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import (
     BlobRef,
     DeadLetter,
     GroupGenerated,
@@ -29,19 +28,20 @@ from protocol.facts import (
     WeightsRefused,
     decode,
 )
-from protocol.trajectory import Group
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.transport.delivery import Delivery
-from protocol.transport.inbox import Inbox
-from protocol.versions import PolicyVersion
-from protocol.weight_export import export_version
-from protocol.weight_reader import WeightReader
-from protocol.weights import VersionManifest
-from tests.rollout_service.faulty_engine import FaultyEngine
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
+from penstock.protocol.weights.export import export_version
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.publishing.snapshot import Base
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import wait_for
 from tests.weights_source import WeightsSource
-from trainer.snapshot import Base
 
 ADAPTER = AdapterConfig(r=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
@@ -191,7 +191,7 @@ def worker_process(
 ) -> Child:
     """A worker of a run, started; later overrides win."""
     command = [
-        *(sys.executable, "-m", "rollout_service"),
+        *(sys.executable, "-m", "penstock.rollout_service"),
         *(f"run.id={run_id}", f"run.dir={folder}", f"worker.id={worker_id}", "worker.retry_delay_s=0.05"),
         *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password={nats.password}"),
         *(f"s3.endpoint={s3.endpoint}", f"s3.access_key={s3.access_key}", f"s3.secret_key={s3.secret_key}"),

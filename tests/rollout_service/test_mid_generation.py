@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_service.embedded_engine.checkpoint import read_checkpoint
-from rollout_service.embedded_engine.engine import Engine, Update
-from rollout_service.embedded_engine.kv_cache import KVCache
-from rollout_service.embedded_engine.model_config import read_model_config
-from rollout_service.embedded_engine.runner import Runner
-from rollout_service.embedded_engine.scheduler import Limits
-from rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
-from rollout_service.embedded_engine.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.engine_thread import Engine, Update
+from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
+from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
+from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
+from penstock.rollout_service.embedded_engine.model.transformer import Transformer, Weights, prepare_weights
+from penstock.rollout_service.embedded_engine.runner import Runner
+from penstock.rollout_service.embedded_engine.scheduler import Limits
+from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
 from tests.contracts.tiny_model import (
     Dense,
     build_model,

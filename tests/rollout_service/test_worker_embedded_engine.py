@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.child import Child
+from penstock.deploy.child import Child
 from tests.groups import make_task
 from tests.rollout_service.ring_end import RingEnd
 from tests.servers import wait_for

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from deploy.bootstrap import bootstrap
-from deploy.child import Child
-from deploy.servers import NatsServer, S3Server
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import BlobRef
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.child import Child
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 from tests.groups import make_task
-from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached, worker_process
 from tests.servers import wait_for
 
@@ -236,7 +236,7 @@ def test_a_run_that_was_not_bootstrapped_is_named(
     """The worker ends at once and says what creates the streams."""
     log = run_to_the_end(start_worker("w0", *attached(faulty_engine), "run.id=nobody"))
     assert "stream nobody-tasks has no consumer rollout-train" in log
-    assert "python -m deploy.bootstrap --run nobody" in log
+    assert "python -m penstock.deploy.bootstrap --run nobody" in log
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from deploy.bootstrap import bootstrap
-from deploy.child import Child
-from protocol import group_pack, streams, subjects
-from protocol.facts import RunEvent, TaskList, encode_unbounded
-from protocol.streams import StreamLimits
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.child import Child
+from penstock.protocol import group_pack, streams, subjects
+from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
+from penstock.protocol.streams import StreamLimits
 from tests.groups import make_task
-from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached
 from tests.servers import wait_for
 

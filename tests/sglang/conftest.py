@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy import sglang_cpu
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.child import Child
-from deploy.servers import NatsServer, S3Server
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
+from penstock.deploy import sglang_cpu
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.child import Child
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 from tests.contracts import real_sglang
 from tests.contracts.real_sglang import START_S
 from tests.rollout_service.ring_end import RingEnd, worker_process

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy import sglang_cpu
-from protocol.versions import PolicyVersion
-from rollout_service.sglang_command import sglang_command
-from rollout_service.sglang_settings import SglangSettings
+from penstock.deploy import sglang_cpu
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.sglang.command import sglang_command
+from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 

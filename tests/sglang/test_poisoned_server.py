@@ -1,6 +1,6 @@
 """What SGLang 0.5.23 does with faulty weights, and that a worker's engine does not stay poisoned.
 
-The worker never hands such a folder over (`rollout_service/check_weights.py`); here the check is gone round, to see
+The worker never hands such a folder over (`rollout_service/checks/check_weights.py`); here the check is gone round, to see
 what it saves us from, and that the next line holds.
 """
 
@@ -15,11 +15,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from protocol.facts import Sampling
-from protocol.versions import PolicyVersion
-from rollout_service.check_weights import WeightsCheck
-from rollout_service.errors import EngineDistrusted, EngineError, TaskRefused, WeightsUnusable
-from rollout_service.managed_engine import ManagedEngine
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_weights import WeightsCheck
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.errors import EngineDistrusted, EngineError, TaskRefused, WeightsUnusable
 from tests.contracts.real_sglang import START_S, managed_sglang
 from tests.contracts.tiny_model import Dense, build_model, read_tensors, write_changed_copy, write_tensors
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.child import Child
-from protocol.facts import Task
-from protocol.trajectory import Group
-from rollout_service.engine_process import group_members
+from penstock.deploy.child import Child
+from penstock.protocol.facts import Task
+from penstock.protocol.trajectory import Group
+from penstock.rollout_service.engines.engine_process import group_members
 from tests.contracts.real_sglang import START_S
 from tests.contracts.tiny_model import Dense
 from tests.groups import make_task

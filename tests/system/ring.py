@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bootstrap import bootstrap
-from deploy.servers import NatsServer, S3Server
-from protocol import streams
-from protocol.facts import Heartbeat, decode
-from protocol.streams import StreamLimits
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol import streams
+from penstock.protocol.facts import Heartbeat, decode
+from penstock.protocol.streams import StreamLimits
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 from tests.groups import make_task
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Service
-from tests.rollout_service.faulty_engine import FaultyEngine
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.ring_end import RingEnd, attached, worker_process
 from tests.servers import wait_for
 

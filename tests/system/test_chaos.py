@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from benchmarks.chaos import GROUPS_PER_STEP, VICTIMS, ChaosRun
 from benchmarks.chaos_plan import LAST_STEPS, POINTS, plan_kills, plan_points
+
 from tests.servers import require
 
 STEPS, KILL_WITHIN = 18, 12  # a fast machine must not be done before the last kill

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.servers import NatsServer, S3Server
-from protocol.streams import StreamLimits
-from protocol.transport.bus import Bus
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol.streams import StreamLimits
+from penstock.protocol.transport.bus import Bus
 from tests.servers import start_nats, start_s3, wait_for
 from tests.system.ring import SMALL, Ring, environment_of_clock, fill, small_disk
 

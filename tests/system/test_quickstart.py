@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from console.runs import is_locked
+from penstock.console.tools.runs import is_locked
+from penstock.trainer.algorithm.engine_check import MIN_TOKENS
 from tests.servers import require
-from trainer.engine_check import MIN_TOKENS
 
 ROOT = Path(__file__).parents[2]
 STEPS = 16
@@ -27,7 +27,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict:
     require("rclone")
     folder = tmp_path_factory.mktemp("runs")
     done = subprocess.run(
-        [sys.executable, "-m", "console.main", "quickstart", "--json", "--steps", str(STEPS), "--dir", str(folder)],
+        [sys.executable, "-m", "penstock", "quickstart", "--json", "--steps", str(STEPS), "--dir", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -118,7 +118,7 @@ def test_a_finished_run_is_read_with_one_command(quickstart: dict):
     runs = quickstart["folder"].parent
     for what, (command, holds) in READING.items():
         done = subprocess.run(
-            [sys.executable, "-m", "console.main", *command, f"run.dir={runs}"],
+            [sys.executable, "-m", "penstock", *command, f"run.dir={runs}"],
             cwd=ROOT, env={k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")},
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy import quickstart_task
-from protocol.facts import decode
-from protocol.lineage import LineageChapter
+from penstock.deploy import quickstart_task
+from penstock.protocol.facts import decode
+from penstock.protocol.record.lineage import LineageChapter
 from tests.reward_service.processes import Answer, Behaviour, EndpointServer
 from tests.servers import require, wait_for
 
@@ -74,7 +74,17 @@ def test_the_record_of_a_run_shows_which_version_scored_which_group(
 ):
     """Replaced while the run goes on: every step is trained, each group by one version, and report and record say which."""
     folder = tmp_path / "runs" / run_id
-    command = [sys.executable, "-m", "console.main", "train", str(run_file), "--local", "--workers", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.console.cli.main",
+        "train",
+        str(run_file),
+        "--local",
+        "--workers",
+        "1",
+        "--json",
+    ]
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     try:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from deploy import quickstart_task
+from penstock.deploy import quickstart_task
 from tests.servers import require
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def _verl_row(number: int, split: str) -> dict:
 
 def _train(run_file: Path, *overrides: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-m", "console.main", "train", str(run_file), "--local", "--workers", "1", "--json", *overrides],
+        [sys.executable, "-m", "penstock", "train", str(run_file), "--local", "--workers", "1", "--json", *overrides],
         cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

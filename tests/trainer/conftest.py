@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.quickstart_task import write_data, write_model
-from deploy.servers import NatsServer, S3Server
-from protocol.checkpoint_state import committed
-from protocol.connection import NatsSettings, S3Settings
-from protocol.stored_record import StoredRecord
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from tests.trainer.forks import Command
+from tests.trainer.learner.forks import Command
 from tests.trainer.producer import ScriptedProducer, write_run_file
+
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.record.checkpoint_state import committed
+from penstock.protocol.record.stored_record import StoredRecord
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
 
 RUN = "replayed"
 
@@ -51,7 +51,7 @@ class StoredRun:
     def console(self, verb: str, *options: str, run: str = RUN, expected: int = 0) -> str:
         """Type a verb of the console about it; returns what it says: stdout, or stderr when it fails."""
         done = subprocess.run(
-            [sys.executable, "-m", "console.main", verb, run, str(self.run_file), *options],
+            [sys.executable, "-m", "penstock", verb, run, str(self.run_file), *options],
             capture_output=True, text=True, timeout=180, check=False,
         )  # fmt: skip
         assert done.returncode == expected, done.stderr

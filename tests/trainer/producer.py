@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tests.weights_source import read_version
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from protocol import blob_keys, group_pack, rewards_offered, streams, subjects
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import BlobRef, GroupScored, Head, ScoredGroup, Task, TaskIssued, TaskList, decode, encode
-from protocol.rewards_offered import RewardsOffered
-from protocol.trajectory import Group, Trajectory
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion, VersionRun
-from tests.weights_source import read_version
+from penstock.protocol import blob_keys, group_pack, rewards_offered, streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import BlobRef, GroupScored, Head, ScoredGroup, Task, TaskIssued, TaskList, decode, encode
+from penstock.protocol.rewards_offered import RewardsOffered
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion, VersionRun
 
 Answer = tuple[Group, tuple[float, ...]]
 Author = Callable[[Task, PolicyVersion], Answer]

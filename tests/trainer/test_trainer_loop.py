@@ -15,22 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.servers import wait_for
+from tests.trainer.learner.forks import Command
+from tests.trainer.producer import Answer, Sampler, ScriptedProducer, write_run_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deploy.bootstrap import bootstrap, delete_run
-from deploy.quickstart_task import write_data, write_model
-from protocol import streams
-from protocol.connection import NatsSettings, S3Settings
-from protocol.facts import Task
-from protocol.transport.blobs import Blobs
-from protocol.transport.bus import Bus
-from protocol.versions import PolicyVersion
-from protocol.weight_export import export_version
-from protocol.weight_reader import WeightReader
-from tests.servers import wait_for
-from tests.trainer.forks import Command
-from tests.trainer.producer import Answer, Sampler, ScriptedProducer, write_run_file
-from trainer.head import read_head
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol import streams
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import Task
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.export import export_version
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.publishing.head import read_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -296,7 +296,7 @@ def test_two_ranks_run_reuse_and_resume(
         producer.limit = 4  # the second step has no new group to train on
         with producer:
             if steps == 2:
-                typed(*torchrun, "trainer", "train", str(run_file))
+                typed(*torchrun, "penstock.trainer", "train", str(run_file))
             else:
                 trainers.append(train(run_file, num_ranks=2))
                 trainers[-1].wait()
@@ -331,4 +331,4 @@ def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path) -> None
     """An unknown key ends with exit code 2, its line, and the nearest right name."""
     run_file = run_folder / "run.toml"
     run_file.write_text('[model]\npath = "model"\n[trainer]\nlearning_rat = 1e-3\n')
-    assert "run.toml:4" in typed("trainer", "train", str(run_file), expected=2)
+    assert "run.toml:4" in typed("penstock.trainer", "train", str(run_file), expected=2)

@@ -19,7 +19,7 @@ import unittest
 from collections.abc import Iterator
 from typing import Any
 
-from reward_service.sandbox.inside import values
+from penstock.reward_service.sandbox.inside import values
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
 _MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer

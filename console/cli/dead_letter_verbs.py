@@ -1,0 +1,87 @@
+"""`penstock dead-letters …`, as it is typed; what it does is in `console/tools/dead_letters.py`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from cyclopts import App
+
+from penstock.console.cli.verb_parts import LOOK, Flag, Raw
+
+app = App(
+    name="dead-letters",
+    help="What nobody could process: list, read, send again.",
+    help_format="plaintext",
+    group=LOOK,
+)
+
+
+@app.command(name="list")
+def list_dead_letters(run: str, *arguments: Raw, json: Flag = False) -> int:
+    """List the dead letters of a run: stage, reason, groups, attempts, when.
+
+    Example:  penstock dead-letters list quickstart
+    Then:     penstock dead-letters show RUN ID
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    json
+        Print one JSON array instead of the table.
+    """
+    from penstock.console.record.stored_run import reach
+    from penstock.console.tools.dead_letters import print_list
+
+    reach(run, arguments, os.environ, sys.argv[1:])
+    return print_list(run, arguments, os.environ, as_json=json)
+
+
+@app.command(name="show")
+def show_dead_letter(run: str, number: int, *arguments: Raw, json: Flag = False) -> int:
+    """Print a dead letter with its prompts, and its answers when there are any.
+
+    Example:  penstock dead-letters show quickstart 3
+    Then:     penstock dead-letters resend RUN ID
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    number
+        Its id in the list.
+    json
+        Print one JSON object instead of the text.
+    """
+    from penstock.console.record.stored_run import reach
+    from penstock.console.tools.dead_letters import print_one
+
+    reach(run, arguments, os.environ, sys.argv[1:])
+    return print_one(run, number, arguments, os.environ, as_json=json)
+
+
+@app.command(name="resend")
+def resend_dead_letters(run: str, *arguments: Raw, all: Flag = False, once_more: Flag = False) -> int:
+    """Send dead letters again, to the stage they died in: the trainer counts their groups as alive when they come.
+
+    What would be in vain is refused, with the reason: the run is over, or the samples are too old by now.
+
+    Example:  penstock dead-letters resend quickstart 3 4
+              penstock dead-letters resend quickstart --all
+    Then:     penstock watch RUN
+
+    Parameters
+    ----------
+    run
+        Name of the run.
+    all
+        All of them, instead of those that are named.
+    once_more
+        Also those that were sent again before.
+    """
+    from penstock.console.tools.dead_letters import resend
+
+    numbers = [int(word) for word in arguments if word.isdecimal()]
+    rest = [word for word in arguments if not word.isdecimal()]
+    return resend(run, numbers, rest, os.environ, everything=all, once_more=once_more)

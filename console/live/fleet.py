@@ -1,0 +1,157 @@
+"""The services of a run, known by their heartbeats: who lives, who waits, what they did together.
+
+Pure: heartbeats and clock readings go in; lines, shares and incidents come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.console.live.run_snapshot import Incident, ServiceLine, service_name
+from penstock.console.live.service_history import ServiceHistory, Span
+from penstock.protocol.facts import Heartbeat
+
+LOST_AFTER_S = 4.0  # four missed heartbeats
+ROLES = ("rollout", "reward", "trainer")
+_Key = tuple[str, str]  # role, service id
+
+
+class Fleet:
+    """All services of one run, dead ones included."""
+
+    def __init__(self) -> None:
+        """Begin with nobody."""
+        self.both_working_s = 0.0
+        self._services: dict[_Key, ServiceHistory] = {}
+        self._polled_at: float | None = None
+        self._window_open = False
+        self._final_shares: dict[str, float] | None = None
+
+    def fold(self, beats: Sequence[Heartbeat], now: float) -> list[Incident]:
+        """Take everything the live bucket holds; returns who was lost, came back or joined.
+
+        ``now`` is the reader's clock: silence is measured by it, never across two clocks.
+        """
+        self._forgive_blindness(now)
+        incidents: list[Incident] = []
+        spans: dict[_Key, Span | None] = {}
+        for beat in beats:
+            key = (beat.role, beat.service_id)
+            history = self._services.get(key)
+            if history is None:
+                self._services[key] = ServiceHistory(beat, now, in_window=self._window_open)
+                if self._window_open:
+                    incidents.append(Incident(now, f"{service_name(*key)} joined", "back"))
+                continue
+            num_lives, was_alive = history.num_lives, history.alive
+            spans[key] = history.fold(beat, now)
+            history.alive = was_alive or history.seen_at == now
+            if history.num_lives > num_lives or (history.alive and not was_alive):
+                incidents.append(Incident(now, f"{service_name(*key)} is back", "back"))
+        incidents += self._notice_silence({(b.role, b.service_id) for b in beats}, now)
+        if self._window_open and self._final_shares is None:
+            self._add_overlap(spans)
+        return incidents
+
+    def open_window(self) -> None:
+        """Count busy and idle seconds from the first optimizer step on; a closed window is open again."""
+        self._final_shares = None
+        if self._window_open:
+            return
+        self._window_open = True
+        for history in self._services.values():
+            history.open_window()
+
+    def close_window(self) -> None:
+        """Stop the account of who waits: after the last step everybody does. Later calls change nothing."""
+        if self._window_open and self._final_shares is None:
+            self._final_shares = self.idle_shares()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens generated per second by all living workers."""
+        return sum(history.tokens_per_s for history in self._services.values())
+
+    def count(self, figure: str) -> int:
+        """Return a counter summed over all services and all their lives."""
+        return sum(history.count(figure) for history in self._services.values())
+
+    def num_lives(self, role: str, service_id: str) -> int:
+        """Return how often a service was started, as far as its heartbeats tell."""
+        history = self._services.get((role, service_id))
+        return history.num_lives if history else 1
+
+    def cpu_s_per_role(self) -> dict[str, float]:
+        """Return CPU seconds by role, killed services included."""
+        total: dict[str, float] = {}
+        for (role, _), history in self._services.items():
+            total[role] = total.get(role, 0.0) + history.cpu_s
+        return total
+
+    def lines(self, now: float) -> tuple[ServiceLine, ...]:
+        """Return one line a service, workers first."""
+        lines = []
+        for (role, service_id), history in self._services.items():
+            whole = history.busy_s + history.idle_s
+            lines.append(
+                ServiceLine(
+                    role=role,
+                    service_id=service_id,
+                    state=history.beat.state,
+                    alive=history.alive,
+                    silent_s=max(now - history.seen_at, 0.0),
+                    version=history.beat.version,
+                    tokens_per_s=history.tokens_per_s,
+                    idle_share=history.idle_s / whole if whole > 0 else None,
+                    num_lives=history.num_lives,
+                )
+            )
+        return tuple(sorted(lines, key=lambda s: (ROLES.index(s.role), s.service_id)))
+
+    def idle_shares(self) -> dict[str, float]:
+        """Return the share of its time each role waited for others, mean over its services."""
+        if self._final_shares is not None:
+            return self._final_shares
+        shares = {}
+        for role in ROLES:
+            histories = [h for (r, _), h in self._services.items() if r == role]
+            idle = sum(h.idle_s for h in histories)
+            whole = idle + sum(h.busy_s for h in histories)
+            if whole > 0:
+                shares[role] = idle / whole
+        return shares
+
+    def _forgive_blindness(self, now: float) -> None:
+        """Nobody is lost because the reader itself could not look (the broker was away)."""
+        if self._polled_at is not None and now - self._polled_at > LOST_AFTER_S:
+            for history in self._services.values():
+                history.seen_at += now - self._polled_at
+        self._polled_at = now
+
+    def _notice_silence(self, present: set[_Key], now: float) -> list[Incident]:
+        incidents = []
+        for key, history in self._services.items():
+            if not history.alive:
+                continue
+            silent_s = now - history.seen_at
+            if key not in present and silent_s < LOST_AFTER_S:
+                history.alive = False  # it took its key away: a clean end
+            elif silent_s >= LOST_AFTER_S:
+                history.alive = False
+                if self._final_shares is None:  # after the last step everybody may go
+                    incidents.append(
+                        Incident(now, f"{service_name(*key)} is gone: silent for {silent_s:.0f} s", "lost")
+                    )
+        return incidents
+
+    def _add_overlap(self, spans: Mapping[_Key, Span | None]) -> None:
+        """Both worked at least busy + busy − wall of a second; of several workers the busiest counts."""
+        shares: dict[str, float] = {}
+        wall_s = 0.0
+        for (role, _), span in spans.items():
+            if span is None or span.wall_s <= 0:
+                continue
+            shares[role] = max(shares.get(role, 0.0), min(span.busy_s / span.wall_s, 1.0))
+            if role == "trainer":
+                wall_s = span.wall_s
+        self.both_working_s += max(shares.get("trainer", 0.0) + shares.get("rollout", 0.0) - 1.0, 0.0) * wall_s

@@ -1,0 +1,193 @@
+"""The live view of a run: a panel on a terminal, plain lines elsewhere, or nothing at all.
+
+    with LivePanel("quickstart", bus, total_steps=150) as panel:
+        panel.note("killed rollout-1 on purpose")
+        ...                                   # the run goes on; the panel lives in its own thread
+    print(panel.summary().to_line())
+
+Watching never harms a run: whatever goes wrong in here is shown, and the run does not notice.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal, TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from penstock.console.durations import clock
+from penstock.console.live.frame import figure, rate, render
+from penstock.console.live.run_snapshot import Snapshot
+from penstock.console.live.run_view import RunView
+from penstock.console.live.watcher import Watcher
+from penstock.console.report.run_summary import RunSummary
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.bus import Bus
+
+Mode = Literal["auto", "rich", "plain", "quiet"]
+_TICK_S = 0.25
+_FRAME_S = 1.0
+_FRAME_SHARE = 0.01  # of a core: where a frame is dear, frames are rarer
+
+
+class LivePanel:
+    """Watches one run and shows it while the block runs; `summary` tells at the end what it amounted to."""
+
+    def __init__(
+        self,
+        run_id: str,
+        bus: Bus,
+        *,
+        total_steps: int | None = None,
+        mode: Mode = "auto",
+        stream: TextIO | None = None,
+        lines_every: int = 10,
+    ) -> None:
+        """Prepare; nothing is watched before the block is entered.
+
+        ``mode`` auto draws the panel on a terminal and writes a line every ``lines_every`` steps
+        elsewhere; quiet only watches. ``stream`` is where it is written, stdout by default.
+        """
+        self._bus = bus
+        self._view = RunView(run_id, total_steps=total_steps)
+        self._stream = stream or sys.stdout
+        self._mode: Mode = ("rich" if self._stream.isatty() else "plain") if mode == "auto" else mode
+        self._lines = PlainLines(self._write, every=lines_every)
+        self._notes: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # the view belongs to the panel's thread; readers take turns
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._live: Live | None = None
+        self._watcher: Watcher | None = None
+
+    def __enter__(self) -> LivePanel:
+        """Begin to watch; raises MissingStream when the run was never bootstrapped."""
+        self._watcher = Watcher(self._bus, self._view)
+        if self._mode == "rich":
+            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
+            self._live.start()
+        self._thread = threading.Thread(target=self._run, name="panel", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Fold what was said last, draw the last frame, stop watching."""
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(30.0)
+        if self._watcher is not None and kind is None:
+            self._watcher.catch_up()
+        self._show(last=True)
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Add a remark to the incidents, from any thread."""
+        self._notes.put((time.time(), text))
+
+    def snapshot(self) -> Snapshot:
+        """Return one look at the run."""
+        with self._lock:
+            return self._view.snapshot(time.time())
+
+    def summary(self) -> RunSummary:
+        """Return what the run amounted to so far; complete after the block has ended."""
+        with self._lock:
+            return self._view.summary()
+
+    def wait(self, until: Callable[[Snapshot], bool], *, deadline_s: float = float("inf")) -> bool:
+        """Block until a snapshot satisfies ``until``; False when the deadline came first."""
+        give_up = time.monotonic() + deadline_s
+        while not until(self.snapshot()):
+            if time.monotonic() > give_up:
+                return False
+            self._ending.wait(_TICK_S)
+        return True
+
+    def _run(self) -> None:
+        next_frame = 0.0
+        while not self._ending.wait(_TICK_S):
+            try:
+                with self._lock:
+                    self._fold()
+            except PenstockError as err:
+                self.note(f"the panel could not look: {err}")
+            if time.monotonic() >= next_frame:
+                before_s = time.thread_time()
+                self._show()
+                next_frame = time.monotonic() + max(_FRAME_S, (time.thread_time() - before_s) / _FRAME_SHARE)
+
+    def _fold(self) -> None:
+        assert self._watcher is not None
+        self._watcher.step()
+        self._fold_notes()
+
+    def _fold_notes(self) -> None:
+        while not self._notes.empty():
+            self._view.note(*self._notes.get())
+
+    def _show(self, *, last: bool = False) -> None:
+        with self._lock:
+            self._fold_notes()
+            snapshot = self._view.snapshot(time.time())
+        if self._live is not None:
+            self._live.update(render(snapshot), refresh=True)
+        elif self._mode == "plain":
+            self._lines.show(snapshot, last=last)
+
+    def _write(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class PlainLines:
+    """The same for logs and pipes: a line every so many steps, one for each evaluation and incident."""
+
+    def __init__(self, write: Callable[[str], None], *, every: int) -> None:
+        """Write through ``write``, one line a call."""
+        self._write = write
+        self._every = every
+        self._next_step = 1
+        self._num_incidents = 0
+        self._accuracies: set[tuple[int, float]] = set()
+        self._state = ""
+
+    def show(self, s: Snapshot, *, last: bool = False) -> None:
+        """Write what is new since the last call; ``last`` writes the final step whatever its number."""
+        if s.state not in {self._state, "training"}:
+            self._write(f"{clock(s.elapsed_s)} {s.state}")
+        self._state = s.state
+        num_new = s.num_incidents - self._num_incidents
+        for incident in s.incidents[max(len(s.incidents) - num_new, 0) :]:
+            self._write(f"{clock(incident.at - s.started_at)} {incident.text}")
+        self._num_incidents = s.num_incidents
+        for step, accuracy in s.accuracies:
+            if (step, accuracy) not in self._accuracies:
+                self._accuracies.add((step, accuracy))
+                self._write(f"{clock(s.elapsed_s)} held-out accuracy {accuracy:.3f} after step {step}")
+        if s.step >= self._next_step or (last and s.step > self._next_step - self._every):
+            self._write(line(s))
+            self._next_step = (s.step // self._every + 1) * self._every
+
+
+def line(s: Snapshot) -> str:
+    """Return the state of a run as one line."""
+    steps = f"{s.step}/{s.total_steps}" if s.total_steps else str(s.step)
+    parts = [
+        f"{clock(s.elapsed_s)} step {steps}",
+        f"reward {figure(s.reward_now)}",
+        f"staleness {figure(s.staleness_mean)} (max {s.staleness_max if s.staleness_max is not None else '–'})",
+        f"tokens/s {rate(s.generated_per_s)} generated {rate(s.trained_per_s)} trained",
+    ]
+    if s.dropped:
+        parts.append(f"dropped {sum(s.dropped.values())}")
+    if s.eta_s is not None and s.step != s.total_steps:
+        parts.append(f"eta {clock(s.eta_s)}")
+    return "  ".join(parts)

@@ -1,0 +1,342 @@
+"""A run as seen from outside: folds what the services say into snapshots and, at the end, a summary.
+
+Pure: facts and clock readings go in, values come out. Steps are kept by number, so a trainer that
+resumes from a checkpoint and takes a step again replaces it instead of counting it twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.console.durations import clock
+from penstock.console.live.fleet import Fleet
+from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
+from penstock.console.live.weights_view import WeightsView
+from penstock.console.report import learning
+from penstock.console.report.run_summary import GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
+from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
+
+_SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
+_NUM_INCIDENTS = 200  # the newest are kept; a worker that dies every minute must not fill the memory
+
+
+class RunView:
+    """Everything known about one run; not thread-safe, one thread folds and reads."""
+
+    def __init__(self, run_id: str, *, total_steps: int | None = None) -> None:
+        """Begin with nothing known; ``total_steps`` may also arrive with the trainer's events."""
+        self.run_id = run_id
+        self.total_steps = total_steps
+        self.steps: dict[int, StepPoint] = {}
+        self.evals: list[EvalPoint] = []
+        self.incidents: deque[Incident] = deque(maxlen=_NUM_INCIDENTS)
+        self._num_incidents = 0
+        self.queues = QueueDepths()
+        self.state = "waiting for the services"
+        self.bus_away_s = 0.0
+        self.finished = False
+        self._fleet = Fleet()
+        self._groups: dict[str, Any] = {}
+        self._num_eval_groups = 0
+        self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
+        self._dead: Counter[str] = Counter()
+        self._reward_errors: Counter[str] = Counter()
+        self.published: set[int] = set()  # versions that were announced
+        self.weights = WeightsView()
+        self._applied: dict[str, list[WeightsApplied]] = {}
+        self._first_at: float | None = None
+        self._last_at = 0.0
+
+    # ── what goes in ──────────────────────────────────────────────────────────────────────────
+
+    def fold_event(self, event: RunEvent) -> None:
+        """Take one event of a service; kinds that nothing here shows are ignored."""
+        self._saw(event.at)
+        if event.kind == "step":
+            self._fold_step(event.at, event.data)
+        elif event.kind == "eval":
+            self._fold_eval(event.at, event.data)
+        elif event.kind == "state":
+            self._fold_state(event.source, event.data)
+        elif event.kind == "reward_error":
+            self._fold_reward_error(event.at, event.data)
+        elif event.kind == "weights":
+            self.weights.fold_publication(event.data)
+        elif event.kind in {"alarm", "evaluation_lost"}:
+            self._remember([Incident(event.at, str(event.data.get("text") or event.kind), "lost")])
+        elif event.kind == "log" and event.data.get("text"):
+            self.note(event.at, str(event.data["text"]))
+
+    def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
+        """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
+        if not self.finished:  # afterwards services only wait for the next run
+            for beat in beats:
+                self._saw(beat.at)
+        self._remember(self._fleet.fold(beats, now))
+
+    def fold_published(self, fact: WeightsPublished) -> None:
+        """Take the news of a complete version."""
+        self.published.add(fact.version)
+
+    def fold_applied(self, fact: WeightsApplied) -> None:
+        """Take a worker's word that its engine serves a version."""
+        self._applied.setdefault(fact.worker_id, []).append(fact)
+        self.weights.fold_applied(fact)
+
+    def fold_refused(self, fact: WeightsRefused, now: float) -> None:
+        """Take a worker's word that it cannot use a version."""
+        self._remember([Incident(now, self.weights.fold_refused(fact), "lost")])
+
+    def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
+        """Take a message that nobody could process."""
+        self._dead[letter.reason] += max(len(letter.group_ids), 1)
+        what = f"{len(letter.group_ids)} groups" if letter.group_ids else "a message"
+        self._remember(
+            [Incident(now, f"{what} of {letter.stage} went to the dead letters: {letter.reason}", "dead_letter")]
+        )
+
+    def fold_queues(self, queues: QueueDepths) -> None:
+        """Take what the broker holds now."""
+        self.queues = queues
+
+    def note(self, at: float, text: str) -> None:
+        """Add a remark of the person or script that drives the run."""
+        self._saw(at)
+        self._remember([Incident(at, text, "note")])
+
+    # ── what comes out ────────────────────────────────────────────────────────────────────────
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Return one look at the run at ``now``."""
+        points = self.points()
+        rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
+        primary = self._primary_evals()
+        staleness = self._staleness_tokens()
+        step = points[-1].step if points else 0
+        return Snapshot(
+            run_id=self.run_id,
+            started_at=self._first_at if self._first_at is not None else now,
+            elapsed_s=max((self._last_at if self.finished else now) - (self._first_at or now), 0.0),
+            state=self.state,
+            step=step,
+            total_steps=self.total_steps,
+            eta_s=self._eta_s(points),
+            rewards=rewards,
+            reward_now=_mean(rewards[-5:]),
+            reward_first=_mean(rewards[:5]),
+            accuracies=tuple((e.step, e.accuracy) for e in primary),
+            accuracy_before=primary[0].accuracy if primary else None,
+            accuracy_now=primary[-1].accuracy if primary else None,
+            generated_per_s=self._fleet.tokens_per_s,
+            trained_per_s=_trained_per_s(points[-_SPEED_STEPS:]),
+            staleness_tokens=staleness,
+            staleness_mean=_staleness_mean(staleness),
+            staleness_max=max(staleness, default=None),
+            newest_version=max(self.published, default=points[-1].version if points else 0),
+            versions_published=len(self.published),
+            queues=self.queues,
+            services=self._fleet.lines(now),
+            idle_share=self._fleet.idle_shares(),
+            dropped=self._dropped(),
+            groups_trained=int(self._groups.get("trained", 0)),
+            no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
+            learning=points[-1].learning if points else {},
+            incidents=tuple(self.incidents),
+            num_incidents=self._num_incidents,
+            bus_away_s=self.bus_away_s,
+            finished=self.finished,
+        )
+
+    def summary(self) -> RunSummary:
+        """Return what the run amounted to so far."""
+        points = self.points()
+        rewards = [p.reward_mean for p in points if p.reward_mean is not None]
+        tenth = max(len(rewards) // 10, 1)
+        primary = self._primary_evals()
+        staleness = self._staleness_tokens()
+        cpu = self._fleet.cpu_s_per_role()
+        return RunSummary(
+            run_id=self.run_id,
+            steps=points[-1].step if points else 0,
+            accuracy_before=primary[0].accuracy if primary else None,
+            accuracy_after=primary[-1].accuracy if primary else None,
+            eval_prompts=primary[-1].num_prompts if primary else 0,
+            reward_first=_mean(rewards[:tenth]),
+            reward_last=_mean(rewards[-tenth:]),
+            groups=GroupCounts(
+                issued=int(self._groups.get("issued", 0)),
+                generated=self._generated(),
+                scored=int(self._groups.get("scored", 0)),
+                trained=int(self._groups.get("trained", 0)),
+                in_flight=int(self._groups.get("outstanding", 0)),
+                dropped=self._dropped(),
+                dead_lettered=dict(self._dead),
+            ),
+            staleness_tokens={str(k): v for k, v in staleness.items()},
+            staleness_mean=_staleness_mean(staleness),
+            staleness_max=max(staleness, default=None),
+            learning=learning.spreads([p.learning for p in points]),
+            skipped=dict(sum((Counter(p.skipped) for p in points), Counter[str]())),
+            scored_by=_scorers(points),
+            versions_published=len(self.published),
+            workers=self._worker_weights(),
+            weights=self.weights.summary(),
+            tokens_generated=self._fleet.count("tokens_generated"),
+            tokens_trained=sum(p.tokens_trained for p in points),
+            idle_share=self._fleet.idle_shares(),
+            overlap=self._overlap(points, staleness),
+            incidents=tuple(f"{clock(i.at - (self._first_at or i.at))} {i.text}" for i in self.incidents),
+            wall_s=max(self._last_at - self._first_at, 0.0) if self._first_at is not None else 0.0,
+            cpu_s=sum(cpu.values()),
+            cpu_s_per_role=cpu,
+        )
+
+    def serving(self) -> dict[str, int]:
+        """Return the version each worker served last, by worker."""
+        return {worker: facts[-1].version for worker, facts in sorted(self._applied.items())}
+
+    def points(self) -> list[StepPoint]:
+        """Return the steps in order."""
+        return list(self.steps.values())
+
+    # ── how ───────────────────────────────────────────────────────────────────────────────────
+
+    def _fold_step(self, at: float, data: Mapping[str, Any]) -> None:
+        step = int(data.get("step", len(self.steps) + 1))
+        if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these are taken again
+            for later in [s for s in self.steps if s >= step]:
+                self._staleness.subtract(self.steps.pop(later).staleness_tokens)
+        histogram = {int(k): int(v) for k, v in (data.get("staleness_tokens") or {}).items()}
+        self.steps[step] = StepPoint(
+            step=step,
+            at=at,
+            version=int(data.get("version") or 0),
+            reward_mean=_number(data.get("reward_mean")),
+            loss=_number(data.get("loss")),
+            tokens_trained=int(data.get("tokens_trained") or sum(histogram.values())),
+            staleness_tokens=histogram,
+            no_signal_share=_number(data.get("zero_signal_groups")),
+            learning=learning.read(data),
+            skipped={str(reason): int(n) for reason, n in (data.get("skipped") or {}).items()},
+            scored_by={str(scorer): int(n) for scorer, n in (data.get("scored_by") or {}).items()},
+        )
+        self._staleness.update(histogram)
+        self._groups = dict(data.get("groups") or self._groups)
+        self.state = "training"
+        self.finished = False  # a run that had ended goes on with more steps
+        self._fleet.open_window()
+        if self.total_steps and step >= self.total_steps:
+            self._fleet.close_window()
+
+    def _fold_eval(self, at: float, data: Mapping[str, Any]) -> None:
+        self._num_eval_groups += int(data.get("num_prompts") or 0)
+        accuracy = _number(data.get("accuracy"))
+        if accuracy is None:
+            return
+        point = EvalPoint(
+            step=int(data.get("step") or 0),
+            at=at,
+            version=int(data.get("version") or 0),
+            split=str(data.get("split") or data.get("name") or "eval"),
+            accuracy=accuracy,
+            num_prompts=int(data.get("num_prompts") or 0),
+        )
+        others = [e for e in self.evals if (e.version, e.split) != (point.version, point.split)]
+        self.evals = sorted([*others, point], key=lambda e: e.step)
+
+    def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
+        reason = str(data.get("reason") or "unknown")
+        if reason not in self._reward_errors:  # every group of a failing endpoint says so; once is news
+            self._remember([Incident(at, f"rewards fail ({reason}); their groups come again", "dead_letter")])
+        self._reward_errors[reason] += 1
+
+    def _fold_state(self, source: str, data: Mapping[str, Any]) -> None:
+        text = str(data.get("text") or data.get("state") or "")
+        if text and source.startswith("trainer"):
+            self.state = text
+        if data.get("total_steps"):
+            self.total_steps = int(data["total_steps"])
+        if data.get("finished"):
+            self.finished = True
+            self._fleet.close_window()
+
+    def _overlap(self, points: list[StepPoint], staleness: Mapping[int, int]) -> Overlap:
+        tokens = sum(staleness.values())
+        training_s = points[-1].at - points[0].at if len(points) > 1 else 0.0
+        return Overlap(
+            trained_stale_share=sum(n for k, n in staleness.items() if k >= 1) / tokens if tokens else None,
+            both_working_s=self._fleet.both_working_s,
+            both_working_share=min(self._fleet.both_working_s / training_s, 1.0) if training_s > 0 else None,
+        )
+
+    def _generated(self) -> int:
+        """Groups of the training split; what a worker did in its last second before a kill is known by its scores."""
+        by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
+        return max(by_heartbeats, int(self._groups.get("scored", 0)))
+
+    def _worker_weights(self) -> dict[str, WorkerWeights]:
+        found = {}
+        for worker, facts in sorted(self._applied.items()):
+            found[worker] = WorkerWeights(
+                versions_applied=len(facts),
+                newest_version=max(f.version for f in facts),
+                mean_pause_s=_mean([f.pause_s for f in facts]) or 0.0,
+                mean_fetch_s=_mean([f.fetch_s for f in facts]) or 0.0,
+                num_lives=self._fleet.num_lives("rollout", worker),
+            )
+        return found
+
+    def _staleness_tokens(self) -> dict[int, int]:
+        return {versions: tokens for versions, tokens in sorted(self._staleness.items()) if tokens}
+
+    def _dropped(self) -> dict[str, int]:
+        return {str(k): int(v) for k, v in (self._groups.get("dropped") or {}).items() if v}
+
+    def _primary_evals(self) -> list[EvalPoint]:
+        return [e for e in self.evals if e.split == self.evals[0].split]
+
+    def _eta_s(self, points: list[StepPoint]) -> float | None:
+        recent = points[-_SPEED_STEPS:]
+        if not self.total_steps or len(recent) < 2:
+            return None
+        per_step = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
+        return max(self.total_steps - recent[-1].step, 0) * per_step
+
+    def _saw(self, at: float) -> None:
+        self._first_at = at if self._first_at is None else min(self._first_at, at)
+        self._last_at = max(self._last_at, at)
+
+    def _remember(self, incidents: Iterable[Incident]) -> None:
+        for incident in incidents:
+            self.incidents.append(incident)
+            self._num_incidents += 1
+
+
+def _trained_per_s(points: list[StepPoint]) -> float:
+    seconds = points[-1].at - points[0].at if len(points) > 1 else 0.0
+    return sum(p.tokens_trained for p in points[1:]) / seconds if seconds > 0 else 0.0
+
+
+def _staleness_mean(tokens: Mapping[int, int]) -> float | None:
+    whole = sum(tokens.values())
+    return sum(k * n for k, n in tokens.items()) / whole if whole else None
+
+
+def _scorers(points: Sequence[StepPoint]) -> dict[str, ScorerShare]:
+    found: dict[str, ScorerShare] = {}
+    for point in points:
+        for scorer, groups in point.scored_by.items():
+            before = found.get(scorer, ScorerShare(first_step=point.step, last_step=point.step))
+            found[scorer] = before.model_copy(update={"groups": before.groups + groups, "last_step": point.step})
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,152 @@
+"""Feeds a `RunView` from NATS: tails the streams, reads heartbeats and queue depths once a second.
+
+A watcher owns nothing and acknowledges nothing: any number may watch a run, and a run does not
+notice. While NATS is away the view says so, and goes on by itself when it is back.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from penstock.console.live.run_snapshot import QueueDepths
+from penstock.console.live.run_view import RunView
+from penstock.protocol import streams, subjects
+from penstock.protocol.errors import BusError, WireError
+from penstock.protocol.facts import (
+    DeadLetter,
+    Fact,
+    Heartbeat,
+    RunEvent,
+    WeightsApplied,
+    WeightsPublished,
+    WeightsRefused,
+    decode,
+)
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import Entry, KeyValue
+from penstock.protocol.transport.pending import Pending
+
+log = structlog.get_logger("console.watcher")
+_POLL_S = 1.0
+
+
+class Watcher:
+    """One run, watched over one bus; used by one thread, while facts arrive on the bus's own."""
+
+    def __init__(self, bus: Bus, view: RunView, *, clock: Callable[[], float] = time.time) -> None:
+        """Tail the run from its beginning; raises MissingStream when it was never bootstrapped."""
+        self.view = view
+        self._bus = bus
+        self._clock = clock
+        self._arrived: queue.SimpleQueue[Fact] = queue.SimpleQueue()
+        self._num_arrived: dict[str, int] = {}
+        self._polled_at = 0.0
+        self._beats: Pending[list[Entry]] | None = None
+        self._depths: dict[str, list[Pending[Any]]] = {}
+        run = view.run_id
+        self._tail(f"{run}-events", subjects.events(run), RunEvent)
+        self._tail(f"{run}-weights", subjects.weights_published(run), WeightsPublished)
+        self._tail(f"{run}-weights", subjects.weights_applied(run), WeightsApplied)
+        self._tail(f"{run}-weights", subjects.weights_refused(run), WeightsRefused)
+        self._tail(f"{run}-dead", subjects.dead(run), DeadLetter)
+        self._live: KeyValue = bus.key_value(streams.live_bucket(run).bucket).wait()
+
+    def step(self) -> None:
+        """Fold whatever has arrived, and ask for the next look; never waits."""
+        now = self._clock()
+        self.view.bus_away_s = self._bus.down_s
+        self._fold_arrived(now)
+        if self._beats is not None and self._beats.done():
+            self._fold_beats(now)
+        if self._depths and all(p.done() for pair in self._depths.values() for p in pair):
+            self._fold_depths()
+        if now - self._polled_at >= _POLL_S and self._beats is None and not self._depths and not self._bus.down_s:
+            self._polled_at = now
+            self._ask()
+
+    def catch_up(self, deadline_s: float = 5.0) -> None:
+        """Fold everything the streams hold now and the last heartbeats; gives up quietly at the deadline.
+
+        Called at the end of a run, so that the summary misses nothing that was already said.
+        """
+        give_up = time.monotonic() + deadline_s
+        try:
+            held = {name: self._bus.stream_state(name).wait().num_messages for name in self._num_arrived}
+            entries = self._live.entries().wait()
+        except BusError:
+            return
+        while any(self._num_arrived[name] < count for name, count in held.items()):
+            if time.monotonic() > give_up:
+                break
+            time.sleep(0.02)
+        now = self._clock()
+        self._fold_arrived(now)
+        self.view.fold_heartbeats(_heartbeats(entries), now)
+
+    def _tail(self, stream: str, subject: str, fact: type[Any]) -> None:
+        self._num_arrived.setdefault(stream, 0)
+
+        def arrived(received: Fact) -> None:
+            self._arrived.put(received)
+            self._num_arrived[stream] += 1
+
+        self._bus.tail(stream, subject, fact, arrived, from_start=True).wait()
+
+    def _ask(self) -> None:
+        self._beats = self._live.entries()
+        for spec in streams.consumers(self.view.run_id):
+            self._depths.setdefault(spec.stage, []).append(self._bus.consumer_state(spec))
+
+    def _fold_arrived(self, now: float) -> None:
+        while True:
+            try:
+                fact = self._arrived.get_nowait()
+            except queue.Empty:
+                return
+            match fact:
+                case RunEvent():
+                    self.view.fold_event(fact)
+                case WeightsPublished():
+                    self.view.fold_published(fact)
+                case WeightsApplied():
+                    self.view.fold_applied(fact)
+                case WeightsRefused():
+                    self.view.fold_refused(fact, now)
+                case DeadLetter():
+                    self.view.fold_dead_letter(fact, now)
+
+    def _fold_beats(self, now: float) -> None:
+        pending, self._beats = self._beats, None
+        try:
+            entries = pending.wait() if pending else []
+        except BusError:
+            return  # the next look is a second away, and bus_away_s says why this one failed
+        self.view.fold_heartbeats(_heartbeats(entries), now)
+
+    def _fold_depths(self) -> None:
+        pending, self._depths = self._depths, {}
+        try:
+            states = {stage: [p.wait() for p in pair] for stage, pair in pending.items()}
+        except BusError:
+            return
+        self.view.fold_queues(
+            QueueDepths(
+                waiting={stage: sum(s.num_pending for s in pair) for stage, pair in states.items()},
+                held={stage: sum(s.num_ack_pending for s in pair) for stage, pair in states.items()},
+            )
+        )
+
+
+def _heartbeats(entries: list[Entry]) -> list[Heartbeat]:
+    beats = []
+    for entry in entries:
+        try:
+            beats.append(decode(entry.value, Heartbeat))
+        except WireError as err:  # a service of another build: shown by its own logs, not by this panel
+            log.debug("unreadable heartbeat", key=entry.key, error=str(err))
+    return beats

@@ -1,0 +1,54 @@
+"""The weights of a run as seen from outside: what was published, what it cost, who applied or refused it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.console.report.run_summary import WeightsSummary
+from penstock.protocol.facts import WeightsApplied, WeightsRefused
+
+
+@dataclass(slots=True)
+class WeightsView:
+    """Folds facts and events in any order; not thread-safe."""
+
+    publications: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by version: fields of the event
+    pauses_s: list[float] = field(default_factory=list)
+    fetched_bytes: int = 0
+    num_refused: int = 0
+
+    def fold_publication(self, data: Mapping[str, Any]) -> None:
+        """Take the trainer's figures of one version."""
+        if "version" in data:
+            self.publications[int(data["version"])] = data
+
+    def fold_applied(self, fact: WeightsApplied) -> None:
+        """Take a worker's word that its engine serves a version."""
+        self.fetched_bytes += fact.num_bytes
+        if fact.previous_version is not None:
+            self.pauses_s.append(fact.pause_s)
+
+    def fold_refused(self, fact: WeightsRefused) -> str:
+        """Take a worker's refusal; returns it in words."""
+        self.num_refused += 1
+        return f"{fact.worker_id} cannot use version {fact.version}: {fact.reason}"
+
+    def summary(self) -> WeightsSummary:
+        """Return what all versions together came to."""
+        patches = [p for p in self.publications.values() if p.get("kind") == "patch"]
+        pauses = sorted(self.pauses_s)
+        return WeightsSummary(
+            raw_bytes=sum(int(p.get("raw_bytes", 0)) for p in self.publications.values()),
+            sent_bytes=sum(int(p.get("sent_bytes", 0)) for p in self.publications.values()),
+            fetched_bytes=self.fetched_bytes,
+            mean_density=sum(float(p.get("density", 0)) for p in patches) / len(patches) if patches else None,
+            pause_p50_s=_quantile(pauses, 0.5),
+            pause_p99_s=_quantile(pauses, 0.99),
+            refused=self.num_refused,
+        )
+
+
+def _quantile(ordered: list[float], share: float) -> float | None:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None

@@ -1,0 +1,1 @@
+"""What a run has recorded: audit, lineage, rescoring; may import tools."""

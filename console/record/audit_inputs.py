@@ -1,0 +1,176 @@
+"""Look at everything an audit needs: checkpoint, record, queues, dead letters, objects; takes nothing from a run.
+
+A living run moves while it is looked at. Queues are read in the order in which a group travels, and a service
+publishes onwards before it acknowledges, so no group can slip past. When another checkpoint was committed
+meanwhile, everything is looked at again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.console.record.audit_checks import STAGES, AuditInputs
+from penstock.console.record.record_fold import Breach
+from penstock.protocol import blob_keys, streams
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, WireError
+from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
+from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed
+from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter, chapters
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import MAX_LETTER_IDS
+
+_LOOKS = 5  # at a run that commits faster than it can be read
+
+
+def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_packs: bool) -> AuditInputs:
+    """Look at a run until two readings of its newest checkpoint agree.
+
+    Args:
+        run_id: The run.
+        bus: Its NATS.
+        blobs: Its object store.
+        checkpoints: The folder of its checkpoints; it need not be here.
+        reads_packs: Fetch and hash every pack; otherwise only look whether it is there, with its size.
+
+    Raises:
+        MissingStream, BusUnreachable, BlobStoreUnreachable: Something cannot be seen.
+    """
+    for _ in range(_LOOKS):
+        pointer = _pointer(run_id, bus)
+        audit_inputs = _look(run_id, bus, blobs, checkpoints, pointer)
+        if _pointer(run_id, bus) == pointer:
+            return replace(
+                audit_inputs, pack_faults=_pack_faults(run_id, blobs, audit_inputs.chapters, reads_packs=reads_packs)
+            )
+    raise MalformedFact(
+        f"run {run_id} committed a checkpoint during each of {_LOOKS} looks; audit it between two checkpoints, or when it is over"
+    )
+
+
+def _pointer(run_id: str, bus: Bus) -> CheckpointCommitted | None:
+    entry = bus.key_value(streams.state_bucket(run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+    return None if entry is None else decode(entry.value, CheckpointCommitted)
+
+
+def _look(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCommitted | None) -> AuditInputs:
+    faults: list[Breach] = []
+    state = _newest_state(root, pointer, faults)
+    last = state.record if state else (pointer.record if pointer else None)
+    told = _chapters(last, blobs, faults)
+    waiting = {stage: _waiting(bus, blobs, run_id, stage) for stage in STAGES}
+    letters = [decode(message.data, DeadLetter) for message in bus.read_stream(f"{run_id}-dead").wait()]
+    window, max_uses, packs_expire = _limits(told, blobs, faults)
+    discarded = bus.stream_state(f"{run_id}-dead").wait().first_sequence > 1
+    return AuditInputs(
+        run_id=run_id,
+        chapters=told,
+        state=state,
+        waiting=waiting,
+        dead={group_id: letter.reason for letter in letters for group_id in letter.group_ids},
+        all_letters=not discarded and all(len(letter.group_ids) < MAX_LETTER_IDS for letter in letters),
+        window=window,
+        packs_expire=packs_expire,
+        max_uses=max_uses,
+        faults=tuple(faults),
+    )
+
+
+def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[Breach]) -> CheckpointState | None:
+    """Return the newest checkpoint's state; the folder may be one ahead of NATS, for a crash can come in between."""
+    try:
+        found = committed(root)
+    except (OSError, MalformedFact) as err:
+        faults.append(Breach("checkpoint unreadable", "", str(err)))
+        return None
+    if not found:
+        return None
+    folder, state = found[-1]
+    if pointer is not None and pointer.chapter is not None:
+        if state.chapter < pointer.chapter:
+            faults.append(
+                Breach(
+                    "checkpoint missing",
+                    "",
+                    f"{folder} ends with chapter {state.chapter}, {pointer.chapter} is committed",
+                )
+            )
+        elif state.chapter == pointer.chapter:
+            digest = hashlib.sha256((folder / STATE_FILE).read_bytes()).hexdigest()
+            if digest != pointer.state_sha256:
+                faults.append(Breach("checkpoint altered", "", f"{folder / STATE_FILE} is not what was committed"))
+    return state
+
+
+def _chapters(last: BlobRef | None, blobs: Blobs, faults: list[Breach]) -> list[LineageChapter]:
+    told: list[LineageChapter] = []
+    try:
+        told.extend(chapters(last, blobs.get))
+    except BlobMissing as err:
+        faults.append(Breach("record missing", "", str(err)))
+    except (BlobCorrupt, WireError) as err:
+        faults.append(Breach("record altered", "", str(err)))
+    return told[::-1]
+
+
+def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str) -> dict[str, int]:
+    """Return the groups that a queue holds, with their sampled tokens; a message that does not decode has none."""
+    found: dict[str, int] = {}
+    for message in bus.read_stream(f"{run_id}-{stage}").wait():
+        try:
+            match stage:
+                case "tasks":
+                    issued = decode(message.data, TaskIssued)
+                    tasks = issued.tasks
+                    if issued.tasks_blob is not None:
+                        tasks = decode(blobs.get(issued.tasks_blob), TaskList).tasks
+                    found |= {task.group_id: 0 for task in tasks}
+                case "generated":
+                    groups = decode(message.data, GroupGenerated).groups
+                    found |= {group.group_id: sum(group.completion_tokens) for group in groups}
+                case _:
+                    scored = decode(message.data, GroupScored).groups
+                    found |= {g.generated.group_id: sum(g.generated.completion_tokens) for g in scored}
+        except (WireError, BlobMissing, BlobCorrupt):
+            continue  # its reader will write a dead letter
+    return found
+
+
+def _pack_faults(run_id: str, blobs: Blobs, told: Iterable[LineageChapter], *, reads_packs: bool) -> dict[str, str]:
+    packs = {pack.key: pack for chapter in told for step in chapter.steps for pack in step.packs}
+    owners = {run_id, *(blob_keys.owner_of_pack(key) for key in packs)}  # a run may train on another one's input
+    stored = {f.key: f.size_bytes for owner in sorted(owners) for f in blobs.list(blob_keys.groups_prefix(owner))}
+    faults = {key: "missing" for key in packs if key not in stored}
+    faults |= {key: "altered" for key, pack in packs.items() if key in stored and stored[key] != pack.size_bytes}
+    if reads_packs:
+        for key in packs.keys() - faults.keys():
+            try:
+                blobs.get(packs[key])
+            except BlobMissing:
+                faults[key] = "missing"
+            except BlobCorrupt:
+                faults[key] = "altered"
+    return faults
+
+
+def _limits(told: Iterable[LineageChapter], blobs: Blobs, faults: list[Breach]) -> tuple[int | None, int | None, bool]:
+    """Return the smallest max_staleness that any life of the run had, the largest max_trained_count, and if packs expire.
+
+    So far back must its ledger reach, so often may a group be trained on; and a pack that is gone may be in order.
+    """
+    windows, uses, packs_expire = [], [], False
+    for config in {life.config.key: life.config for chapter in told for life in chapter.lives}.values():
+        try:
+            sections = json.loads(blobs.get(config))["settings"]
+            windows.append(int(sections["rollout"]["max_staleness"]))
+            packs_expire |= (
+                sections.get("retention", {}).get("trained_packs_h", 0.0) > 0.0
+            )  # older runs had no such section
+            uses.append(int(sections["algorithm"]["max_trained_count"]))
+        except (BlobMissing, BlobCorrupt, ValueError, KeyError, TypeError) as err:
+            faults.append(Breach("record altered", "", f"settings {config.key}: {type(err).__name__}: {err}"))
+    return min(windows, default=None), max(uses, default=None), packs_expire

@@ -1,0 +1,171 @@
+"""`penstock lineage`: the groups, rewards, prompts and parents of a version, or what became of a group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.console import connections
+from penstock.console.record.ancestry import Ancestry, Member, Passage, ancestry, packs_of, passage
+from penstock.protocol import group_pack, logs, streams
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.record.stored_record import StoredRecord, end_of_record
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+_TEXT = 60  # characters of a prompt or completion that are shown
+_LINKS = 8  # versions of the chain that are shown
+
+
+def print_lineage(
+    run: str,
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    version: int | None,
+    group: str | None,
+    full: bool,
+    as_json: bool,
+) -> int:
+    """Print a version's lineage (the last one's when nothing is named) or a group's passage; returns the exit code.
+
+    Raises RecordBroken for what the record does not have, and the errors of NATS and the object store.
+    """
+    logs.configure("lineage", level="error")
+    record, blobs = open_record(run, arguments, environ)
+    if group is not None:
+        found = passage(record, group)
+        read_texts([found.trained] if found.trained else [], packs_of(record), blobs)
+        _print(found, Console(), full=full, as_json=as_json)
+        return 0
+    told = ancestry(record, record.last_version if version is None else version)
+    read_texts(told.groups, packs_of(record), blobs)
+    _print(told, Console(), full=full, as_json=as_json)
+    return 0
+
+
+def open_record(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[StoredRecord, Blobs]:
+    """Read a run's record; the broker is asked only when no checkpoint of the run is on this machine."""
+    settings = connections.find(arguments, environ, run_id=run).settings
+    blobs = Blobs(settings.s3, deadline_s=30.0)
+    blobs.check()
+
+    def pointer() -> bytes | None:
+        with Bus.connect(settings.nats, name="lineage", deadline_s=5.0) as bus:
+            entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+            return None if entry is None else entry.value
+
+    return StoredRecord.read(run, end_of_record(run, settings.run.folder, pointer), blobs.get), blobs
+
+
+def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: Blobs) -> None:
+    """Fill in prompts and completions; each pack is fetched once. Raises BlobMissing, BlobCorrupt or PackError."""
+    by_pack: dict[str, list[Member]] = {}
+    for member in members:
+        by_pack.setdefault(member.pack, []).append(member)
+    for key, some in by_pack.items():
+        texts = group_pack.decode_texts(blobs.get(packs[key]), [member.row_group for member in some])
+        for member, text in zip(some, texts, strict=True):
+            member.prompt_text, member.completions = text.prompt_text, text.completions
+
+
+def _print(told: Ancestry | Passage, console: Console, *, full: bool, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(asdict(told)))
+    elif isinstance(told, Ancestry):
+        _show_version(told, console, full=full)
+    else:
+        _show_group(told, console, full=full)
+
+
+def _show_version(told: Ancestry, console: Console, *, full: bool) -> None:
+    link = told.link
+    made = f"step {link.step} on version {link.parent}" if link.step is not None else _unmade(link.parent)
+    console.print(f"run {told.run_id}, version {told.version}: {made}, by {told.holder} (epoch {told.epoch})")
+    console.print(f"weights {link.weights_digest}", highlight=False)
+    if told.environment:
+        console.print("made with " + ", ".join(f"{k} {v}" for k, v in told.environment.items()), highlight=False)
+    if told.skipped:
+        console.print("left out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in told.skipped.items()))
+    if told.groups:
+        console.print()
+        console.print(_groups_table(told.groups))
+    for member in told.groups if full else ():
+        _show_texts(member, console)
+    console.print("\ngoes back to:")
+    shown = told.chain if full or len(told.chain) <= _LINKS + 1 else [*told.chain[:_LINKS], told.chain[-1]]
+    for one in shown:
+        if one is shown[-1] and len(shown) < len(told.chain):
+            console.print(f"  … {len(told.chain) - len(shown)} more, --full shows them")
+        what = _unmade(one.parent) if one.step is None else f"step {one.step}, {one.num_groups} groups"
+        reward = "" if one.reward is None else f", reward {one.reward:.3f}"
+        console.print(f"  version {one.version}: {what}{reward}, {one.weights_digest[:12]}…", highlight=False)
+    groups, tokens = sum(one.num_groups for one in told.chain), sum(one.num_tokens for one in told.chain)
+    by = ", ".join(f"{n} by {name}" for name, n in told.scorers.items()) or "none"
+    console.print(
+        f"in all {groups} groups of {told.num_prompts} prompts, {tokens} tokens; scored: {by}", highlight=False
+    )
+
+
+def _unmade(parent: int | None) -> str:
+    return "the model that the run began with" if parent is None else f"the weights of version {parent} again"
+
+
+def _show_group(told: Passage, console: Console, *, full: bool) -> None:
+    console.print(f"run {told.run_id}, group {told.group_id}: issued in chapter {told.issued_in}")
+    for use in told.uses:
+        console.print(
+            f"trained in step {use['step']}, on version {use['trained_version']}: version {use['made_version']}"
+        )
+    if told.dropped:
+        console.print(f"dropped: {told.dropped}")
+    elif told.evaluated:
+        console.print("evaluated")
+    elif not told.uses:
+        console.print("in flight at the last checkpoint")
+    if told.trained is not None:
+        console.print()
+        console.print(_groups_table([told.trained]))
+        if full:
+            _show_texts(told.trained, console)
+
+
+def _groups_table(members: Sequence[Member]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("group", "prompt", "reward", "parts", "scored by", "versions", "tokens"):
+        right = name in {"reward", "tokens"}
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+    for member in members:
+        parts = " ".join(f"{name} {fmean(values):.2f}" for name, values in member.parts.items())
+        versions = f"{member.oldest_version}" + (
+            f" to {member.newest_version}" if member.newest_version != member.oldest_version else ""
+        )
+        again = f" (use {member.use})" if member.use > 1 else ""
+        cells = (
+            member.group_id + again,
+            short(member.prompt_text),
+            f"{fmean(member.rewards):.3f}",
+            parts,
+            member.scorer,
+        )
+        table.add_row(*(Text(cell) for cell in (*cells, versions, str(member.num_tokens))))
+    return table
+
+
+def _show_texts(member: Member, console: Console) -> None:
+    console.print(Text(f"\n{member.group_id}: {member.prompt_text}"))
+    for number, (text, reward) in enumerate(zip(member.completions, member.rewards, strict=True)):
+        parts = "".join(f"  {name}={values[number]:g}" for name, values in member.parts.items())
+        console.print(Text(f"{reward:8.3f}  {text!r}{parts}"))
+
+
+def short(text: str) -> str:
+    """Return a text on one line, cut where it would be too long."""
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"

@@ -1,0 +1,94 @@
+"""The picture of a run: reward, held-out accuracy and staleness. The only file that imports matplotlib."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from penstock.console.report.curves import Curves
+from penstock.console.report.run_summary import RunSummary
+
+_BLUE, _ORANGE, _GREEN, _GREY = "#2563a8", "#c2620a", "#2c7a4b", "#666666"
+_PART_STYLES = ("dashed", "dotted", "dashdot", (0, (5, 1)), (0, (1, 3)))  # of so many parts at most, a picture has room
+_ON_TIME, _LATE = "#7fb08f", "#dfa35f"
+
+
+def draw(path: Path, summary: RunSummary, curves: Curves) -> None:
+    """Write the picture as PNG: curves on the left, staleness of the trained tokens and idle shares on the right."""
+    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.add_gridspec(2, 2, width_ratios=(2.1, 1))
+        _curves(figure.add_subplot(grid[:, 0]), summary, curves)
+        _staleness(figure.add_subplot(grid[0, 1]), summary)
+        _idle(figure.add_subplot(grid[1, 1]), summary)
+        figure.savefig(path, dpi=130)
+
+
+def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
+    if curves.rewards:
+        steps, rewards = zip(*curves.rewards, strict=True)
+        axes.plot(steps, rewards, color=_BLUE, alpha=0.25, linewidth=1)
+        axes.plot(steps, _smooth(rewards), color=_BLUE, linewidth=2, label="training reward (mean of 9 steps)")
+    drawn = {name: points for name, points in curves.parts.items() if "." not in name}
+    for (name, points), style in zip(drawn.items(), _PART_STYLES, strict=False):
+        steps, means = zip(*points, strict=True)
+        axes.plot(steps, _smooth(means), color=_GREY, linewidth=1, linestyle=style, label=f"part {name}")
+    if curves.accuracies:
+        steps, values = zip(*curves.accuracies, strict=True)
+        axes.plot(steps, values, color=_ORANGE, linewidth=1.5, marker="o", markersize=5, label="held-out accuracy")
+        for step, value, height in ((steps[0], values[0], -17), (steps[-1], values[-1], 9)):
+            axes.annotate(
+                f"{value:.2f}", (step, value), (0, height), textcoords="offset points", ha="center", color=_ORANGE
+            )
+    everything = [value for _, value in (*curves.rewards, *curves.accuracies, *chain(*drawn.values()))]
+    if everything and min(everything) >= 0.0 and max(everything) <= 1.0:
+        axes.set_ylim(0.0, 1.08)
+    axes.set_xlabel("optimizer step")
+    axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(f"{summary.run_id}: {summary.steps} steps in {summary.wall_s:.0f} s", loc="left", fontweight="bold")
+    if everything:
+        axes.legend(loc="best", frameon=False)
+
+
+def _staleness(axes: Axes, summary: RunSummary) -> None:
+    tokens = sorted((int(k), n) for k, n in summary.staleness_tokens.items())
+    whole = sum(n for _, n in tokens) or 1
+    colours = [_ON_TIME if k == 0 else _LATE for k, _ in tokens]
+    bars = axes.bar([str(k) for k, _ in tokens], [100 * n / whole for _, n in tokens], color=colours, width=0.7)
+    axes.bar_label(bars, fmt="%.0f%%", padding=2, color=_GREY)
+    axes.set_title("staleness of trained tokens", loc="left", fontsize=10)
+    axes.set_xlabel("versions behind the trainer")
+    _bare(axes, horizontal=False)
+
+
+def _idle(axes: Axes, summary: RunSummary) -> None:
+    roles = list(summary.idle_share)[::-1]
+    idle = [100 * summary.idle_share[role] for role in roles]
+    axes.barh(roles, [100 - share for share in idle], color=_GREEN, alpha=0.6, height=0.6, label="busy")
+    axes.barh(roles, idle, left=[100 - share for share in idle], color="#d9d9d9", height=0.6, label="waiting")
+    for row, share in enumerate(idle):
+        axes.annotate(f"waits {share:.0f}%", (101, row), va="center", color=_GREY, annotation_clip=False)
+    axes.set_xlim(0, 130)
+    axes.set_title("who waits for whom", loc="left", fontsize=10)
+    _bare(axes, horizontal=True)
+
+
+def _bare(axes: Axes, *, horizontal: bool) -> None:
+    axes.spines["bottom" if horizontal else "left"].set_visible(False)
+    axes.set_xticks([]) if horizontal else axes.set_yticks([])
+    axes.tick_params(length=0)
+    axes.margins(y=0.18)
+
+
+def _smooth(values: tuple[float, ...], width: int = 9) -> list[float]:
+    """Return the centred moving mean; narrower at the ends."""
+    half = width // 2
+    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,93 @@
+"""How far data and policy were apart, and what was left out of the steps: read from step events; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.console.report.run_summary import Spread
+
+# What a step event calls it, and what people read.
+LABELS: dict[str, str] = {
+    "engine_gap": "engine against trainer, same version: mean gap of log p",
+    "engine_gap_max": "the same: largest",
+    "engine_kl": "the same: KL per token (k3)",
+    "kl_behaviour": "KL(sampler ‖ policy) per token (k3)",
+    "ratio_p1": "ratio policy / sampler, 1st percentile",
+    "ratio_p99": "ratio policy / sampler, 99th percentile",
+    "chi2_token": "χ² per token",
+    "perplexity_ratio": "perplexity, policy / sampler",
+    "ess_share": "effective sample size, tokens",
+    "ess_share_sequence": "effective sample size, whole sequences",
+    "ess_lr": "effective share that scaled the learning rate",
+    "clip_fraction": "tokens clipped",
+    "dual_clip_fraction": "tokens bounded by the dual clip",
+    "rejected_fraction": "tokens rejected as stale or mismatched",
+    "kl_reference": "KL(policy ‖ reference) per token",
+    "reward_kl": "KL(sampler ‖ reference) per token, in the reward",
+    "kl_coefficient": "coefficient of the KL",
+    "grad_norm": "gradient norm before clipping",
+    "explained_variance": "variance of the returns that the critic explains",
+    "value_loss": "critic's loss",
+    "critic_grad_norm": "critic's gradient norm before clipping",
+    "baseline_mean": "reward of the greedy baselines",
+}
+_NESTED = {
+    "engine_gap": ("mismatch", "mean_abs"), "engine_gap_max": ("mismatch", "max_abs"), "engine_kl": ("mismatch", "kl_k3"),
+    "ratio_p1": ("ratio_percentiles", "1"), "ratio_p99": ("ratio_percentiles", "99"),
+}  # fmt: skip
+
+
+_PART = "reward part "
+
+
+def read(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of one step event that are there, by the names above; rejections by rule and parts of the reward too."""
+    values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in _NESTED}
+    for name, (outer, inner) in _NESTED.items():
+        values[name] = (data.get(outer) or {}).get(inner)
+    values |= {f"rejected by {rule}": share for rule, share in (data.get("rejected_by") or {}).items()}
+    values |= {_PART + part: mean for part, mean in (data.get("reward_parts") or {}).items()}
+    return {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Return mean, smallest and largest of every figure over the steps that have it."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            found.setdefault(name, []).append(value)
+    return {n: Spread(mean=sum(v) / len(v), smallest=min(v), largest=max(v)) for n, v in found.items()}
+
+
+def rows(figures: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
+    """Return the lines of the report's table."""
+    for name in (*LABELS, *sorted(set(figures) - set(LABELS))):
+        if name in figures:
+            one = figures[name]
+            yield (
+                LABELS.get(name, name if name.startswith(_PART) else f"tokens {name}"),
+                *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest)),
+            )
+
+
+def reward_parts(figures: Mapping[str, float]) -> str:
+    """Return what the panel shows of the parts of the reward, without the details of a part; "" for none."""
+    parts = {name.removeprefix(_PART): mean for name, mean in figures.items() if name.startswith(_PART)}
+    return ", ".join(f"{name} {mean:.2f}" for name, mean in parts.items() if "." not in name)
+
+
+def in_words(figures: Mapping[str, float]) -> tuple[str, str]:
+    """Return what the panel shows of one step: how off-policy it was, and how far the engine is off."""
+    parts = [
+        f"{word} {figures[name]:{form}}"
+        for word, name, form in (
+            ("KL", "kl_behaviour", ".2g"), ("ESS", "ess_share", ".0%"), ("clipped", "clip_fraction", ".1%"),
+            ("rejected", "rejected_fraction", ".1%"), ("critic explains", "explained_variance", ".0%"),
+        )
+        if name in figures and not (word == "rejected" and figures[name] == 0.0)
+    ]  # fmt: skip
+    gap = figures.get("engine_gap")
+    engine = "–" if gap is None else f"{gap:.2g} mean, {figures.get('engine_gap_max', gap):.2g} max"
+    return ", ".join(parts) or "–", engine

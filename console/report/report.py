@@ -1,0 +1,172 @@
+"""The report of a finished run: report.md to read, report.json to compute with, curve.png to look at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from penstock.console import braille
+from penstock.console.durations import clock
+from penstock.console.report import curves, learning
+from penstock.console.report.curves import Curves
+from penstock.console.report.run_summary import RunSummary
+
+_WIDTH, _HEIGHT = 60, 8
+
+
+def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) -> Path:
+    """Write the report into a run folder and return the path of report.md.
+
+    ``next_steps`` are commands to type next. The picture needs matplotlib (the extra ``report``);
+    without it the report says so and keeps its curve of characters.
+    """
+    points = curves.read(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    has_picture = importlib.util.find_spec("matplotlib") is not None
+    if has_picture:
+        from penstock.console.report import curve_plot  # noqa: PLC0415 - half a second, and an extra
+
+        curve_plot.draw(folder / "curve.png", summary, points)
+    document = {**summary.model_dump(), "curves": asdict(points)}
+    (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path = folder / "report.md"
+    path.write_text(markdown(summary, points, next_steps=next_steps, has_picture=has_picture), encoding="utf-8")
+    return path
+
+
+def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_picture: bool) -> str:
+    """Return the report as Markdown."""
+    sections = [
+        _headline(summary),
+        _reward_curve(points, has_picture=has_picture),
+        _table("What happened", ("figure", "value"), _figures(summary)),
+        _staleness(summary),
+        _table(
+            "Data and policy, over the steps",
+            ("figure", "mean", "smallest", "largest"),
+            list(learning.rows(summary.learning)),
+        ),
+        _table("Where the groups went", ("groups", "number"), _groups(summary)),
+        _table("Who scored what was trained", ("reward", "groups", "steps"), _scorers(summary)),
+        _table("Who waited", ("role", "waiting", "CPU s"), _roles(summary)),
+        _table(
+            "Weights, worker by worker", ("worker", "applied", "newest", "pause", "fetch", "lives"), _workers(summary)
+        ),
+        _bullets("Incidents", summary.incidents),
+        _next(next_steps),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _headline(s: RunSummary) -> str:
+    title = f"# Run {s.run_id}"
+    if s.accuracy_before is None or s.accuracy_after is None:
+        return f"{title}\n\n{s.steps} steps in {clock(s.wall_s)} ({s.wall_s:.1f} s)."
+    prompts = f"on the same {s.eval_prompts} held-out prompts" if s.eval_prompts else "on the same held-out prompts"
+    return (
+        f"{title}\n\n**Accuracy {s.accuracy_before:.3f} → {s.accuracy_after:.3f}** {prompts}, "
+        f"after {s.steps} steps in {clock(s.wall_s)} ({s.wall_s:.1f} s)."
+    )
+
+
+def _reward_curve(points: Curves, *, has_picture: bool) -> str:
+    if not points.rewards:
+        return ""
+    values = [value for _, value in points.rewards]
+    low, high = min(*values, 0.0), max(*values, 1.0)
+    lines = braille.curve(values, width=_WIDTH, height=_HEIGHT, low=low, high=high)
+    labels = [f"{high:5.2f} ┤"] + ["      │"] * (_HEIGHT - 2) + [f"{low:5.2f} ┤"]
+    drawn = "\n".join(label + text for label, text in zip(labels, lines, strict=True))
+    picture = "![reward, held-out accuracy, staleness](curve.png)" if has_picture else _NO_PICTURE
+    return f"## Reward, step by step\n\n{picture}\n\n```\n{drawn}\n```"
+
+
+_NO_PICTURE = "(For a picture: `pip install 'penstock[report]'`, then run again.)"
+
+
+def _figures(s: RunSummary) -> Iterator[tuple[str, ...]]:
+    if s.reward_first is not None and s.reward_last is not None:
+        yield "training reward, first and last tenth", f"{s.reward_first:.3f} → {s.reward_last:.3f}"
+    yield "tokens generated", f"{s.tokens_generated:,}"
+    yield "tokens trained", f"{s.tokens_trained:,}"
+    if s.wall_s > 0:
+        yield "tokens trained per second", f"{s.tokens_trained / s.wall_s:,.0f}"
+    yield "versions published", str(s.versions_published)
+    if s.weights.raw_bytes:
+        share = s.weights.sent_bytes / s.weights.raw_bytes
+        yield "weights sent", f"{s.weights.sent_bytes:,} bytes, {share:.1%} of {s.weights.raw_bytes:,} whole"
+    if s.weights.pause_p50_s is not None:
+        p50, p99 = s.weights.pause_p50_s * 1000, (s.weights.pause_p99_s or 0.0) * 1000
+        yield "pause for a version", f"p50 {p50:.0f} ms, p99 {p99:.0f} ms"
+    yield "wall time", f"{s.wall_s:.1f} s"
+    yield "CPU time of all services", f"{s.cpu_s:.1f} s"
+
+
+def _staleness(s: RunSummary) -> str:
+    whole = sum(s.staleness_tokens.values())
+    if not whole:
+        return ""
+    rows = [(versions, f"{n:,}", _percent(n / whole)) for versions, n in s.staleness_tokens.items()]
+    table = _table("Staleness of what was trained", ("versions behind", "tokens", "share"), rows)
+    proof = (
+        f"Generation and training overlapped: {_percent(s.overlap.trained_stale_share)} of the trained tokens came from an "
+        f"older version than the one that was trained, and for at least {s.overlap.both_working_s:.1f} s"
+    )
+    share = s.overlap.both_working_share
+    proof += f" ({_percent(share)} of the training)" if share is not None else ""
+    return f"{table}\n\nMean {s.staleness_mean or 0.0:.2f}, max {s.staleness_max or 0}. {proof} a worker and the trainer worked at once."
+
+
+def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
+    yield "issued", str(s.groups.issued)
+    yield "generated (repeats after a kill included)", str(s.groups.generated)
+    yield "scored", str(s.groups.scored)
+    yield "trained", str(s.groups.trained)
+    yield "still under way at the end", str(s.groups.in_flight)
+    for reason, number in s.groups.dropped.items():
+        yield f"dropped: {reason}", str(number)
+    if not s.groups.dropped:
+        yield "dropped", "0"
+    for reason, number in s.skipped.items():
+        yield f"trajectories left out of their step: {reason}", str(number)
+    for reason, number in s.groups.dead_lettered.items():
+        yield f"dead letters: {reason}", str(number)
+
+
+def _scorers(s: RunSummary) -> Iterator[tuple[str, ...]]:
+    for scorer, share in s.scored_by.items():
+        yield scorer, str(share.groups), f"{share.first_step} to {share.last_step}"
+
+
+def _roles(s: RunSummary) -> Iterator[tuple[str, ...]]:
+    for role in dict.fromkeys((*s.idle_share, *s.cpu_s_per_role)):
+        yield role, _percent(s.idle_share.get(role)), f"{s.cpu_s_per_role.get(role, 0.0):.1f}"
+
+
+def _workers(s: RunSummary) -> Iterator[tuple[str, ...]]:
+    for name, w in s.workers.items():
+        pause, fetch = f"{1000 * w.mean_pause_s:.0f} ms", f"{1000 * w.mean_fetch_s:.0f} ms"
+        yield name, str(w.versions_applied), f"v{w.newest_version}", pause, fetch, str(w.num_lives)
+
+
+def _table(title: str, head: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    if not lines:
+        return ""
+    rule = "|" + "|".join([" :-- "] + [" --: "] * (len(head) - 1)) + "|"
+    return "\n".join([f"## {title}\n", f"| {' | '.join(head)} |", rule, *lines])
+
+
+def _bullets(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"## {title}\n", *(f"- {line}" for line in lines)]) if lines else ""
+
+
+def _next(commands: Sequence[str]) -> str:
+    return "\n".join(["## What to type next\n", "```", *commands, "```"]) if commands else ""
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f}%"

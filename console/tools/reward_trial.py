@@ -1,0 +1,116 @@
+"""`penstock reward test NAME --data FILE`: how a reward's scores lie on rows of a data file, before a run spends a day on it.
+
+A data file has no completions yet. Each row is tried with answers whose worth is known: its own right answer in the
+usual dresses, its own recorded completion if it has one, another row's answer, and nothing. A reward that says the
+same of all of them teaches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.console import launch
+from penstock.console.tools.rewards import RewardService
+from penstock.protocol.errors import ConfigError
+
+_ROWS_DEADLINE_S = 60.0
+_ERRORS_SHOWN = 3
+
+
+def try_data(
+    name: str, file: Path, number: int, columns: Sequence[str], url: str, token_file: Path | None, *, as_json: bool
+) -> int:
+    """Print how the scores lie; returns 1 when a row could not be scored, or all scores are equal.
+
+    Raises ConfigError for a file that cannot be read, RewardServiceError when the service is away or refuses.
+    """
+    service = RewardService(url, token_file)
+    rows = _rows(file, number, columns)
+    tries = [_answers(row, rows[(at + 1) % len(rows)]) for at, row in enumerate(rows)]
+    groups = [
+        {
+            "group_id": f"row-{at}",
+            "completions": [text for _, text in answers],
+            **{key: row[key] for key in ("prompt", "data_source", "ground_truth", "extra_info")},
+        }
+        for at, (row, answers) in enumerate(zip(rows, tries, strict=True))
+    ]
+    answer = service.call("POST", "/v1/score", {"reward": name, "groups": groups})
+    by_kind: dict[str, list[float]] = {}
+    for answers, result in zip(tries, answer["results"], strict=True):
+        for (kind, _), score in zip(answers, result["scores"], strict=False):
+            by_kind.setdefault(kind, []).append(score["score"])
+    spread = answer["spread"]
+    if as_json:
+        print(json.dumps({"reward": name, "spread": spread, "by_answer": by_kind}))
+    else:
+        _print(name, rows, answer["results"], by_kind, spread)
+    return 1 if spread["warning"] or spread["num_errors"] else 0
+
+
+def _rows(file: Path, number: int, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Read rows with the code that a run reads them with, in a process of its own."""
+    mapping = [word for column in columns for word in ("--map", column)]
+    command = launch.module("penstock.trainer", "data-rows", str(file), "--number", str(number), *mapping)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_ROWS_DEADLINE_S, check=False)
+    if done.returncode:
+        raise ConfigError(done.stderr.strip() or f"{file} could not be read")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    if not rows:
+        raise ConfigError(f"{file}: no row in it")
+    return rows
+
+
+def _answers(row: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return answers with what they are, the same kinds for every row that has a right answer."""
+    answers = []
+    if row["completion"] is not None:
+        answers.append(("its own completion", row["completion"]))
+    for whose, of in (("right", row), ("another row's", other)):
+        truth = of["ground_truth"]
+        if truth is not None and (of is row or truth != row["ground_truth"]):
+            text = truth if isinstance(truth, str) else json.dumps(truth)
+            answers += [
+                (f"{whose} answer, plain", text),
+                (f"{whose} answer after ####", f"#### {text}"),
+                (f"{whose} answer in \\boxed", f"\\boxed{{{text}}}"),
+            ]
+    return [*answers, ("nothing", "")]
+
+
+def _print(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    results: Sequence[dict[str, Any]],
+    by_kind: dict[str, list[float]],
+    spread: dict[str, Any],
+) -> None:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("scored", no_wrap=True)
+    for head in ("number", "mean", "min", "max"):
+        table.add_column(head, justify="right")
+    for kind, scores in by_kind.items():
+        table.add_row(Text(kind), str(len(scores)), *(f"{f(scores):.3f}" for f in (fmean, min, max)))
+    Console().print(table)
+    if spread["num_scores"]:
+        print(
+            f"\n{name} on {len(rows)} rows: {spread['num_scores']} scores, mean {spread['mean']:.3f}, standard deviation "
+            f"{spread['std']:.3f}, {spread['num_distinct']} different values from {spread['min']:g} to {spread['max']:g}"
+        )
+    failed = [(row["place"], result["error"]) for row, result in zip(rows, results, strict=True) if result["error"]]
+    for place, error in failed[:_ERRORS_SHOWN]:
+        print(f"penstock: {place}: {error['reason']}: {error['detail']}", file=sys.stderr)
+    if failed:
+        print(f"penstock: {len(failed)} of {len(rows)} rows could not be scored", file=sys.stderr)
+    if spread["warning"]:
+        print(f"penstock: warning: {spread['warning']}", file=sys.stderr)

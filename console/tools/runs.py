@@ -1,0 +1,149 @@
+"""`penstock runs`: what lies in the folder of runs, and what the broker knows about."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+from penstock.console import connections
+from penstock.console.report import curves
+from penstock.protocol import logs, streams
+from penstock.protocol.errors import BusError, ConfigError
+from penstock.protocol.subjects import RUN_ID, check_run_id
+from penstock.protocol.transport.bus import Bus
+
+_MARKS = ("metrics.jsonl", "config.json", "report.json", "model", connections.STORE)  # what makes a folder a run's
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One run as a line of the table; ``when`` is ISO 8601, empty when only the broker knows the run."""
+
+    run: str
+    state: str
+    step: int | None = None
+    accuracy: float | None = None
+    reward: float | None = None
+    when: str = ""
+    folder: str = ""
+
+
+def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Print all runs, newest first; returns the exit code. Raises ConfigError."""
+    loaded = connections.find(arguments, environ)
+    lines = list_folder(loaded.settings.run.dir)
+    if connections.is_configured(loaded):
+        logs.configure("runs", level="error")
+        known = {line.run for line in lines}
+        try:
+            with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
+                lines += [line for line in list_broker(bus) if line.run not in known]
+        except BusError as err:
+            print(f"penstock: the runs of the broker are missing here: {err}", file=sys.stderr)
+    if as_json:
+        print(json.dumps([asdict(line) for line in lines]))
+    elif lines:
+        Console().print(_table(lines))
+        print(f"\nnext: penstock runs show {lines[0].run}")
+    else:
+        print(f"no runs in {loaded.settings.run.dir}/; start one with: penstock quickstart")
+    return 0
+
+
+def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Print a run's report; returns the exit code. Raises ConfigError when there is no such run."""
+    check_run_id(run)
+    folder = connections.find(arguments, environ).settings.run.dir / run
+    if not folder.is_dir():
+        others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
+        raise ConfigError(f"no run {run} in {folder.parent}/; there: {others}")
+    try:
+        text = (folder / "report.md").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        line = describe(folder)
+        print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")
+        print(f"next: penstock watch {run}")
+        return 0
+    if sys.stdout.isatty():
+        Console().print(Markdown(text))
+    else:
+        print(text)
+    return 0
+
+
+def list_folder(folder: Path) -> list[RunLine]:
+    """Describe every run folder below ``folder``, newest first."""
+    try:
+        found = [path for path in folder.iterdir() if RUN_ID.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    lines = [describe(path) for path in found if any((path / mark).exists() for mark in _MARKS)]
+    return sorted(lines, key=lambda line: line.when, reverse=True)
+
+
+def list_broker(bus: Bus) -> list[RunLine]:
+    """Return the runs that have streams on the broker; one with a live service is running."""
+    lines = []
+    for name in sorted(bus.stream_names().wait()):
+        run = name.removesuffix("-events")
+        if run == name or not RUN_ID.fullmatch(run):
+            continue
+        alive = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
+        lines.append(RunLine(run, "running" if alive else "idle"))
+    return lines
+
+
+def describe(folder: Path) -> RunLine:
+    """Describe one run folder by what it holds."""
+    step = accuracy = reward = None
+    for row in curves.rows(folder):
+        if row.get("kind") == "eval":
+            accuracy = row.get("accuracy", accuracy)
+        else:
+            step, reward = row.get("step", step), row.get("reward_mean", reward)
+    times = [p.stat().st_mtime for p in (folder / mark for mark in _MARKS[:4]) if p.exists()]
+    when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
+    return RunLine(folder.name, _state(folder), step, accuracy, reward, when.isoformat(timespec="seconds"), str(folder))
+
+
+def _state(folder: Path) -> str:
+    if is_locked(folder / connections.STORE / "lock"):
+        return "running"
+    return "finished" if (folder / "report.json").exists() else "stopped"
+
+
+def is_locked(path: Path) -> bool:
+    """The local stack of a running run holds this lock, whatever ended the ones before it."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _table(lines: Sequence[RunLine]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("run", "state", "step", "held-out", "reward", "when"):
+        table.add_column(name, justify="right" if name in {"step", "held-out", "reward"} else "left", no_wrap=True)
+    for line in lines:
+        when = datetime.fromisoformat(line.when).astimezone().strftime("%Y-%m-%d %H:%M") if line.when else "–"
+        numbers = (
+            "–" if line.step is None else str(line.step),
+            "–" if line.accuracy is None else f"{line.accuracy:.3f}",
+            "–" if line.reward is None else f"{line.reward:.2f}",
+        )
+        style = {"running": "green", "stopped": "yellow"}.get(line.state, "")
+        table.add_row(line.run, f"[{style}]{line.state}[/]" if style else line.state, *numbers, when)
+    return table

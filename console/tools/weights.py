@@ -1,0 +1,157 @@
+"""``penstock weights``: the versions of a run, and one of them as a model folder, or as an adapter's."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.console import connections
+from penstock.console.live.run_view import RunView
+from penstock.console.live.watcher import Watcher
+from penstock.protocol import blob_keys, streams
+from penstock.protocol.errors import BlobMissing, ConfigError, WireError
+from penstock.protocol.facts import Head, decode
+from penstock.protocol.subjects import check_run_id
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.weights.export import export_adapter, export_version
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.version_reader import UNUSABLE, WeightReader
+
+Row = dict[str, Any]
+
+
+def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
+    """Print the stored versions of a run; returns the exit code. Raises PenstockError."""
+    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    with Bus.connect(settings.nats, name="weights") as bus:
+        view = RunView(run)
+        watcher = Watcher(bus, view)
+        watcher.catch_up()
+        head = _head(bus, run)
+        rows = list_versions(led_to(_manifests(Blobs(settings.s3), run), head), view, head)
+    if as_json:
+        print(json_text.dumps(rows))
+    elif not rows:
+        print(f"run {run} has no weights in the object store")
+    else:
+        Console().print(_table(rows))
+        print(f"next: penstock weights export {run} --version {rows[-1]['version']} --to FOLDER")
+    return 0
+
+
+def export(
+    run: str, version: int, folder: Path, arguments: Sequence[str], environ: Mapping[str, str], *, adapter: bool = False
+) -> int:
+    """Write one version as a model folder, or as the ``adapter`` that it is; returns the exit code. Raises PenstockError."""
+    settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
+    blobs = Blobs(settings.s3)
+    with Bus.connect(settings.nats, name="weights") as bus:
+        head = _head(bus, run)
+    found = [(m, key) for key, m in led_to(_manifests(blobs, run), head).items() if m.version == version]
+    if not found:
+        raise ConfigError(f"run {run} has no version {version} in the object store; see: penstock weights {run}")
+    write = export_adapter if adapter else export_version
+    problems = []
+    for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # an anchor is nearer than a chain
+        reader = WeightReader(blobs, run)
+        try:
+            num_bytes = write(manifest, folder, reader=reader, blobs=blobs)
+        except FileExistsError as err:
+            raise ConfigError(str(err)) from None
+        except UNUSABLE as err:
+            problems.append(str(err))
+            continue
+        print(f"{folder}: version {version} of run {run}, {num_bytes} bytes read, root {manifest.state_root[:16]}…")
+        return 0
+    raise ConfigError(f"version {version} of run {run} cannot be put together: {'; '.join(problems)}")
+
+
+def led_to(manifests: Mapping[str, VersionManifest], head: Head | None) -> dict[str, VersionManifest]:
+    """Return the manifests that the head leads to by parents, with whatever is stored of the same weights beside them.
+
+    A trainer that was killed before it moved the head, or whose lease had lapsed, leaves a manifest under a number that
+    another then used: those are not the run's weights.
+    """
+    known: set[tuple[int, str]] = set()
+    key = None if head is None else head.manifest.key
+    while key is not None and (manifest := manifests.get(key)) is not None:
+        for one in (manifest, manifest.anchor, manifest.base):
+            if one is not None:
+                known.add((one.version, one.state_root))
+        key = None if manifest.parent is None else manifest.parent.manifest.key
+    return {key: m for key, m in manifests.items() if (m.version, m.state_root) in known}
+
+
+def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None) -> list[Row]:
+    """Describe every stored version, oldest first; a version that is stored whole as well says so.
+
+    ``manifests`` are those of `led_to`. A model that was stored only for adapters to sit upon is listed with them.
+    """
+    announced = {m.version for m in manifests.values() if m.version in view.published}
+    listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}
+    serving: dict[int, list[str]] = {}
+    for worker, at in view.serving().items():
+        serving.setdefault(at, []).append(worker)
+    rows: dict[int, Row] = {}
+    for manifest in sorted(manifests.values(), key=lambda m: (m.version, m.kind == "patch")):
+        version = manifest.version
+        if version not in listed:
+            continue
+        told = view.weights.publications.get(version, {})
+        row = rows.setdefault(version, {"version": version, "anchor": False})
+        row |= {
+            "step": manifest.step,
+            "kind": manifest.kind,
+            "parent": manifest.parent.version if manifest.parent else None,
+            "base": manifest.base.version if manifest.base else None,
+            "density": manifest.density,
+            "bytes": manifest.num_bytes,
+            "seconds": told.get("publish_s"),
+            "head": head is not None and head.version == version,
+            "served_by": serving.get(version, []),
+            "state_root": manifest.state_root,
+        }
+        row["anchor"] |= manifest.kind == "anchor"
+    return [rows[version] for version in sorted(rows)]
+
+
+def _head(bus: Bus, run: str) -> Head | None:
+    entry = bus.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
+    return None if entry is None else decode(entry.value, Head)
+
+
+def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
+    found = {}
+    for stat in blobs.list(blob_keys.all_weights_prefix(run)):
+        if stat.key.endswith("/manifest.json"):
+            try:
+                found[stat.key] = VersionManifest.from_json(blobs.get_unverified(stat.key))
+            except (BlobMissing, WireError):
+                continue  # collected meanwhile, or no manifest
+    return found
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("version", "parent", "kind", "changed", "bytes", "seconds", "served by"):
+        is_text = name in {"kind", "served by"}
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "served by")
+    for row in rows:
+        kind = row["kind"] + (" + anchor" if row["anchor"] and row["kind"] == "patch" else "")
+        kind += "" if row["base"] is None else f" on {row['base']}"
+        table.add_row(
+            f"{row['version']}{' head' if row['head'] else ''}",
+            "–" if row["parent"] is None else str(row["parent"]),
+            kind,
+            f"{row['density']:.2%}",
+            f"{row['bytes']:,}",
+            "–" if row["seconds"] is None else f"{row['seconds']:.3f}",
+            ", ".join(row["served_by"]),
+        )
+    return table

@@ -1,0 +1,92 @@
+"""How a service reaches NATS and S3, and which run it belongs to: the settings all services share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.subjects import check_run_id
+
+
+class Section(BaseModel):
+    """Base of every section of a run file: frozen, unknown keys refused, fields documented."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunSettings(Section):
+    """Which run this is, and where its files lie on this machine."""
+
+    id: str = Field(default="run", description="Name of the run in subjects, object keys and folders: a-z, 0-9, '-'.")
+    dir: Path = Field(default=Path("runs"), description="Folder below which every run gets a folder of its own.")
+    seed: int = Field(
+        default=0, ge=0, description="Seed of the data order, the model's initialisation and the sampler."
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _valid_id(cls, value: str) -> str:
+        try:
+            return check_run_id(value)
+        except ConfigError as err:
+            raise ValueError(str(err)) from None
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return self.dir / self.id
+
+
+class NatsSettings(Section):
+    """Where NATS is and who we are to it."""
+
+    url: str = Field(
+        default="nats://127.0.0.1:4222", description="URL of the NATS server, or several, comma-separated."
+    )
+    user: str = Field(default="", description="User name; empty for a server without accounts.")
+    password: str = Field(default="", description="Password; prefer password_file.", repr=False)
+    password_file: Path | None = Field(
+        default=None, description="File that holds the password, as a secret mount gives it."
+    )
+
+    def secret(self) -> str:
+        """Return the password, from the file when one is named; raises ConfigError when it is unreadable."""
+        return _secret(self.password, self.password_file, "nats.password_file")
+
+
+class S3Settings(Section):
+    """Where the object store is and who we are to it."""
+
+    endpoint: str = Field(
+        default="http://127.0.0.1:9000", description="URL of any S3 server: MinIO, a fork of it, or AWS."
+    )
+    bucket: Annotated[str, Field(min_length=3, max_length=63)] = Field(
+        default="penstock", description="Bucket for trajectories and weights; created by the bootstrap."
+    )
+    access_key: str = Field(default="", description="Access key.")
+    secret_key: str = Field(default="", description="Secret key; prefer secret_key_file.", repr=False)
+    secret_key_file: Path | None = Field(default=None, description="File that holds the secret key.")
+    region: str = Field(default="us-east-1", description="Region; local servers ignore it.")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"must start with http:// or https://, got {value!r}")
+        return value
+
+    def secret(self) -> str:
+        """Return the secret key, from the file when one is named; raises ConfigError when it is unreadable."""
+        return _secret(self.secret_key, self.secret_key_file, "s3.secret_key_file")
+
+
+def _secret(value: str, file: Path | None, key: str) -> str:
+    if file is None:
+        return value
+    try:
+        return file.read_text().strip()
+    except OSError as err:
+        raise ConfigError(f"{key} = {file}: not readable ({err.strerror})") from None

@@ -1,0 +1,138 @@
+"""The section ``[reward]`` of a run file: which reward scores which row, and rewards made of parts.
+
+The reward service makes the parts and keeps them with every trajectory; the rule that turns them into one
+reward is here, so that whoever reads stored parts can apply it again, with other weights too:
+
+    definition = settings.reward.define["mine"]
+    rewards = definition.totals({"correct": (1.0, 0.0), "form": (1.0, 1.0)})
+    other = definition.reweighted({"form": 0.5}).totals(stored.parts)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, model_validator
+
+from penstock.protocol.config.connection import Section
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import Finite, Identifier
+
+MAX_PARTS = 16
+
+PartName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
+_Weight = Annotated[Finite, Field(ge=-1e6, le=1e6)]
+
+
+class RewardPart(Section):
+    """One part of a reward: what scores it, how much it weighs, and whether it is a gate."""
+
+    reward: Identifier = Field(description="A built-in reward, a registered endpoint, or auto (by data_source).")
+    weight: _Weight = Field(default=1.0, description="Its score times this goes into the sum; 0 only keeps the score.")
+    needs: Finite | None = Field(
+        default=None, description="A gate: below this score the whole reward is `otherwise`, whatever the sum says."
+    )
+    otherwise: _Weight = Field(default=0.0, description="The whole reward where the gate is closed.")
+    parameters: dict[str, Any] = Field(
+        default={}, description="Of a built-in reward; `python -m penstock.reward_service rewards NAME` lists them."
+    )
+
+    @model_validator(mode="after")
+    def _gate_is_whole(self) -> RewardPart:
+        if self.needs is None and self.otherwise != 0.0:
+            raise ValueError("`otherwise` does nothing without `needs`; set the score below which it applies")
+        return self
+
+    def is_open(self, score: float) -> bool:
+        """Say whether this part lets the sum through."""
+        return self.needs is None or score >= self.needs
+
+
+class RewardDefinition(Section):
+    """A reward made of parts: the weighted sum of their scores, unless a gate is closed."""
+
+    parts: dict[PartName, RewardPart] = Field(
+        min_length=1, max_length=MAX_PARTS, description="What it is made of, by name, in the order of the gates."
+    )
+
+    def total(self, scores: Mapping[str, float]) -> float:
+        """Return the reward of one completion from the scores of its parts.
+
+        The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the
+        reward is its ``otherwise``. Else the reward is the sum of weight times score.
+
+        Raises:
+            ConfigError: A part has no score.
+        """
+        missing = [name for name in self.parts if name not in scores]
+        if missing:
+            raise ConfigError(
+                f"no score of the part {', '.join(missing)}; there are {', '.join(sorted(scores)) or 'none'}"
+            )
+        closed = next((part for name, part in self.parts.items() if not part.is_open(scores[name])), None)
+        if closed is not None:
+            return closed.otherwise
+        return sum(part.weight * scores[name] for name, part in self.parts.items())
+
+    def totals(self, parts: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
+        """Return the reward of every completion of a group.
+
+        Args:
+            parts: Scores by part, one for each completion in order, as `ScoredGroup.parts` keeps them; others are
+                not looked at.
+
+        Raises:
+            ConfigError: A part is missing, or the parts are not equally long.
+        """
+        missing = [name for name in self.parts if name not in parts]
+        if missing:
+            raise ConfigError(
+                f"no scores of the part {', '.join(missing)}; there are {', '.join(sorted(parts)) or 'none'}"
+            )
+        columns = [parts[name] for name in self.parts]
+        if len({len(column) for column in columns}) != 1:
+            lengths = ", ".join(f"{name} {len(parts[name])}" for name in self.parts)
+            raise ConfigError(f"the parts of a group need one score for each completion, got {lengths}")
+        return tuple(self.total(dict(zip(self.parts, row, strict=True))) for row in zip(*columns, strict=True))
+
+    def reweighted(self, weights: Mapping[str, float]) -> RewardDefinition:
+        """Return the same definition with other weights; raises ConfigError for a part it does not have."""
+        strangers = sorted(weights.keys() - self.parts.keys())
+        if strangers:
+            raise ConfigError(f"the reward has no part {', '.join(strangers)}; its parts are {', '.join(self.parts)}")
+        document = self.model_dump()
+        for name, weight in weights.items():
+            document["parts"][name]["weight"] = weight
+        return RewardDefinition.model_validate(document)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that are equal for equal definitions, in any process."""
+        document = [(name, part.model_dump(mode="json")) for name, part in self.parts.items()]
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class RewardSettings(Section):
+    """Which reward scores which row, and what rewards of one's own are made of."""
+
+    name: Identifier | None = Field(
+        default=None, description="Reward of rows that by_source does not name; none: chosen by the row's data_source."
+    )
+    by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
+    define: dict[Identifier, RewardDefinition] = Field(
+        default={}, description="Rewards made of parts with weights, gates and parameters, by name (docs/graders.md)."
+    )
+
+    @model_validator(mode="after")
+    def _parts_are_no_definitions(self) -> RewardSettings:
+        for name, definition in self.define.items():
+            nested = [f"parts.{part}" for part, one in definition.parts.items() if one.reward in self.define]
+            if nested:
+                raise ValueError(
+                    f"reward.define.{name}.{nested[0]}.reward names a reward that is made of parts itself; "
+                    "write its parts here"
+                )
+        return self

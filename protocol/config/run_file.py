@@ -1,0 +1,377 @@
+"""One TOML file for all services: files, environment and overrides become settings that know where they come from.
+
+Precedence: default < files (a later file wins) < environment < overrides. Tables merge key by key,
+lists are replaced. The text ``None`` (or ``none``, ``null``) clears a value wherever it stands, since
+TOML has no null: the field becomes None where it may be, else it falls back to its default.
+
+Types are strict (``steps = "5"`` is refused). Every mistake of every source is collected and raised
+at once, each with its file and line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+
+from penstock.protocol.config.config_aliases import SAME
+from penstock.protocol.config.foreign_config import REFUSED, advice
+from penstock.protocol.config.sources import (
+    Given,
+    KeyPath,
+    from_environment,
+    from_files,
+    from_overrides,
+    split_arguments,
+)
+from penstock.protocol.errors import ConfigError
+
+__all__ = [
+    "SECTIONS",
+    "Loaded",
+    "config_document",
+    "format_config",
+    "is_secret",
+    "load",
+    "split_arguments",
+    "values_of",
+]
+
+SECTIONS = (
+    "run",
+    "nats",
+    "s3",
+    "model",
+    "data",
+    "rollout",
+    "reward",
+    "algorithm",
+    "critic",
+    "trainer",
+    "eval",
+    "sft",
+    "worker",
+    "sglang",
+    "reward_service",
+    "retention",
+)
+
+S = TypeVar("S", bound=BaseModel)
+_NOTHING = ("None", "none", "null")
+_MASK = "********"
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[S]):
+    """Settings, and for every dotted key who gave it: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
+
+    settings: S
+    origins: dict[str, str]
+
+
+class _UnknownKeyError(Exception):
+    """``unknown`` is the shortest part of the path that nobody knows, reported once per source."""
+
+    def __init__(self, unknown: KeyPath, text: str) -> None:
+        super().__init__(text)
+        self.unknown = unknown
+
+
+def load(
+    settings_class: type[S],
+    *,
+    files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Loaded[S]:
+    """Build one service's settings from its sections of the run file.
+
+    ``overrides`` are ``a.b=c``, ``--a.b=c`` or ``--a.b``, ``c``, in snake or kebab case. Sections that
+    another service reads are left alone. Raises ConfigError listing every mistake.
+    """
+    mistakes: list[str] = []
+    given = [*from_files(files, mistakes), *from_environment(environ or {}), *from_overrides(overrides, mistakes)]
+    given = [ours for one in given for ours in _in_our_words(one)]
+    unreadable = bool(mistakes)
+    chosen: dict[KeyPath, Given] = {}
+    reported: set[tuple[KeyPath, str]] = set()
+    for one in given:
+        try:
+            _choose(settings_class, one, chosen)
+        except _UnknownKeyError as err:
+            if (err.unknown, one.source) not in reported:
+                reported.add((err.unknown, one.source))
+                mistakes.append(f"{one.origin}: {err}")
+    if unreadable:  # judging the rest would call everything missing that the unreadable file holds
+        raise ConfigError("\n".join(mistakes))
+    wrong_types = dict(_wrong_types(settings_class, chosen))
+    mistakes += wrong_types.values()
+    try:
+        settings = settings_class.model_validate(_tree(settings_class, chosen))
+    except ValidationError as err:
+        mistakes += _explain(settings_class, err, chosen, known=wrong_types)
+    else:
+        if not mistakes:
+            origins = {
+                path: chosen[path].origin if path in chosen else _unsaid(settings, path)
+                for path, _ in values_of(settings)
+            }
+            return Loaded(settings, {".".join(path): origin for path, origin in origins.items()})
+    raise ConfigError("\n".join(mistakes))
+
+
+def _unsaid(settings: BaseModel, path: KeyPath) -> str:
+    """Say who chose a value that no source gave: a section may fill in more than defaults, such as a preset's."""
+    origin_of = getattr(getattr(settings, path[0], None), "origin_of", None)
+    return origin_of(path[1]) if origin_of is not None and len(path) > 1 else "default"
+
+
+def values_of(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value of a settings tree with its path; filled dictionaries entry by entry."""
+    for name in type(settings).model_fields:
+        yield from _values(getattr(settings, name), (*prefix, name))
+
+
+def _values(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, BaseModel):
+        yield from values_of(value, path)
+    elif isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _values(item, (*path, key))
+    else:
+        yield path, value
+
+
+def format_config(loaded: Loaded[Any]) -> str:
+    """Return every value with its origin as TOML that `load` reads back; secrets are masked."""
+    rows: list[tuple[str, str]] = []
+    for path, value in values_of(loaded.settings):
+        key = ".".join(part if _BARE_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in path)
+        shown = _MASK if value and is_secret(type(loaded.settings), path) else value
+        rows.append((f"{key} = {_toml(shown)}", loaded.origins[".".join(path)]))
+    width = min(60, max((len(assignment) for assignment, _ in rows), default=0))
+    return "".join(f"{assignment:<{width}}  # {origin}\n" for assignment, origin in rows)
+
+
+def config_document(loaded: Loaded[Any]) -> dict[str, Any]:
+    """Return settings and origins as plain JSON values; secrets are masked."""
+    settings: dict[str, Any] = {}
+    for path, value in values_of(loaded.settings):
+        node = settings
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = _MASK if value and is_secret(type(loaded.settings), path) else to_jsonable_python(value)
+    return {"settings": settings, "origins": loaded.origins}
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, dict):
+        return "{}"  # a filled one was taken apart into its entries
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, (bool, int, float)):
+        return repr(value).lower()
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
+    """Say whether a value must not be shown; its field is marked by ``repr=False``."""
+    model: Any = settings_class
+    for part in path:
+        if not _is_model(model):
+            return False
+        field = model.model_fields[part]
+        if not field.repr:
+            return True
+        model = _table(field.annotation)
+    return False
+
+
+def _in_our_words(one: Given) -> Iterator[Given]:
+    """Yield what a value sets: another project's key that means the same sets ours, and says so in its origin."""
+    dotted = ".".join(part.replace("-", "_") for part in one.path)
+    same = SAME.get(dotted)
+    if same is None:
+        yield one
+        return
+    for ours in same.ours:
+        yield one._replace(path=tuple(ours.split(".")), value=same.value(one.value), origin=f"{one.origin} as {dotted}")
+
+
+def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, Given]) -> None:
+    section = one.path[0].replace("-", "_")
+    if section in SECTIONS and section not in settings_class.model_fields and (len(one.path) > 1 or one.value == {}):
+        return  # another service's section
+    path, annotation = _locate(settings_class, one.path)
+    members, table = _members(annotation), _table(annotation)
+    if one.value == {} and table is not None:
+        return
+    value = one.value
+    if one.text is not None and not isinstance(value, (str, list)) and _is_text_only(members):
+        value = one.text  # a run called 7, a password of digits
+    if isinstance(value, str) and value in _NOTHING:
+        for cleared in [known for known in chosen if known[: len(path)] == path]:
+            del chosen[cleared]
+        if type(None) in members:
+            chosen[path] = Given(path, None, one.origin)
+    elif table is not None and str not in members:
+        dotted = ".".join(path)
+        hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
+        raise _UnknownKeyError(path, f"{dotted} is a section and takes no value of its own; {hint}")
+    else:
+        earlier = chosen.get(path)
+        if earlier is not None and earlier.source == one.source and earlier.spelling != one.spelling:
+            dotted = ".".join(path)
+            raise _UnknownKeyError(
+                path,
+                f"{dotted} is said twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
+            )
+        chosen[path] = Given(path, value, one.origin)
+
+
+def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any]:
+    """Return the path in the schema's spelling, and the annotation found there."""
+    node: Any = settings_class
+    found: KeyPath = ()
+    for depth, part in enumerate(path):
+        table = _table(node)
+        if _is_model(table):
+            name = part if part in table.model_fields else part.replace("-", "_")
+            if name not in table.model_fields:
+                raise _unknown(settings_class, path, depth)
+            node = table.model_fields[name].annotation
+        elif table is not None:
+            name, node = part, get_args(table)[1]
+        else:
+            raise _unknown(settings_class, path, depth)
+        found = (*found, name)
+    return found, node
+
+
+def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _UnknownKeyError:
+    spelt = tuple(part.replace("-", "_") for part in path)
+    dotted = ".".join(spelt)
+    if dotted in REFUSED:
+        return _UnknownKeyError(spelt, f"{dotted} is refused: {REFUSED[dotted]}")
+    instead = advice(dotted)
+    if instead:
+        return _UnknownKeyError(spelt, f"{dotted} is another project's name; {instead}")
+    if depth == 0 and len(path) > 1:
+        similar = get_close_matches(spelt[0], SECTIONS, n=1)
+        hint = f"did you mean [{similar[0]}]?" if similar else f"the sections are {', '.join(SECTIONS)}"
+        return _UnknownKeyError(spelt[:1], f"unknown section [{spelt[0]}]; {hint}")
+    known = [".".join(leaf) for leaf in _schema_leaves(settings_class)]
+    siblings = [name for name in known if depth and name.startswith(".".join(spelt[:depth]) + ".")]
+    near = [name.rpartition(".")[2] for name in siblings]
+    similar = [siblings[near.index(name)] for name in get_close_matches(spelt[-1], near, n=1, cutoff=0.7)]
+    similar += [name for name in known if name.rpartition(".")[2] == spelt[-1]]  # right key, wrong section
+    similar += get_close_matches(dotted, known, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"known here: {', '.join(siblings or SECTIONS)}"
+    return _UnknownKeyError(spelt, f"unknown key {dotted}; {hint}")
+
+
+def _schema_leaves(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    for name, field in model.model_fields.items():
+        table = _table(field.annotation)
+        if _is_model(table):
+            yield from _schema_leaves(table, (*prefix, name))
+        else:
+            yield (*prefix, name)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Return the alternatives of an annotation, without what Annotated adds."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(member for part in get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def _table(annotation: Any) -> Any:
+    """Return the model or dict behind an annotation, None for a plain value."""
+    return next((m for m in _members(annotation) if get_origin(m) is dict or _is_model(m)), None)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _is_text_only(members: tuple[Any, ...]) -> bool:
+    return (str in members or Path in members) and not {int, float, bool}.intersection(members)
+
+
+def _tree(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> dict[str, Any]:
+    tree: dict[str, Any] = {name: {} for name, field in settings_class.model_fields.items() if field.is_required()}
+    for path, one in chosen.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = one.value
+    return tree
+
+
+def _wrong_types(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> Iterator[tuple[KeyPath, str]]:
+    for path, one in chosen.items():
+        _, annotation = _locate(settings_class, path)
+        try:  # JSON's strictness, not Python's: a list is a tuple and a text a path, but "5" is no number
+            TypeAdapter(annotation).validate_json(json.dumps(one.value, default=str), strict=True)
+        except ValidationError as err:
+            yield path, _refusal(settings_class, one, err.errors(include_url=False))
+
+
+def _explain(
+    settings_class: type[BaseModel],
+    failure: ValidationError,
+    chosen: Mapping[KeyPath, Given],
+    known: Mapping[KeyPath, str],
+) -> Iterator[str]:
+    by_path: dict[KeyPath, list[Any]] = {}
+    for error in failure.errors(include_url=False):
+        path: KeyPath = ()
+        for part in error["loc"]:  # beyond a leaf come list indices and the names of alternatives
+            try:
+                path, _ = _locate(settings_class, (*path, str(part)))
+            except _UnknownKeyError:
+                break
+        by_path.setdefault(path, []).append(error)
+    for path, errors in by_path.items():
+        if path in known:
+            continue
+        if path in chosen:
+            yield _refusal(settings_class, chosen[path], errors)
+        elif errors[0]["type"] == "missing":
+            yield f"{'.'.join(path)} is required: set `{path[-1]}` under [{'.'.join(path[:-1])}] or as an override"
+        else:
+            yield _contradiction(path, _expectation(errors[0]), chosen)
+
+
+def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any]) -> str:
+    expected = " or ".join(dict.fromkeys(_expectation(error) for error in errors))
+    got = "" if is_secret(settings_class, one.path) else f", got {json.dumps(one.value, default=str)}"
+    return f"{one.origin}: {'.'.join(one.path)}: {expected}{got}"
+
+
+def _expectation(error: Any) -> str:
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    if text != error["msg"] and error["type"] != "value_error":
+        text = f"expected {text}"
+    return text + "".join(f" (entry {part + 1})" for part in error["loc"][-1:] if isinstance(part, int))
+
+
+def _contradiction(path: KeyPath, text: str, chosen: Mapping[KeyPath, Given]) -> str:
+    """Describe a mistake that lies between several keys; validators name them by their dotted names."""
+    named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
+    places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
+    return f"{'.'.join(path) + ': ' if path else ''}{text}{places}"

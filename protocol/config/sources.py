@@ -1,0 +1,157 @@
+"""Where settings come from: run files, the environment, and what was typed behind a command.
+
+Each source becomes a list of `Given`: a path, a value, and where it stood. What the paths mean is
+decided by `protocol/config/run_file.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ENVIRONMENT_PREFIX = "PENSTOCK_"
+
+KeyPath = tuple[str, ...]
+
+_WORDS = {"True": True, "False": False}
+_KEY_PART = re.compile(r'"([^"]*)"|\'([^\']*)\'|([^."\']+)')
+_TOML_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)")
+
+
+class Given(NamedTuple):
+    """One value that somebody gave; ``text`` is how it was typed, for what came through a shell."""
+
+    path: KeyPath
+    value: Any
+    origin: str
+    text: str | None = None
+
+    @property
+    def source(self) -> str:
+        """The origin without its line."""
+        return re.sub(r"(:\d+)?( as [a-z0-9_.]+)?$", "", self.origin)
+
+    @property
+    def spelling(self) -> str:
+        """Another project's key that gave the value; empty: our own."""
+        return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
+
+
+def from_files(files: Sequence[Path], mistakes: list[str]) -> Iterator[Given]:
+    """Yield every value of the run files in order; appends what could not be read to ``mistakes``."""
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+            yield from _from_text(str(file), text)
+        except OSError as err:
+            mistakes.append(f"{file}: not readable ({err.strerror})")
+        except UnicodeDecodeError as err:
+            mistakes.append(f"{file}: not UTF-8 text (at byte {err.start})")
+        except SyntaxError as err:
+            mistakes.append(str(err))
+
+
+def _from_text(name: str, text: str) -> Iterator[Given]:
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as err:
+        place = _TOML_PLACE.search(str(err))
+        line, column = (place[1], f" (column {place[2]})") if place else (text.count("\n") + 1, "")
+        raise SyntaxError(f"{name}:{line}: not valid TOML: {_TOML_PLACE.sub('', str(err))}{column}") from None
+    lines = key_lines(text)
+    for path, value in leaves(content):
+        if path:
+            nearest = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in lines)
+            yield Given(path, value, f"{name}:{lines[nearest]}")
+
+
+def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
+    """Yield every ``PENSTOCK_<SECTION>__<KEY>``; other variables are not ours."""
+    for name, text in sorted(environ.items()):
+        section, separator, key = name.removeprefix(ENVIRONMENT_PREFIX).partition("__")
+        if name.startswith(ENVIRONMENT_PREFIX) and separator:
+            path = (section.lower(), *key.lower().split("__"))
+            yield Given(path, scalar(text), f"environment {name}", text)
+
+
+def from_overrides(overrides: Sequence[str], mistakes: list[str]) -> Iterator[Given]:
+    """Yield ``a.b=c``, ``--a.b=c`` and ``--a.b c``; a part with a dot of its own is quoted."""
+    remaining = list(overrides)
+    while remaining:
+        token = remaining.pop(0)
+        name, separator, text = token.removeprefix("--").partition("=")
+        if not separator and token.startswith("--") and remaining and not remaining[0].startswith("--"):
+            separator, text = " ", remaining.pop(0)
+        path = tuple(part[0] or part[1] or part[2] for part in _KEY_PART.findall(name))
+        if not separator or not path:
+            mistakes.append(f"override {token!r}: expected section.key=value or --section.key value")
+            continue
+        for extra, value in leaves(scalar(text)):
+            yield Given(path + extra, value, "override", None if extra else text)
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Tell run files (``run.toml``, ``@ more.toml``) from overrides on a command line; keeps the order of both."""
+    files: list[Path] = []
+    overrides: list[str] = []
+    is_value = False
+    for argument in arguments:
+        if is_value or argument.startswith("--") or "=" in argument:
+            overrides.append(argument)
+            is_value = not is_value and argument.startswith("--") and "=" not in argument
+        elif argument != "@":
+            files.append(Path(argument.removeprefix("@")))
+    return files, overrides
+
+
+def scalar(text: str) -> Any:
+    """Read a shell's text as TOML would, with Python's True and False; anything else is a string."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if "\n" in text or ("#" in text and text[0] not in "\"'[{"):  # would read as more than one value
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Return the line, from 1, on which each table and key of a valid TOML text begins."""
+    lines: dict[KeyPath, int] = {}
+    table: KeyPath = ()
+    statement, start = "", 1
+    for number, line in enumerate(text.split("\n"), 1):
+        statement += line + "\n"
+        try:
+            content = tomllib.loads(statement)  # parses exactly when the statement is complete
+        except tomllib.TOMLDecodeError:
+            continue
+        is_header = statement.lstrip().startswith("[")
+        prefix = () if is_header else table
+        for path in _key_paths(content):
+            lines.setdefault(prefix + path, start)
+            table = path if is_header else table
+        statement, start = "", number + 1
+    return lines
+
+
+def _key_paths(content: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    if isinstance(content, list) and content and isinstance(content[0], dict):  # [[array of tables]]
+        content = content[0]
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield (*prefix, key)
+            yield from _key_paths(value, (*prefix, key))
+
+
+def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value below nested dictionaries with its path; an empty dictionary is a value."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from leaves(item, (*prefix, key))
+    else:
+        yield prefix, value

@@ -1,0 +1,72 @@
+"""What the trainer knows at a checkpoint besides weights and optimizer: its ``state.json``, and where it lies.
+
+The trainer writes and resumes it; an audit reads it. A checkpoint is a folder ``step00000050`` below the run's
+``checkpoints``. The newest is the one of the highest epoch, then of the highest step: a trainer that lost its
+lease and woke up in the middle of a commit may leave a folder, but never one that counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from penstock.protocol.errors import MalformedFact
+from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
+from penstock.protocol.record.lineage import AccountState
+
+STATE_FILE = "state.json"
+PARTIAL = ".partial"
+_PREFIX = "step"
+
+
+class CheckpointState(Wire):
+    """The content of ``state.json``."""
+
+    run_id: Identifier
+    epoch: Count  # of the lease it was written under
+    step: Count  # optimizer steps done
+    version: Count  # policy version of these weights
+    weights_digest: Sha256  # of these weights, as they are published
+    weights_dtype: str  # of their publication
+    weights_are: Literal["model", "adapter"] = "model"  # in their publication
+    ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
+    dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/groups/dispatch.py` writes it
+    unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
+    letters_read: Count = 0  # sequence number of the last dead letter that this state knows
+    totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/counters.py` writes them
+    algorithm: dict[str, Any] = Field(
+        default={}
+    )  # what it remembers, as `trainer/algorithm/algorithm_state.py` writes it
+    account: AccountState
+    metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
+    record: BlobRef  # the last chapter of the lineage
+    chapter: Count  # its number
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the checkpoint's folder after ``step`` optimizer steps."""
+    return f"{_PREFIX}{step:08d}"
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """Read one checkpoint's state; raises MalformedFact or OSError."""
+    data = (folder / STATE_FILE).read_bytes()
+    try:
+        return CheckpointState.model_validate_json(data)
+    except ValidationError as err:
+        first = err.errors()[0]
+        raise MalformedFact(
+            f"{folder / STATE_FILE}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+        ) from None
+
+
+def committed(root: Path) -> list[tuple[Path, CheckpointState]]:
+    """Return all committed checkpoints below a run's ``checkpoints`` folder, the newest last.
+
+    Raises MalformedFact or OSError for one that cannot be read.
+    """
+    folders = [path for path in root.glob(f"{_PREFIX}*") if path.is_dir() and PARTIAL not in path.suffixes]
+    found = [(path, read_state(path)) for path in folders]
+    return sorted(found, key=lambda pair: (pair[1].epoch, pair[1].step))

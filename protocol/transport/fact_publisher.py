@@ -1,0 +1,103 @@
+"""Publish a fact until the server has it: at least once, and once per message id."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import nats.js.errors
+import structlog
+
+from penstock.protocol import subjects
+from penstock.protocol.errors import MissingStream, StreamFull
+from penstock.protocol.facts import Fact, encode
+from penstock.protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
+from penstock.protocol.transport.refusals import ERR_FULL, ERR_NO_ROOM, refusal
+
+log = structlog.get_logger("protocol.bus")
+
+FULL_DEADLINE_S = 24 * 3600.0
+_MISSING_GRACE_S = 1.0
+_WARN_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The server's acknowledgement of a published fact."""
+
+    sequence: int
+    duplicate: bool  # the message id was already known: nothing was stored twice
+
+
+async def publish(
+    connection: Connection,
+    subject: str,
+    fact: Fact,
+    *,
+    msg_id: str,
+    deadline_s: float,
+    full_deadline_s: float = FULL_DEADLINE_S,
+    traceparent: str = "",
+) -> Receipt:
+    """Publish, waiting up to ``deadline_s`` for the server and up to ``full_deadline_s`` while the stream is full.
+
+    Raises BusUnreachable, BusRefused, StreamFull, MissingStream, MessageTooLarge.
+    """
+    data = encode(fact)
+    headers = {"Nats-Msg-Id": msg_id}
+    if traceparent:
+        headers["traceparent"] = traceparent
+    missing_since = 0.0
+    backlog = _Backlog(connection, subject, full_deadline_s)
+    while True:
+        try:
+            ack = await connection.retry(
+                lambda: connection.js.publish(subject, data, headers=headers, timeout=ATTEMPT_S),
+                what=f"publication to {subject}",
+                deadline_s=deadline_s,
+            )
+        except nats.js.errors.NoStreamResponseError:
+            # a server that has just come back may not have opened its streams yet
+            missing_since = missing_since or time.monotonic()
+            if time.monotonic() - missing_since > _MISSING_GRACE_S and connection.is_up:
+                raise MissingStream(
+                    f"no stream takes {subject}; create the run's streams with: python -m penstock.deploy.bootstrap"
+                ) from None
+            await asyncio.sleep(RETRY_S)
+        except nats.js.errors.APIError as err:
+            if err.err_code == ERR_FULL:
+                await backlog.wait(f"stream is full: {err.description}", subjects.reader(subject))
+            elif err.err_code in ERR_NO_ROOM:
+                await backlog.wait(f"{err.description}", f"room in the store of NATS at {connection.url}")
+            else:
+                raise refusal(err, f"publication to {subject}", connection.url) from None
+        else:
+            return Receipt(ack.seq, bool(ack.duplicate))
+
+
+class _Backlog:
+    """The pauses of one publication that finds no room, and what is said meanwhile."""
+
+    def __init__(self, connection: Connection, subject: str, deadline_s: float) -> None:
+        self._connection = connection
+        self._subject = subject
+        self._deadline_s = deadline_s
+        self._started = time.monotonic()
+        self._warned = float("-inf")
+        self._pause_s = RETRY_S
+
+    async def wait(self, reason: str, waits_for: str) -> None:
+        """Pause before the next try; raises StreamFull when this has gone on for too long."""
+        now = time.monotonic()
+        if now - self._started > self._deadline_s:
+            raise StreamFull(
+                f"{self._subject} stayed full for {self._deadline_s:.0f} s ({reason}); "
+                f"its readers are down or too slow: waited for {waits_for}"
+            )
+        if now - self._warned > _WARN_EVERY_S:
+            self._warned = now
+            log.warning("waiting: no room", subject=self._subject, waits_for=waits_for, reason=reason)
+        with self._connection.waiting_for(waits_for):
+            await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)

@@ -1,0 +1,111 @@
+"""A low-rank adapter as a version: its files in PEFT's format, its root, and what it adds to the model it sits upon.
+
+A layer's weight W [out, in] is served as ``W + (lora_alpha / r) B A`` (LoRA, arXiv 2106.09685), A [r, in], B [out, r].
+Each version is a folder that engines and `peft` load as it is:
+
+    adapter_config.json            r, lora_alpha, target_modules
+    adapter_model.safetensors      base_model.model.<layer>.lora_A.weight, base_model.model.<layer>.lora_B.weight
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.protocol.errors import MalformedWeights
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.digest import TensorDigest, weights_digest
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_NAME = "policy@"
+_PREFIX = "base_model.model."
+_DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
+
+
+class AdapterConfig(BaseModel):
+    """What of ``adapter_config.json`` decides what is served."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    r: int = Field(gt=0, le=2**20)
+    lora_alpha: float = Field(gt=0, le=1e9)
+    target_modules: tuple[str, ...] = Field(min_length=1)
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors counts."""
+        return self.lora_alpha / self.r
+
+    def to_json(self) -> bytes:
+        """Return the file, the same bytes for the same adapter."""
+        fields = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": None,
+            "r": self.r,
+            "lora_alpha": int(self.lora_alpha) if self.lora_alpha.is_integer() else self.lora_alpha,
+            "lora_dropout": 0.0,
+            "target_modules": sorted(self.target_modules),
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "use_rslora": False,
+            "inference_mode": True,
+        }
+        return json.dumps(fields, indent=2).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> AdapterConfig:
+        """Read a file of `to_json`; raises MalformedWeights."""
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as err:
+            first = err.errors()[0]
+            raise MalformedWeights(
+                f"{ADAPTER_CONFIG}: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+            ) from None
+
+
+def adapter_name(version: PolicyVersion) -> str:
+    """Return the name under which engines know a version's adapter."""
+    return f"{_NAME}{version}"
+
+
+def version_of(name: object) -> PolicyVersion | None:
+    """Return the version whose adapter has this name; None for a name that is not one of ours."""
+    label = name.removeprefix(_NAME) if isinstance(name, str) and name.startswith(_NAME) else ""
+    return PolicyVersion(int(label)) if label.isascii() and label.isdecimal() else None
+
+
+def factor_names(layer: str) -> tuple[str, str]:
+    """Return the names that a layer's A and B are published under."""
+    return published_name(layer + _DOWN), published_name(layer + _UP)
+
+
+def published_name(name: str) -> str:
+    """Return the name that a factor is published under, given ``<layer>.lora_A.weight``."""
+    return _PREFIX + name
+
+
+def factor_pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (the base's weight, A, B) for every adapted layer, by the tensors' names.
+
+    Raises MalformedWeights for a tensor that is no factor, or one without its counterpart.
+    """
+    known = set(names)
+    for name in sorted(known):
+        if name.startswith(_PREFIX) and name.endswith(_DOWN) and (up := name.removesuffix(_DOWN) + _UP) in known:
+            yield name.removeprefix(_PREFIX).removesuffix(_DOWN) + _WEIGHT, name, up
+        elif not (name.endswith(_UP) and name.removesuffix(_UP) + _DOWN in known):
+            raise MalformedWeights(
+                f"tensor {name} is not one of a pair of low-rank factors {_PREFIX}<layer>{_DOWN}, {_UP}"
+            )
+
+
+def adapter_digest(base_root: str, config_sha256: str, tensors: Iterable[TensorDigest]) -> str:
+    """Return the root of an adapter, 64 hex digits: it names base, scale and factors, so the weights that are served."""
+    root = f"adapter\0{base_root}\0{config_sha256}\0{weights_digest(tensors)}\n"
+    return hashlib.sha256(root.encode()).hexdigest()

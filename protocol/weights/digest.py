@@ -1,0 +1,101 @@
+"""One name for a set of weights, the same wherever it is computed: trainer, worker, audit, replay.
+
+Each tensor has an xxh3-128 over its raw bytes (little-endian, row-major, as safetensors stores them);
+the root is a sha256 over all of them with their names, dtypes and shapes, sorted by name:
+
+    sha256( "<name>\\0<dtype>\\0<d0,d1,...>\\0<32 hex digits of xxh3-128>\\n" for each tensor, UTF-8 )
+
+Two levels, because a version that changes a few tensors needs only these hashed again, and because
+xxh3 runs at memory speed. xxh3 finds accidents; against forgery the objects carry their own sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from penstock.protocol.errors import MalformedWeights
+
+# The code of a safetensors header: its name as a layout spells it, and bytes per value.
+SAFETENSORS_DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "I16": ("int16", 2),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+}
+_HEADER_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the format itself
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """One tensor: ``dtype`` as in `SAFETENSORS_DTYPES`, ``xxh3`` as 32 hex digits over its raw bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+
+
+def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | memoryview) -> TensorDigest:
+    """Digest one tensor; ``data`` is its raw bytes, contiguous, row-major, little-endian."""
+    return TensorDigest(name, dtype, tuple(shape), xxhash.xxh3_128_hexdigest(data))
+
+
+def weights_digest(tensors: Iterable[TensorDigest]) -> str:
+    """Return the root over all tensors, 64 hex digits; the order they come in does not matter.
+
+    Raises ValueError when two tensors share a name, or a name could be confused with its neighbours.
+    """
+    root = hashlib.sha256()
+    last: str | None = None
+    for tensor in sorted(tensors, key=lambda t: t.name):
+        if tensor.name == last or "\0" in tensor.name or "\n" in tensor.name:
+            raise ValueError(f"tensor {tensor.name!r}: names must be unique, without NUL and line break")
+        shape = ",".join(map(str, tensor.shape))
+        root.update(f"{tensor.name}\0{tensor.dtype}\0{shape}\0{tensor.xxh3}\n".encode())
+        last = tensor.name
+    return root.hexdigest()
+
+
+def safetensors_digests(data: bytes | memoryview) -> list[TensorDigest]:
+    """Digest every tensor of one safetensors file; raises MalformedWeights when it is not one."""
+    view = memoryview(data).cast("B")
+    size = int.from_bytes(view[:_HEADER_LENGTH_BYTES], "little")
+    start = _HEADER_LENGTH_BYTES + size
+    if len(view) < start or size > _MAX_HEADER_BYTES:
+        raise MalformedWeights(f"not safetensors: {len(view)} bytes cannot hold a header of {size}")
+    try:
+        header = json.loads(bytes(view[_HEADER_LENGTH_BYTES:start]))
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        return [_entry_digest(name, entry, view[start:]) for name, entry in entries]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise MalformedWeights(f"not safetensors: {type(err).__name__}: {err}") from None
+
+
+def _entry_digest(name: str, entry: dict[str, object], body: memoryview) -> TensorDigest:
+    dtype, num_bytes = SAFETENSORS_DTYPES[str(entry["dtype"])]
+    shape, (begin, end) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
+    expected = math.prod(shape) * num_bytes
+    if end - begin != expected or end > len(body):
+        raise ValueError(f"tensor {name}: bytes {begin} to {end} of {len(body)}, its shape needs {expected}")
+    return tensor_digest(name, dtype, shape, body[begin:end])
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(size, int) and size >= 0 for size in value):
+        raise ValueError(f"expected a list of sizes, got {value!r}")
+    return tuple(value)

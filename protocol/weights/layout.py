@@ -1,0 +1,220 @@
+"""Where every tensor lies: tensors packed into buckets, the same way by whoever computes it.
+
+A bucket holds whole tensors of one dtype, without gaps; its raw bytes are exactly the data of one
+safetensors file, so that `shard_header(bucket)` followed by the bucket is a file that engines load. A patch
+speaks of words of a bucket; the layout says which tensor they belong to.
+
+The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or bucket size, and with
+it every patch becomes meaningless: a new layout starts with an anchor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, ValidationError, model_validator
+
+from penstock.protocol.errors import MalformedFact
+from penstock.protocol.facts import Count, Wire
+from penstock.protocol.weights.digest import SAFETENSORS_DTYPES, TensorDigest, tensor_digest, weights_digest
+
+BUCKET_BYTES = 64 * 1024**2
+MAX_LAYOUT_BYTES = 256 * 1024**2
+_ALIGNMENT = 64  # the data of a shard file begins at a multiple of it, so that a mapped file has aligned words
+_DTYPES = {dtype: (code, num_bytes) for code, (dtype, num_bytes) in SAFETENSORS_DTYPES.items()}
+
+TensorName = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00\n]+$")]
+
+
+class TensorSpec(NamedTuple):
+    """A tensor as its owner knows it; ``dtype`` as in `weights_digest.SAFETENSORS_DTYPES` ("bfloat16")."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class PlacedTensor(Wire):
+    """A tensor in its bucket: its raw bytes are ``[byte_offset, byte_offset + num_bytes)``."""
+
+    name: TensorName
+    shape: tuple[Count, ...]
+    byte_offset: Count
+    num_bytes: Count
+
+
+class Bucket(Wire):
+    """Tensors of one dtype, one after another."""
+
+    dtype: str
+    tensors: Annotated[tuple[PlacedTensor, ...], Field(min_length=1)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Raw bytes of the bucket."""
+        return self.tensors[-1].byte_offset + self.tensors[-1].num_bytes
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of one value: the word of the patch segments."""
+        return _DTYPES[self.dtype][1]
+
+    @property
+    def num_words(self) -> int:
+        """Values in the bucket."""
+        return self.num_bytes // self.word_bytes
+
+    @model_validator(mode="after")
+    def _gapless(self) -> Bucket:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; known are {', '.join(_DTYPES)}")
+        offset = 0
+        for tensor in self.tensors:
+            size = math.prod(tensor.shape) * self.word_bytes
+            if (tensor.byte_offset, tensor.num_bytes) != (offset, size):
+                raise ValueError(
+                    f"tensor {tensor.name}: at {tensor.byte_offset} with {tensor.num_bytes} bytes, "
+                    f"expected at {offset} with {size}"
+                )
+            offset += size
+        return self
+
+
+class WeightLayout(Wire):
+    """All tensors of a model in their buckets; ``tied`` names share the bytes of another tensor, once stored."""
+
+    buckets: tuple[Bucket, ...]
+    tied: dict[TensorName, TensorName] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _unique(self) -> WeightLayout:
+        names = [tensor.name for bucket in self.buckets for tensor in bucket.tensors]
+        known = set(names)
+        if len(known) != len(names):
+            raise ValueError("a tensor is placed twice")
+        for name, owner in self.tied.items():
+            if name in known or owner not in known:
+                raise ValueError(f"tied tensor {name}: must not be placed itself, and {owner} must be")
+        return self
+
+    @property
+    def num_words(self) -> int:
+        """Values of all tensors."""
+        return sum(bucket.num_words for bucket in self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Raw bytes of all tensors."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def layout_id(self) -> str:
+        """The sha256 of `to_json`, as the object store knows it too."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    def placed(self) -> Iterator[tuple[int, Bucket, PlacedTensor]]:
+        """Yield (number of the bucket, bucket, tensor) of every tensor, in order."""
+        for number, bucket in enumerate(self.buckets):
+            for tensor in bucket.tensors:
+                yield number, bucket, tensor
+
+    def to_json(self) -> bytes:
+        """Return the layout as JSON, the same bytes for the same layout."""
+        fields = self.model_dump(mode="json")
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> WeightLayout:
+        """Read a layout; raises MalformedFact with the first offending field."""
+        if len(data) > MAX_LAYOUT_BYTES:
+            raise MalformedFact(f"weight layout: {len(data)} bytes, at most {MAX_LAYOUT_BYTES} are read")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as err:
+            first = err.errors()[0]
+            raise MalformedFact(
+                f"weight layout: {'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+            ) from None
+
+
+def build_layout(
+    tensors: Iterable[TensorSpec], *, bucket_bytes: int = BUCKET_BYTES, tied: Mapping[str, str] | None = None
+) -> WeightLayout:
+    """Pack tensors into buckets of at most ``bucket_bytes``; the order they come in does not matter.
+
+    Tensors are sorted by dtype and name, so that everybody who knows them computes the same layout, and a
+    safetensors file of a bucket has its tensors in the order every writer of that format chooses. A tensor
+    larger than ``bucket_bytes`` stands alone.
+
+    Args:
+        tensors: Every tensor once; of tied tensors the one that is stored.
+        bucket_bytes: Raw size that a bucket is filled up to.
+        tied: Name -> name of the stored tensor with the same bytes.
+
+    Raises ValueError for an unknown dtype, a name placed twice, or a tie that leads nowhere.
+    """
+    buckets: list[Bucket] = []
+    placed: list[PlacedTensor] = []
+    dtype_now, filled = "", 0
+    for name, dtype, shape in sorted(tensors, key=lambda spec: (spec.dtype, spec.name)):
+        if dtype not in _DTYPES:
+            raise ValueError(f"tensor {name}: dtype {dtype!r} is unknown; known are {', '.join(_DTYPES)}")
+        size = math.prod(shape) * _DTYPES[dtype][1]
+        if placed and (dtype != dtype_now or filled + size > bucket_bytes):
+            buckets.append(Bucket(dtype=dtype_now, tensors=tuple(placed)))
+            placed, filled = [], 0
+        placed.append(PlacedTensor(name=name, shape=tuple(shape), byte_offset=filled, num_bytes=size))
+        dtype_now, filled = dtype, filled + size
+    if placed:
+        buckets.append(Bucket(dtype=dtype_now, tensors=tuple(placed)))
+    return WeightLayout(buckets=tuple(buckets), tied=dict(tied or {}))
+
+
+def shard_name(number: int, count: int) -> str:
+    """Return the file name of a bucket's shard in a model folder of ``count`` buckets."""
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def shard_header(bucket: Bucket) -> bytes:
+    """Return what stands before the raw bytes of a bucket to make them a safetensors file.
+
+    The same bytes for the same bucket; their number is a multiple of 64.
+    """
+    code = _DTYPES[bucket.dtype][0]
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for tensor in bucket.tensors:
+        offsets = [tensor.byte_offset, tensor.byte_offset + tensor.num_bytes]
+        entries[tensor.name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return len(header).to_bytes(8, "little") + header
+
+
+def shard_index(layout: WeightLayout) -> bytes:
+    """Return ``model.safetensors.index.json`` for a folder with one shard for each bucket."""
+    count = len(layout.buckets)
+    weight_map = {tensor.name: shard_name(number, count) for number, _, tensor in layout.placed()}
+    return json.dumps({"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}, indent=2).encode()
+
+
+def bucket_digests(bucket: Bucket, data: memoryview) -> list[TensorDigest]:
+    """Digest every tensor of one raw bucket; raises ValueError when ``data`` is not of its size."""
+    view = memoryview(data).cast("B")
+    if len(view) != bucket.num_bytes:
+        raise ValueError(f"the bucket of {bucket.tensors[0].name} has {bucket.num_bytes} bytes, got {len(view)}")
+    return [
+        tensor_digest(t.name, bucket.dtype, t.shape, view[t.byte_offset : t.byte_offset + t.num_bytes])
+        for t in bucket.tensors
+    ]
+
+
+def state_root(layout: WeightLayout, buckets: Iterable[memoryview]) -> str:
+    """Return the `weights_digest` of a whole state, given its raw buckets in order."""
+    digests: list[TensorDigest] = []
+    for bucket, data in zip(layout.buckets, buckets, strict=True):
+        digests.extend(bucket_digests(bucket, data))
+    return weights_digest(digests)

@@ -1,0 +1,210 @@
+"""What a published version consists of: the manifest, written last, naming every object with its hash.
+
+A version is an *anchor*, every bucket whole, a *patch* against its parent, or an *adapter*: low-rank factors, whole,
+upon an anchor that it names as its base. `weight_layout` says what a bucket is, `bucket_codec` how its change is
+stored, `weight_chain` how manifests follow one another, `adapter_format` what an adapter's tensors and files are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from penstock.protocol.errors import MalformedFact
+from penstock.protocol.facts import BlobRef, Count, Identifier, Sha256, Wire
+from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, adapter_digest
+from penstock.protocol.weights.bucket_codec import Codec
+from penstock.protocol.weights.digest import TensorDigest, weights_digest
+
+MAX_MANIFEST_BYTES = 64 * 1024**2
+Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class ModelFile(Wire):
+    """One file of a Hugging Face model folder and the object that holds it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # no slash: it becomes a file name
+    blob: BlobRef
+
+
+class StoredRange(Wire):
+    """Bytes ``[offset, offset + size_bytes)`` of the manifest's object number ``object``, with their own sha256."""
+
+    object: Count
+    offset: Count
+    size_bytes: Count
+    sha256: Sha256
+
+
+class BucketState(Wire):
+    """One bucket of a version: how its change is stored, and what it is before and after."""
+
+    codec: Codec
+    stored: StoredRange | None = None  # None exactly for `none`
+    num_words: Count
+    num_changed: Count  # words; of what is stored whole: all
+    base_xxh3: Xxh3 | None = None  # of the raw bucket in the parent; None of what is stored whole
+    new_xxh3: Xxh3  # of the raw bucket in this version
+
+    @model_validator(mode="after")
+    def _consistent(self) -> BucketState:
+        if (self.stored is None) != (self.codec == "none"):
+            raise ValueError(f"codec {self.codec} {'needs' if self.stored is None else 'has no'} stored bytes")
+        if self.num_changed > self.num_words:
+            raise ValueError(f"{self.num_changed} of {self.num_words} words changed")
+        if (self.base_xxh3 is None) != (self.codec == "safetensors"):
+            raise ValueError(f"codec {self.codec}: a patch has a base, what is whole has none")
+        if self.codec == "none" and (self.num_changed or self.base_xxh3 != self.new_xxh3):
+            raise ValueError("codec none: base_xxh3 and new_xxh3 must be equal and no word changed")
+        return self
+
+
+class Ancestor(Wire):
+    """Another version this one builds on, and by its ``state_root`` what it must have been."""
+
+    version: Count
+    manifest: BlobRef
+    state_root: Sha256
+
+
+class AnchorRef(Ancestor):
+    """An anchor that a version needs; ``num_bytes`` of all its objects.
+
+    Of a patch it is the newest that was known when it was published, of an adapter the model it sits upon.
+    """
+
+    num_bytes: Count
+
+
+class VersionManifest(Wire):
+    """One complete version, as an anchor, as a patch of its parent, or as an adapter upon an anchor.
+
+    A version may have both of the first: a patch when it is published, and an anchor written later beside it. Their
+    ``state_root`` is the same, and the chain goes on from the patch. An adapter's buckets are its own factors.
+    """
+
+    schema_tag: Literal["weights_manifest.v2"] = "weights_manifest.v2"
+    kind: Literal["anchor", "patch", "adapter"]
+    run_id: Identifier
+    version: Count
+    step: Count
+    epoch: Count  # of the trainer's lease: a later trainer's is higher
+    parent: Ancestor | None = None  # None only in what is whole
+    anchor: AnchorRef | None = None  # None exactly in an anchor, which is its own
+    layout: BlobRef  # its sha256 is the layout id
+    objects: tuple[BlobRef, ...]
+    buckets: tuple[BucketState, ...]  # as many as the layout has, in its order
+    state_root: Sha256  # of the weights that are served, see `root_of`
+    model_files: tuple[ModelFile, ...] = ()
+
+    @property
+    def layout_id(self) -> str:
+        """The sha256 of the layout's JSON."""
+        return self.layout.sha256
+
+    @property
+    def base(self) -> AnchorRef | None:
+        """The model that an adapter sits upon; None of every other kind."""
+        return self.anchor if self.kind == "adapter" else None
+
+    @property
+    def start(self) -> PolicyVersion:
+        """The version from whose objects on this one is put together: a patch's anchor, else itself."""
+        return PolicyVersion(self.version if self.kind != "patch" or self.anchor is None else self.anchor.version)
+
+    def root_of(self, tensors: Iterable[TensorDigest]) -> str:
+        """Return the root that these tensors of the version's own give: of an adapter with its base and its scale."""
+        if self.base is None:
+            return weights_digest(tensors)
+        return adapter_digest(self.base.state_root, self.model_files[0].blob.sha256, tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the objects that carry weights."""
+        return sum(blob.size_bytes for blob in self.objects)
+
+    @property
+    def num_words(self) -> int:
+        """Values of all buckets: the number of parameters."""
+        return sum(bucket.num_words for bucket in self.buckets)
+
+    @property
+    def num_changed(self) -> int:
+        """Values that differ from the parent; of what is stored whole all."""
+        return sum(bucket.num_changed for bucket in self.buckets)
+
+    @property
+    def density(self) -> float:
+        """Share of the values that differ from the parent, 0 for an empty model."""
+        return self.num_changed / self.num_words if self.num_words else 0.0
+
+    def references(self) -> Iterator[BlobRef]:
+        """Yield every object the version itself consists of; not its parent's and not its anchor's."""
+        yield self.layout
+        yield from self.objects
+        yield from (file.blob for file in self.model_files)
+
+    def stored_blob(self, stored: StoredRange) -> BlobRef:
+        """Return the object that a range lies in."""
+        return self.objects[stored.object]
+
+    def to_json(self) -> bytes:
+        """Return the manifest as JSON, fields in a fixed order."""
+        return self.model_dump_json().encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> VersionManifest:
+        """Read a manifest; raises MalformedFact with the first offending field."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise MalformedFact(f"weights manifest: {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as err:
+            raise MalformedFact(f"weights manifest: {_first_problem(err)}") from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VersionManifest:
+        _check_kind(self)
+        for number, bucket in enumerate(self.buckets):
+            if bucket.stored is not None:
+                _check_range(self, number, bucket.stored)
+        return self
+
+
+def _first_problem(err: ValidationError) -> str:
+    first = err.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"
+
+
+def _check_kind(manifest: VersionManifest) -> None:
+    whole = {bucket.codec == "safetensors" for bucket in manifest.buckets}
+    if whole - {manifest.kind != "patch"}:
+        raise ValueError(f"kind {manifest.kind}: every bucket of a patch is a change, and none of another kind")
+    if (manifest.anchor is None) != (manifest.kind == "anchor"):
+        raise ValueError(f"kind {manifest.kind}: an anchor is its own anchor, every other kind needs one")
+    if manifest.kind == "patch" and manifest.parent is None:
+        raise ValueError("kind patch: a parent is needed")
+    if manifest.kind == "adapter":
+        _check_adapter(manifest)
+    for ancestor in (manifest.parent, manifest.anchor):
+        if ancestor is not None and not is_newer(PolicyVersion(manifest.version), PolicyVersion(ancestor.version)):
+            raise ValueError(f"version {manifest.version} cannot build on version {ancestor.version}")
+
+
+def _check_adapter(manifest: VersionManifest) -> None:
+    names = [file.name for file in manifest.model_files]
+    if names != [ADAPTER_CONFIG]:
+        raise ValueError(f"kind adapter: its only model file is {ADAPTER_CONFIG}, got {names}")
+    if len(manifest.buckets) != 1:
+        raise ValueError(f"kind adapter: its tensors are one bucket, got {len(manifest.buckets)}")
+
+
+def _check_range(manifest: VersionManifest, number: int, stored: StoredRange) -> None:
+    if stored.object >= len(manifest.objects):
+        raise ValueError(f"bucket {number}: object {stored.object} of {len(manifest.objects)}")
+    size = manifest.objects[stored.object].size_bytes
+    if stored.offset + stored.size_bytes > size:
+        raise ValueError(f"bucket {number}: {stored.size_bytes} bytes at {stored.offset} of an object of {size}")

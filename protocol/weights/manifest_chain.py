@@ -1,0 +1,192 @@
+"""Which manifests continue which, and the cheapest verified way from what a mirror has to the head.
+
+    a mirror asks:   step = plan_catch_up(head, fetched, held)
+    while it gets:   FetchManifest(ref)    fetch that object, put it into `fetched`, ask again
+    at last:         CatchUp(anchor, patches)     nothing, patches alone, an anchor, or an anchor and patches
+
+An adapter is always whole: the way to its own tensors is itself, and its base is a version of its own, with its own way.
+
+Every link is verified on the way: hash of the parent's manifest, state, layout, epochs, base of every bucket.
+Pure: who fetches, with which deadline, is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.protocol.errors import ChainBroken
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.protocol.weights.layout import WeightLayout
+from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, VersionManifest
+
+MAX_HOPS = 256  # manifests walked back; the anchor policy keeps chains far shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A complete version that a mirror has, and by its root what it is."""
+
+    version: PolicyVersion
+    state_root: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchManifest:
+    """This manifest is needed before a plan can be made."""
+
+    ref: BlobRef
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """What takes a mirror to ``target``: first the anchor, if there is one, then the patches, oldest first."""
+
+    target: VersionManifest
+    anchor: VersionManifest | None
+    patches: tuple[VersionManifest, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights to fetch."""
+        return sum(m.num_bytes for m in self.manifests)
+
+    @property
+    def manifests(self) -> tuple[VersionManifest, ...]:
+        """The manifests in the order they are applied; empty when the mirror is at the target."""
+        return self.patches if self.anchor is None else (self.anchor, *self.patches)
+
+    def changes_of(self, bucket: int) -> tuple[tuple[VersionManifest, BucketState], ...]:
+        """Return what is applied to one bucket, in order, unchanged versions left out.
+
+        Applied in one pass: the later wins, and only the end is compared, with the target's ``new_xxh3``.
+        """
+        steps = ((manifest, manifest.buckets[bucket]) for manifest in self.manifests)
+        return tuple((manifest, state) for manifest, state in steps if state.codec != "none")
+
+
+def plan_catch_up(
+    head: VersionManifest, fetched: Mapping[str, VersionManifest], held: Held | None, *, max_hops: int = MAX_HOPS
+) -> FetchManifest | CatchUp:
+    """Return the next manifest to fetch, or the way with the fewest bytes from ``held`` to ``head``.
+
+    Args:
+        head: The target.
+        fetched: Manifests by the sha256 of their bytes, verified against it by whoever fetched them.
+        held: What the mirror has; None for an empty one, or one that must be rebuilt.
+        max_hops: Most parents walked back before only the anchor counts.
+
+    Raises ChainBroken when a manifest is not what its child says.
+    """
+    if held == Held(PolicyVersion(head.version), head.state_root):
+        return CatchUp(head, None, ())
+    patches: list[VersionManifest] = []  # newest first
+    anchored: CatchUp | None = None  # the way over the head's anchor, once it is known
+    manifest = head
+    while len(patches) < max_hops and manifest.kind == "patch":
+        patches.append(manifest)
+        parent, anchor = _ancestors(manifest)[0], _ancestors(head)[1]
+        if held == Held(PolicyVersion(parent.version), parent.state_root):
+            way = CatchUp(head, None, tuple(reversed(patches)))
+            return way if anchored is None or way.num_bytes < anchored.num_bytes else anchored
+        if anchored is None and parent.version == anchor.version:
+            found = fetched.get(anchor.manifest.sha256)
+            if found is None:
+                return FetchManifest(anchor.manifest, PolicyVersion(anchor.version))
+            verify_anchor(manifest, anchor, found)
+            anchored = CatchUp(head, found, tuple(reversed(patches)))
+        if anchored is not None and not _may_be_cheaper(patches, parent, held, anchored):
+            return anchored
+        found = fetched.get(parent.manifest.sha256)
+        if found is None:
+            return FetchManifest(parent.manifest, PolicyVersion(parent.version))
+        verify_link(manifest, found)
+        manifest = found
+    if anchored is None and manifest.kind != "patch":
+        anchored = CatchUp(head, manifest, tuple(reversed(patches)))
+    if anchored is None:
+        raise ChainBroken(f"version {head.version}: no anchor within {max_hops} parents; publish an anchor")
+    return anchored
+
+
+def verify_head(manifest: VersionManifest, *, run_id: str, version: PolicyVersion, epoch: int = 0) -> None:
+    """Verify that a manifest is the one that was announced, by a trainer that still has the lease.
+
+    ``epoch`` is the highest seen so far. Raises ChainBroken.
+    """
+    if (manifest.run_id, manifest.version) != (run_id, version):
+        raise ChainBroken(
+            f"announced was version {version} of run {run_id}, its manifest is of version {manifest.version} "
+            f"of run {manifest.run_id}"
+        )
+    if manifest.epoch < epoch:
+        raise ChainBroken(
+            f"version {version}: published under lease {manifest.epoch}, but lease {epoch} has been seen; "
+            "a trainer that lost its lease goes on publishing, stop it"
+        )
+
+
+def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
+    """Verify that a patch continues the manifest it names as its parent; raises ChainBroken."""
+    named = _ancestors(child)[0]
+    _same(child, "parent", (named.version, named.state_root), (parent.version, parent.state_root))
+    if child.epoch < parent.epoch:
+        raise ChainBroken(f"version {child.version}: lease {child.epoch} after its parent's {parent.epoch}")
+    _same_ground(child, parent)
+
+
+def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManifest) -> None:
+    """Verify that a patch may be applied to an anchor; raises ChainBroken."""
+    _same(
+        first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
+    )
+    _same_ground(first, anchor)
+
+
+def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
+    """Verify that a manifest is the model that an adapter names as its base; raises ChainBroken."""
+    if adapter.base is None:
+        raise ChainBroken(f"version {adapter.version} is no adapter and has no base")
+    named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)
+    _same(adapter, "base", named, (base.kind, base.run_id, base.version, base.state_root))
+
+
+def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
+    """Verify that a manifest speaks of exactly the buckets of a layout; raises ChainBroken.
+
+    After this a segment may be verified against the layout's sizes, and a mirror is never asked for others.
+    """
+    _same(manifest, "layout", layout.layout_id, manifest.layout_id)
+    expected = [bucket.num_words for bucket in layout.buckets]
+    _same(manifest, "words by bucket", expected, [bucket.num_words for bucket in manifest.buckets])
+
+
+def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
+    if patch.parent is None or patch.anchor is None:
+        raise ChainBroken(f"version {patch.version} is whole and continues nothing")
+    return patch.parent, patch.anchor
+
+
+def _may_be_cheaper(
+    patches: Sequence[VersionManifest], reached: Ancestor, held: Held | None, anchored: CatchUp
+) -> bool:
+    """Say whether walking on, past the anchor, may still lead to what is held with fewer bytes."""
+    if held is None or not is_newer(PolicyVersion(reached.version), held.version):
+        return False
+    return sum(patch.num_bytes for patch in patches) < anchored.num_bytes
+
+
+def _same(child: VersionManifest, what: str, expected: object, got: object) -> None:
+    if expected != got:
+        raise ChainBroken(f"version {child.version}: its {what} should be {expected}, got {got}")
+
+
+def _same_ground(child: VersionManifest, base: VersionManifest) -> None:
+    """Both are of one run and one layout, and every bucket of the patch starts where the base ends."""
+    _same(child, "run and layout", (child.run_id, child.layout_id), (base.run_id, base.layout_id))
+    _same(child, "number of buckets", len(child.buckets), len(base.buckets))
+    for number, (now, before) in enumerate(zip(child.buckets, base.buckets, strict=True)):
+        expected, got = (now.num_words, now.base_xxh3), (before.num_words, before.new_xxh3)
+        _same(child, f"bucket {number} of version {base.version}", expected, got)

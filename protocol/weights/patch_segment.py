@@ -1,0 +1,246 @@
+"""The `gapabs1` segment: which bytes of a bucket changed, and what they are now.
+
+A bucket is an array of words (1 byte: fp8, 2: bf16 and fp16, 4: fp32, 8: int64). Each byte of the word is a
+*plane* of its own: plane p of a bucket is the bytes ``p, p + word_bytes, p + 2 * word_bytes, ...``. A segment
+holds, for every plane, the word indices whose byte changed, as u16 gaps, and the new bytes. An optimizer step
+moves most bf16 words by one unit in the last place, so the upper plane is almost empty: 8 bits of value
+for each changed word in place of 16.
+
+New bytes are absolute. Therefore a segment may be applied twice, over a torn mirror, or merged with a
+later one by "later wins", and the result is the same; a difference (XOR, ulp) would corrupt instead.
+
+The byte table is in `protocol/README.md`. Nothing here trusts a segment: `parse` checks every field, size
+and index before it returns, and only a parsed segment can be applied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from penstock.protocol.errors import SegmentRefused
+from penstock.protocol.weights.bucket_diff import (
+    Bytes,
+    Changes,
+    Difference,
+    Readable,
+    as_bytes,
+    difference,
+    num_words_of,
+)
+
+MAGIC = b"GAB1"
+FILLER = 65535  # a gap entry of this value advances so many words and carries no value
+_HEADER = struct.Struct("<4sB3xIIQQ")  # magic, word_bytes, bucket, zero, n_words, n_changed
+_PLANE = struct.Struct("<QQQQQ")  # n_values, n_gaps, bytes of the frames: gaps low, gaps high, values
+_LEVEL = 1  # zstd; level 3 is not smaller on this data
+_BLOCK = 1 << 15  # values applied at once: their int64 indices stay in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One verified plane as it travels: low and high bytes of the gaps uint8 [n_gaps], new bytes uint8 [n_values]."""
+
+    gaps_low: Bytes
+    gaps_high: Bytes
+    values: Bytes
+    has_fillers: bool
+
+    def blocks(self) -> Iterator[Changes]:
+        """Yield the plane's changes in order, in blocks that fit into a cache."""
+        last, taken = -1, 0
+        for start in range(0, self.gaps_low.size, _BLOCK):
+            steps = _join(self.gaps_low[start : start + _BLOCK], self.gaps_high[start : start + _BLOCK])
+            carries = steps != FILLER if self.has_fillers else None
+            steps += 1 if carries is None else carries  # a filler advances 65535 words, a value one more than its gap
+            indices = np.cumsum(steps, dtype=np.int64)
+            indices += last
+            last = int(indices[-1])
+            if carries is not None:
+                indices = indices[carries]
+            yield Changes(indices, self.values[taken : taken + indices.size])
+            taken += indices.size
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A verified segment: it can be applied to a bucket of exactly ``num_words`` words without any further check."""
+
+    bucket: int
+    word_bytes: int
+    num_words: int
+    num_changed: int  # words
+    planes: tuple[Plane, ...]
+
+
+def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) -> bytes:
+    """Encode what turns ``old`` into ``new``; equal buffers give a segment that changes nothing.
+
+    Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
+    """
+    return pack(difference(old, new, word_bytes), num_words_of(new, word_bytes), bucket=bucket)
+
+
+def pack(changed: Difference, num_words: int, *, bucket: int = 0) -> bytes:
+    """Write a segment from what changed in a bucket of ``num_words``, wherever that was found (a GPU, another bucket)."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
+    heads, frames = [], []
+    for plane in changed.planes:
+        gaps = _gaps(plane.indices)
+        parts = [compressor.compress(part.data) if part.size else b"" for part in (*_split(gaps), plane.values)]
+        heads.append(_PLANE.pack(plane.indices.size, gaps.size, *map(len, parts)))
+        frames.extend(parts)
+    header = _HEADER.pack(MAGIC, len(changed.planes), bucket, 0, num_words, changed.num_changed)
+    return b"".join([header, *heads, *frames])
+
+
+def parse(segment: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Parsed:
+    """Verify a segment against the bucket it is meant for; raises SegmentRefused, and nothing else.
+
+    Memory stays below four times the bucket, whatever the segment says: counts are compared with
+    ``num_words``, and the sizes in the zstd frames with the counts, before anything is decompressed.
+    """
+    data = as_bytes(segment).data
+    plane_heads, num_changed = _parse_header(data, num_words, word_bytes, bucket)
+    decompressor = zstandard.ZstdDecompressor()
+    offset = _HEADER.size + word_bytes * _PLANE.size
+    planes = []
+    for number, (num_values, num_gaps, *lengths) in enumerate(plane_heads):
+        parts = []
+        for length, expected in zip(lengths, (num_gaps, num_gaps, num_values), strict=True):
+            parts.append(read_frame(decompressor, data[offset : offset + length], expected))
+            offset += length
+        planes.append(_verified(Plane(*parts, has_fillers=num_gaps != num_values), num_words, number))
+    return Parsed(bucket, word_bytes, num_words, num_changed, tuple(planes))
+
+
+def apply(parsed: Parsed, target: Readable) -> None:
+    """Write a verified segment into a bucket, in place; applying it again changes nothing.
+
+    Raises ValueError when ``target`` is not writable or not of the segment's size; nothing is written then.
+    """
+    view = as_bytes(target)
+    expected = parsed.num_words * parsed.word_bytes
+    if view.size != expected or not view.flags.writeable:
+        raise ValueError(f"target: a writable buffer of {expected} bytes is needed, got {view.size} bytes")
+    for number, plane in enumerate(parsed.planes):
+        bytes_of_plane = view[number :: parsed.word_bytes]
+        for block in plane.blocks():
+            bytes_of_plane[block.indices] = block.values
+
+
+def squash(parsed: Sequence[Parsed]) -> tuple[bytes, int]:
+    """Merge segments of one bucket, oldest first, into one with the same effect: by index, the later wins.
+
+    Returns the segment and the number of words it changes.
+
+    Raises ValueError when there is none, or they are of different buckets.
+    """
+    if not parsed or len({(p.bucket, p.word_bytes, p.num_words) for p in parsed}) != 1:
+        raise ValueError("squash needs at least one segment, and all of the same bucket")
+    first = parsed[0]
+    planes = [_merge([p.planes[number] for p in parsed]) for number in range(first.word_bytes)]
+    filled = [plane.indices for plane in planes if plane.indices.size]
+    words = np.unique(np.concatenate(filled)).size if len(filled) > 1 else sum(map(len, filled))
+    return pack(Difference(tuple(planes), words), first.num_words, bucket=first.bucket), words
+
+
+def read_frame(decompressor: zstandard.ZstdDecompressor, frame: memoryview, expected: int) -> Bytes:
+    """Decompress one zstd frame of exactly ``expected`` bytes; raises SegmentRefused before it allocates more."""
+    if expected == 0:
+        if len(frame):
+            raise SegmentRefused(f"segment: a frame of {len(frame)} bytes for no data")
+        return np.empty(0, np.uint8)
+    try:
+        declared = zstandard.get_frame_parameters(frame).content_size
+        if declared != expected:
+            raise SegmentRefused(f"segment: a zstd frame declares {declared} bytes, the header says {expected}")
+        data = decompressor.decompress(frame, max_output_size=expected, allow_extra_data=False)
+    except zstandard.ZstdError as err:
+        raise SegmentRefused(f"segment: not a whole zstd frame ({err})") from None
+    if len(data) != expected:
+        raise SegmentRefused(f"segment: a zstd frame holds {len(data)} bytes, the header says {expected}")
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def _gaps(indices: NDArray[np.int64]) -> NDArray[np.uint16]:
+    """Return the unchanged words before each index, as u16 with fillers for what does not fit."""
+    gaps = np.empty_like(indices)
+    gaps[:1] = indices[:1]
+    np.subtract(indices[1:], indices[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    if not gaps.size or int(gaps.max()) < FILLER:
+        return gaps.astype(np.uint16)
+    fillers, rest = np.divmod(gaps, FILLER)
+    ends = np.cumsum(fillers + 1) - 1
+    filled = np.full(int(ends[-1]) + 1, FILLER, dtype=np.uint16)
+    filled[ends] = rest
+    return filled
+
+
+def _split(gaps: NDArray[np.uint16]) -> tuple[Bytes, Bytes]:
+    return gaps.astype(np.uint8), (gaps >> 8).astype(np.uint8)
+
+
+def _join(low: Bytes, high: Bytes) -> NDArray[np.uint16]:
+    gaps = high.astype(np.uint16)
+    gaps <<= 8
+    gaps |= low
+    return gaps
+
+
+def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int) -> tuple[list[tuple[int, ...]], int]:
+    if len(data) < _HEADER.size:
+        raise SegmentRefused(f"segment: {len(data)} bytes are too few for a header")
+    magic, found_word, found_bucket, zero, found_words, num_changed = _HEADER.unpack_from(data)
+    found = (magic, found_word, found_bucket, zero, found_words)
+    expected = (MAGIC, word_bytes, bucket, 0, num_words)
+    if found != expected:
+        raise SegmentRefused(f"segment: magic, word bytes, bucket, zero, words are {found}, expected {expected}")
+    if len(data) < _HEADER.size + word_bytes * _PLANE.size:
+        raise SegmentRefused(f"segment: {len(data)} bytes are too few for {word_bytes} planes")
+    heads = [_PLANE.unpack_from(data, _HEADER.size + plane * _PLANE.size) for plane in range(word_bytes)]
+    for num_values, num_gaps, *_ in heads:
+        if num_values > num_words or not num_values <= num_gaps <= num_values + num_words // FILLER:
+            raise SegmentRefused(f"segment: {num_values} values and {num_gaps} gaps for {num_words} words")
+    total = _HEADER.size + word_bytes * _PLANE.size + sum(sum(head[2:]) for head in heads)
+    if total != len(data):
+        raise SegmentRefused(f"segment: has {len(data)} bytes, its header promises {total}")
+    counts = [head[0] for head in heads]
+    if not max(counts) <= num_changed <= min(sum(counts), num_words):
+        raise SegmentRefused(f"segment: {num_changed} changed words cannot have {counts} changed bytes by plane")
+    return heads, num_changed
+
+
+def _verified(plane: Plane, num_words: int, number: int) -> Plane:
+    """Check fillers and the last index; indices increase strictly because a gap cannot be negative."""
+    num_gaps, num_values = plane.gaps_low.size, plane.values.size
+    if num_gaps and plane.gaps_low[-1] == 255 and plane.gaps_high[-1] == 255:
+        raise SegmentRefused(f"segment: plane {number} ends with a filler")
+    fillers = 0
+    if num_gaps and int(plane.gaps_high.max()) == 255:
+        fillers = int(np.count_nonzero((plane.gaps_high == 255) & (plane.gaps_low == 255)))
+    if fillers != num_gaps - num_values:
+        raise SegmentRefused(f"segment: plane {number} has {fillers} fillers, its counts say {num_gaps - num_values}")
+    sum_low, sum_high = int(plane.gaps_low.sum(dtype=np.uint64)), int(plane.gaps_high.sum(dtype=np.uint64))
+    last = sum_low + 256 * sum_high + num_values - 1
+    if last >= num_words:
+        raise SegmentRefused(f"segment: plane {number} reaches word {last}, the bucket has {num_words}")
+    return plane
+
+
+def _merge(planes: Sequence[Plane]) -> Changes:
+    blocks = [block for plane in planes for block in plane.blocks()]
+    if not blocks:
+        return Changes(np.empty(0, np.int64), np.empty(0, np.uint8))
+    indices = np.concatenate([block.indices for block in blocks])
+    values = np.concatenate([block.values for block in blocks])
+    order = np.argsort(indices, kind="stable")  # a timsort: the runs are sorted already
+    indices = indices[order]
+    last = np.append(indices[1:] != indices[:-1], True)
+    return Changes(indices[last], values[order[last]])

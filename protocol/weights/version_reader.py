@@ -1,0 +1,168 @@
+"""Reads versions from the object store: manifests, plans, and the raw buckets that a plan leads to.
+
+A mirror, a resuming trainer and `penstock weights export` all read through here. Nothing is believed:
+manifests and segments are verified against their sha256, segments are parsed whole before a byte is
+written, and `finish` compares the result with the target's xxh3 and root.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.protocol.errors import (
+    BlobCorrupt,
+    BlobMissing,
+    ChainBroken,
+    MalformedFact,
+    MalformedWeights,
+    SegmentRefused,
+    StateMismatch,
+)
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights import bucket_codec
+from penstock.protocol.weights.layout import WeightLayout, shard_header
+from penstock.protocol.weights.manifest import BucketState, VersionManifest
+from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
+from penstock.protocol.weights.patch_segment import Bytes, as_bytes
+
+UNUSABLE = (BlobMissing, BlobCorrupt, ChainBroken, MalformedFact, MalformedWeights, SegmentRefused, StateMismatch)
+PARALLEL_BUCKETS = 4  # fetched and applied side by side; each costs about twice its raw size while it is
+_MANIFESTS_KEPT = 600
+
+
+class WeightReader:
+    """Reads one run's versions. Thread-safe; errors are those of `UNUSABLE`, or of a store that is away."""
+
+    def __init__(self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0) -> None:
+        """``cache_bytes`` of segments are kept in memory, for whoever applies each to a second copy."""
+        self.num_bytes = 0  # of weights, fetched so far
+        self._blobs = blobs
+        self._run_id = run_id
+        self._cache_bytes = cache_bytes
+        self._cache: OrderedDict[str, bytes] = OrderedDict()
+        self._manifests: OrderedDict[str, VersionManifest] = OrderedDict()
+        self._layouts: dict[str, WeightLayout] = {}
+        self._lock = threading.Lock()
+
+    def manifest(self, ref: BlobRef, version: PolicyVersion) -> VersionManifest:
+        """Return the manifest of a version of this run; raises ChainBroken when it is another's."""
+        found = self._manifests.get(ref.sha256)
+        if found is None:
+            found = VersionManifest.from_json(self._blobs.get(ref))
+        if (found.run_id, found.version) != (self._run_id, version):
+            raise ChainBroken(
+                f"version {version} of run {self._run_id}: its manifest {ref.key} is of version {found.version} "
+                f"of run {found.run_id}"
+            )
+        with self._lock:
+            self._manifests[ref.sha256] = found
+            while len(self._manifests) > _MANIFESTS_KEPT:
+                self._manifests.popitem(last=False)
+        return found
+
+    def base(self, adapter: VersionManifest) -> VersionManifest:
+        """Return the manifest of the model that an adapter sits upon; raises ChainBroken when it is another's."""
+        assert adapter.base is not None
+        found = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
+        verify_base(adapter, found)
+        return found
+
+    def layout(self, manifest: VersionManifest) -> WeightLayout:
+        """Return where the tensors of a version lie; raises ChainBroken when its buckets are not the manifest's."""
+        found = self._layouts.get(manifest.layout_id)
+        if found is None:
+            found = WeightLayout.from_json(self._blobs.get(manifest.layout))
+            self._layouts[manifest.layout_id] = found
+        if [bucket.num_words for bucket in found.buckets] != [bucket.num_words for bucket in manifest.buckets]:
+            raise ChainBroken(f"version {manifest.version}: its buckets are not those of its layout")
+        return found
+
+    def plan(self, target: VersionManifest, held: Held | None) -> CatchUp:
+        """Return the cheapest way from what is held to a version, fetching the manifests on it."""
+        while True:
+            step = plan_catch_up(target, self._manifests, held)
+            if isinstance(step, CatchUp):
+                return step
+            assert isinstance(step, FetchManifest)
+            self.manifest(step.ref, step.version)
+
+    def apply(self, plan: CatchUp, number: int, raw: Bytes) -> None:
+        """Bring one raw bucket to the plan's target, in place; the caller compares the result.
+
+        Every change is fetched and verified before the first byte is written.
+        """
+        bucket = self.layout(plan.target).buckets[number]
+        steps = [(state, self._stored(manifest, state)) for manifest, state in plan.changes_of(number)]
+        changes = [
+            as_bytes(data)[self._header_bytes(plan, number, data) :]
+            if state.codec == "safetensors"
+            else bucket_codec.parse(
+                state.codec, data, num_words=bucket.num_words, word_bytes=bucket.word_bytes, bucket=number
+            )
+            for state, data in steps
+        ]
+        for change in changes:
+            if isinstance(change, bucket_codec.Parsed | bucket_codec.ParsedRaw):
+                bucket_codec.apply(change, raw)
+            else:
+                raw[:] = change
+
+    def bring(self, plan: CatchUp, number: int, raw: Bytes) -> None:
+        """Bring one raw bucket to the plan's target and prove it; from the anchor, when what was there is wrong.
+
+        A bucket that rotted, or was based on something else, is found by its xxh3 and built anew. Raises
+        StateMismatch when that does not help either: the version itself is wrong.
+        """
+        expected = plan.target.buckets[number].new_xxh3
+        self.apply(plan, number, raw)
+        if bucket_codec.bucket_xxh3(raw) == expected:
+            return
+        if plan.anchor is None:
+            self.apply(self.plan(plan.target, None), number, raw)
+        if (found := bucket_codec.bucket_xxh3(raw)) != expected:
+            raise StateMismatch(
+                f"version {plan.target.version}: bucket {number} has xxh3 {found}, its manifest promised {expected}"
+            )
+
+    def _stored(self, manifest: VersionManifest, state: BucketState) -> bytes:
+        stored = state.stored
+        assert stored is not None
+        with self._lock:
+            if (kept := self._cache.get(stored.sha256)) is not None:
+                return kept
+        blob = manifest.stored_blob(stored)
+        data = self._blobs.get_range(blob, stored.offset, stored.size_bytes, stored.sha256)
+        with self._lock:
+            self.num_bytes += len(data)
+            if state.codec != "safetensors":
+                self._keep(stored.sha256, data)
+        return data
+
+    def _keep(self, sha256: str, data: bytes) -> None:
+        self._cache[sha256] = data
+        while self._cache and sum(map(len, self._cache.values())) > self._cache_bytes:
+            self._cache.popitem(last=False)
+
+    def _header_bytes(self, plan: CatchUp, number: int, data: bytes) -> int:
+        header = shard_header(self.layout(plan.target).buckets[number])
+        if data[: len(header)] != header or len(data) != len(header) + self._raw_bytes(plan, number):
+            raise StateMismatch(f"version {plan.target.version}: the anchor of bucket {number} is not of its layout")
+        return len(header)
+
+    def _raw_bytes(self, plan: CatchUp, number: int) -> int:
+        return self.layout(plan.target).buckets[number].num_bytes
+
+
+def for_buckets(numbers: Sequence[int], action: Callable[[int], None]) -> None:
+    """Do something for buckets side by side; raises the first error, after all that were begun have ended."""
+    if len(numbers) == 1:
+        action(numbers[0])
+        return
+    with ThreadPoolExecutor(PARALLEL_BUCKETS, thread_name_prefix="bucket") as pool:
+        for done in [pool.submit(action, number) for number in numbers]:
+            done.result()

@@ -1,0 +1,210 @@
+"""What the HTTP API takes and answers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from secrets import token_hex
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
+from penstock.reward_service.endpoints.endpoint_queue import LiveFigures
+from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.wire import GroupToScore
+from penstock.reward_service.scores import GroupScores, Outcome
+
+_SPEC_FIELDS = frozenset(EndpointSpec.model_fields)
+
+
+class Refusal(BaseModel):
+    """Why a request was refused."""
+
+    detail: str
+
+
+class Registration(EndpointSpec):
+    """An endpoint to register. Its secrets are stored apart and never shown again."""
+
+    replace: bool = Field(False, description="Take the name over from whoever has it: a new version, or another place.")
+    secrets: Annotated[tuple[SecretStr, ...], Field(max_length=2)] = Field(
+        (), description="Signing keys whsec_...; with two, requests carry both signatures, so that keys can be changed."
+    )
+    api_key: SecretStr = Field(SecretStr(""), max_length=4096, description="Sent to it as Authorization: Bearer.")
+
+    @field_validator("secrets")
+    @classmethod
+    def _usable(cls, value: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for secret in value:
+            signature.key_bytes(secret.get_secret_value())
+        return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _fits_a_header(cls, value: SecretStr) -> SecretStr:
+        if any(not "!" <= letter <= "~" for letter in value.get_secret_value()):
+            raise ValueError("an API key is printable ASCII without spaces")
+        return value
+
+    def endpoint(self, *, owner: str) -> Endpoint:
+        """Return what is kept and shown."""
+        given = {name: getattr(self, name) for name in _SPEC_FIELDS}
+        return Endpoint(**{**given, "owner": owner}, secret_id=token_hex(8) if self.confidence() else "")
+
+    def confidence(self) -> EndpointSecrets:
+        """Return what is kept apart."""
+        return EndpointSecrets(
+            tuple(secret.get_secret_value() for secret in self.secrets), self.api_key.get_secret_value()
+        )
+
+
+class EndpointRecord(BaseModel):
+    """A registered endpoint, and how it does as seen from this replica."""
+
+    endpoint: Endpoint
+    live: LiveFigures
+
+
+class LeaseRenewal(BaseModel):
+    """Who renews: only the version at the URL that is registered can."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: str = Field(max_length=100)
+    url: str = Field(max_length=2000)
+
+
+class Lease(BaseModel):
+    """How long the registration now lasts; null: for good."""
+
+    lease_s: float | None
+
+
+class RewardRecord(BaseModel):
+    """A reward that tasks may ask for."""
+
+    name: str
+    kind: str
+    description: str
+
+
+class RewardList(BaseModel):
+    """All rewards, and which of them fits which data set."""
+
+    rewards: list[RewardRecord]
+    by_source: dict[str, str]
+
+
+class Failure(BaseModel):
+    """Why a group could not be scored; ``permanent`` failures are not tried again."""
+
+    reason: str
+    detail: str
+    permanent: bool
+
+
+class CompletionScore(BaseModel):
+    """The score of one completion."""
+
+    score: float
+    parts: dict[str, float]
+
+
+class ScoredByHand(BaseModel):
+    """One group: its scores and who gave them, or why there are none."""
+
+    group_id: str
+    scorer: str | None = None
+    scores: list[CompletionScore] = []
+    error: Failure | None = None
+
+
+class Spread(BaseModel):
+    """How the scores lie; a reward that says the same of everything teaches nothing."""
+
+    num_scores: int
+    num_errors: int = Field(description="Groups without a score.")
+    mean: float | None = None
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    num_distinct: int = 0
+    warning: str = ""
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Spread:
+        """Look at all scores of all groups."""
+        scored = [outcome for outcome in outcomes if isinstance(outcome, GroupScores)]
+        values = [reward for outcome in scored for reward in outcome.rewards]
+        num_errors = len(outcomes) - len(scored)
+        if not values:
+            return cls(num_scores=0, num_errors=num_errors, warning="nothing was scored")
+        distinct = len(set(values))
+        same = f"all {len(values)} scores are {values[0]:g}: such a reward teaches nothing"
+        return cls(
+            num_scores=len(values),
+            num_errors=num_errors,
+            mean=statistics.fmean(values),
+            std=statistics.pstdev(values),
+            min=min(values),
+            max=max(values),
+            num_distinct=distinct,
+            warning=same if distinct == 1 and len(values) > 1 else "",
+        )
+
+
+class GroupByHand(GroupToScore):
+    """A group that somebody wants to see scored."""
+
+    completion_tokens: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[], description="How many tokens each completion has, for rewards of length; none: unknown."
+    )
+
+    @model_validator(mode="after")
+    def _one_each(self) -> GroupByHand:
+        if self.completion_tokens and len(self.completion_tokens) != len(self.completions):
+            raise ValueError(
+                f"{len(self.completion_tokens)} completion_tokens for {len(self.completions)} completions; give one for "
+                "each, or none"
+            )
+        return self
+
+
+class ScoreByHand(BaseModel):
+    """What is to be scored, and by which reward."""
+
+    reward: str = Field(description="The reward's name.")
+    groups: list[GroupByHand] = Field(min_length=1, max_length=1024)
+
+
+class ScoreAnswer(BaseModel):
+    """The outcome of every group, in the order they were sent, and how the scores lie."""
+
+    ok: bool
+    results: list[ScoredByHand]
+    spread: Spread
+
+    @classmethod
+    def of(cls, group_ids: Sequence[str], outcomes: Sequence[Outcome]) -> ScoreAnswer:
+        """Show outcomes to a person."""
+        results = [_by_hand(group_id, outcome) for group_id, outcome in zip(group_ids, outcomes, strict=True)]
+        return cls(ok=all(result.error is None for result in results), results=results, spread=Spread.of(outcomes))
+
+
+class TestRequest(BaseModel):
+    """Rows to try an endpoint with; example rows when there are none."""
+
+    groups: Annotated[list[GroupToScore], Field(max_length=1024)] = []
+
+
+def _by_hand(group_id: str, outcome: Outcome) -> ScoredByHand:
+    if isinstance(outcome, GroupScores):
+        scores = [
+            CompletionScore(score=reward, parts={name: values[i] for name, values in outcome.parts.items()})
+            for i, reward in enumerate(outcome.rewards)
+        ]
+        return ScoredByHand(group_id=group_id, scorer=outcome.scorer, scores=scores)
+    failure = Failure(reason=outcome.reason, detail=str(outcome), permanent=outcome.permanent)
+    return ScoredByHand(group_id=group_id, error=failure)

@@ -1,0 +1,1 @@
+"""Registered HTTP reward endpoints: registry, queue, breaker, call, dialects; may import scores and errors."""

@@ -1,0 +1,105 @@
+"""Who may do what with the API: tokens, their roles, and whose an endpoint is. Pure.
+
+| role | may |
+|---|---|
+| `read` | look: endpoints, rewards, figures, metrics |
+| `register` | that, score and test, and register, renew, drain and remove endpoints of its own |
+| `admin` | that, with everybody's endpoints |
+
+A token has a name; endpoints belong to the name that registered them. Without any token (loopback only)
+everybody on this machine is admin, but nobody can leave a secret here: who could take over the name of an
+endpoint could have its requests sent elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.errors import NotAllowed
+
+_MIN_CHARS = 16  # what a person types by heart is guessed
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+class Role(IntEnum):
+    """What a caller may do; a higher one may do all that a lower one may."""
+
+    READ = 1
+    REGISTER = 2
+    ADMIN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks."""
+
+    name: str
+    role: Role
+    has_token: bool = True
+
+    def check_owns(self, endpoint: Endpoint) -> None:
+        """Raise NotAllowed unless the endpoint is the caller's, or the caller is admin."""
+        if self.role is not Role.ADMIN and endpoint.owner != self.name:
+            raise NotAllowed(f"endpoint {endpoint.name!r} belongs to {endpoint.owner!r}, and you are {self.name!r}")
+
+
+ANYBODY = Caller("", Role.ADMIN, has_token=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    digest: bytes
+    caller: Caller
+
+
+class Access:
+    """The tokens of one service; only digests of them are kept."""
+
+    def __init__(self, tokens: Sequence[tuple[str, Role, str]]) -> None:
+        """``tokens``: name, role and token of each caller; none at all opens everything to everybody."""
+        self._tokens = [_Token(_digest(token), Caller(name, role)) for name, role, token in tokens]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no token is asked for."""
+        return not self._tokens
+
+    def caller(self, token: str | None) -> Caller | None:
+        """Return whose token this is, comparing with every token in constant time; None for nobody's."""
+        if self.is_open:
+            return ANYBODY
+        given, found = _digest(token or ""), None
+        for known in self._tokens:
+            if hmac.compare_digest(known.digest, given):
+                found = known.caller
+        return found
+
+
+def read_tokens(text: str) -> list[tuple[str, Role, str]]:
+    """Read lines ``NAME ROLE TOKEN``; empty lines and those that begin with # count for nothing.
+
+    Raises ValueError naming the line, never what stands in it.
+    """
+    found: list[tuple[str, Role, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 3 or words[1].upper() not in Role.__members__ or not _NAME.fullmatch(words[0]):
+            raise ValueError(f"line {number} is not NAME ROLE TOKEN, with a role of read, register or admin")
+        if len(words[2]) < _MIN_CHARS:
+            raise ValueError(f"line {number}: the token has fewer than {_MIN_CHARS} characters")
+        if any(words[0] == name for name, _, _ in found):
+            raise ValueError(f"line {number}: {words[0]} has a token already")
+        found.append((words[0], Role[words[1].upper()], words[2]))
+    return found
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

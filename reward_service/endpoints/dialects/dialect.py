@@ -1,0 +1,76 @@
+"""What a dialect is: how groups become the body of a request, and how an answer becomes scores. Pure.
+
+A dialect is a frozen model whose fields are the options a registration may give it (``options``), so
+that an option it does not know is refused at the door. To add one: a file here with a subclass, and
+a line in `spoken.py`. Everything else is the client's: deadlines, tries, signatures, the size of an
+answer, and, after `Dialect.read`, the number of scores, their range and the parts that were promised.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one HTTP request asks: the reward's name, an id that all tries of it share, and the groups."""
+
+    reward: str
+    request_id: str
+    groups: Sequence[GroupToScore]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The body of a POST, and what kind it is."""
+
+    body: bytes
+    content_type: str = "application/json"
+
+
+class BadAnswer(ValueError):
+    """The answer is not what the dialect says; the text says where, for the person who wrote the endpoint."""
+
+
+class Dialect(BaseModel, ABC):
+    """One way to ask an endpoint. Subclasses add their options as fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    carries: ClassVar[Literal["groups", "group", "completion"]] = "groups"
+    """What fits into one request: any number of groups, one group, or one completion.
+
+    The client cuts accordingly: with ``completion`` every call has one group with one completion,
+    and the scores are joined to their groups afterwards.
+    """
+
+    @abstractmethod
+    def request(self, call: Call) -> Payload:
+        """Return the body that asks for the scores of the call's groups."""
+
+    @abstractmethod
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        """Return the scores of every group of the call, in order; a score without a number carries its error.
+
+        Raises BadAnswer when the answer is not what the dialect says. Never invent a number here: what is
+        missing is a `Score` with an ``error``.
+        """
+
+
+def read_json(model: type[M], answer: bytes) -> M:
+    """Validate an answer as JSON; raises BadAnswer naming the first field that does not fit."""
+    try:
+        return model.model_validate_json(answer)
+    except ValidationError as err:
+        first = err.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise BadAnswer(f"does not answer as agreed: {where}: {first['msg']}") from None

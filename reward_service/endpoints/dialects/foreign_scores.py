@@ -1,0 +1,84 @@
+"""What foreign endpoints answer, read as scores: numbers, null, objects that hold numbers. Pure.
+
+Libraries whose reward is a Python function let it return a number, a bool, or a dict with a number and
+more about it. As JSON these are the shapes below; every refusal names the place in the answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import JsonValue, TypeAdapter, ValidationError
+
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer
+from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
+
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
+_MAX_PART_NAME = 64
+
+
+def parse(answer: bytes) -> JsonValue:
+    """Return an answer as JSON; raises BadAnswer."""
+    try:
+        return _JSON.validate_json(answer)
+    except ValidationError as err:
+        raise BadAnswer(f"answers what is not JSON: {err.errors()[0]['msg']}") from None
+
+
+def number(value: object, where: str) -> float:
+    """Return a finite number (a bool counts as 0 or 1, as in Python); raises BadAnswer naming the place."""
+    if not isinstance(value, int | float):
+        raise BadAnswer(f"answers {where} = {_short(value)}, which is no number")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise BadAnswer(f"answers {where} = {_short(value)}, which is not finite")
+    return found
+
+
+def score_of(value: object, where: str, *, key: str = "score") -> Score:
+    """Return the score that is a number, null, or an object with a number under ``key`` and parts beside it.
+
+    Null means that there is no score. Raises BadAnswer for anything else.
+    """
+    if value is None:
+        return Score(error=f"answers {where} = null: it does not score this completion")
+    if not isinstance(value, Mapping):
+        return Score(score=number(value, where))
+    if key not in value:
+        raise BadAnswer(f"answers an object without {key!r} at {where}: its keys are {', '.join(value)[:100]}")
+    if value[key] is None:
+        return Score(error=f"answers {where}.{key} = null: it does not score this completion")
+    return Score(score=number(value[key], f"{where}.{key}"), parts=parts_of(value, where, without=key))
+
+
+def parts_of(value: Mapping[str, Any], where: str, *, without: str = "") -> dict[str, float]:
+    """Return the numbers of an object as parts, the first of them when there are too many; texts and lists are no parts.
+
+    Raises BadAnswer for a number that is not finite.
+    """
+    named = [(name, item) for name, item in value.items() if name and name != without and isinstance(item, int | float)]
+    return {name[:_MAX_PART_NAME]: number(item, f"{where}.{name}") for name, item in named[:MAX_PARTS]}
+
+
+def list_of(value: object, size: int, where: str) -> Sequence[Any]:
+    """Return a list of the right length; raises BadAnswer."""
+    if not isinstance(value, list):
+        raise BadAnswer(f"answers {where} = {_short(value)}, which is no list")
+    if len(value) != size:
+        raise BadAnswer(f"answers {len(value)} values at {where} for {size} completions")
+    return value
+
+
+def cut(scores: Sequence[Score], groups: Sequence[GroupToScore]) -> list[list[Score]]:
+    """Cut the scores of all completions in order into those of every group."""
+    rest = iter(scores)
+    return [[next(rest) for _ in group.completions] for group in groups]
+
+
+def _short(value: object) -> str:
+    return str(value)[:60] if not isinstance(value, str) else repr(value[:60])

@@ -1,0 +1,27 @@
+"""Our own dialect: a batch of groups in, every group's scores out, in any order."""
+
+from __future__ import annotations
+
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload, read_json
+from penstock.reward_service.endpoints.wire import Score, ScoreRequest, ScoreResponse
+
+
+class PenstockDialect(Dialect):
+    """`ScoreRequest` and `ScoreResponse` of `reward_service/endpoints/wire.py`; it has no options."""
+
+    def request(self, call: Call) -> Payload:
+        """Return a `ScoreRequest` as JSON."""
+        request = ScoreRequest(request_id=call.request_id, reward=call.reward, groups=list(call.groups))
+        return Payload(request.model_dump_json().encode())
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        """Match the results to the groups; raises BadAnswer when they are not exactly those that were sent."""
+        response = read_json(ScoreResponse, answer)
+        results = {result.group_id: result.scores for result in response.results}
+        sent = [group.group_id for group in call.groups]
+        if len(results) != len(response.results) or set(results) != set(sent):
+            raise BadAnswer(
+                f"{len(sent)} groups were sent ({', '.join(sent[:3])}...), results came for {len(response.results)} "
+                f"({', '.join(result.group_id for result in response.results[:3])}...)"
+            )
+        return [results[group_id] for group_id in sent]

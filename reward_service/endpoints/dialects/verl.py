@@ -1,0 +1,60 @@
+"""verl's ``compute_score`` over HTTP: its keyword arguments as a JSON object, its return value as JSON.
+
+verl itself calls a Python function and knows no wire; these are the arguments its reward managers give
+(``verl/workers/reward_manager``: ``naive`` and ``batch``), so that a server is one line around the function:
+``compute_score(**await request.json())``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar, Literal
+
+from penstock.reward_service.endpoints.dialects import foreign_scores
+from penstock.reward_service.endpoints.dialects.dialect import Call, Dialect, Payload
+from penstock.reward_service.endpoints.wire import Score
+
+
+class VerlDialect(Dialect):
+    """One ``compute_score(data_source, solution_str, ground_truth, extra_info)``; it has no options."""
+
+    carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
+
+    def request(self, call: Call) -> Payload:
+        """Return the arguments for one completion."""
+        (group,) = call.groups
+        (text,) = group.completions
+        body = {
+            "data_source": group.data_source,
+            "solution_str": text,
+            "ground_truth": group.ground_truth,
+            "extra_info": group.extra_info,
+        }
+        return Payload(json.dumps(body).encode())
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        """Read a number, or an object with ``score``; its other numbers are parts."""
+        return [[foreign_scores.score_of(foreign_scores.parse(answer), "body")]]
+
+
+class VerlBatchDialect(Dialect):
+    """One ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)``; it has no options."""
+
+    def request(self, call: Call) -> Payload:
+        """Return the arguments for all completions of the call: four lists of one length."""
+        rows = [(group, text) for group in call.groups for text in group.completions]
+        body = {
+            "data_sources": [group.data_source for group, _ in rows],
+            "solution_strs": [text for _, text in rows],
+            "ground_truths": [group.ground_truth for group, _ in rows],
+            "extra_infos": [group.extra_info for group, _ in rows],
+        }
+        return Payload(json.dumps(body).encode())
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        """Read a list of what `VerlDialect` reads."""
+        size = sum(len(group.completions) for group in call.groups)
+        found = foreign_scores.list_of(foreign_scores.parse(answer), size, "body")
+        return foreign_scores.cut(
+            [foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(found)], call.groups
+        )

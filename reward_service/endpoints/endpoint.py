@@ -1,0 +1,94 @@
+"""A registered endpoint: where it is, how it wants to be asked, and what may be asked of it."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from penstock.protocol.facts import Finite
+from penstock.reward_service.endpoints.dialects.dialect import Dialect
+from penstock.reward_service.endpoints.dialects.spoken import DialectName, speak
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
+
+
+class EndpointSpec(BaseModel):
+    """A reward by HTTP: where it is, and how it wants to be called."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=NAME_PATTERN, description="The reward name that tasks ask for.")
+    version: str = Field("1", max_length=100, description="What the scored groups say about who scored them.")
+    url: str = Field(max_length=2000, description="Where groups are posted to; http or https.")
+    dialect: DialectName = Field(DialectName.PENSTOCK, description="How it wants to be asked.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="What its dialect may be told.")
+    timeout_s: float = Field(30.0, gt=0, le=3600, description="Longest one call may take, its tries included, in s.")
+    retries: int = Field(3, ge=0, le=20, description="Further tries of a call after no connection, 429 or 5xx.")
+    concurrency: int = Field(8, ge=1, le=1024, description="Calls of one replica under way at the same time.")
+    batch_size: int = Field(16, ge=1, le=1024, description="Most groups in one call.")
+    rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Calls of one replica a second; null: any.")
+    hedge_after_s: float | None = Field(
+        None, gt=0, le=3600, description="Ask a second time when no answer came for so long, and take the first one."
+    )
+    min_score: Finite = Field(-1e6, description="A score below is nonsense, and an error.")
+    max_score: Finite = Field(1e6, description="A score above is nonsense, and an error.")
+    data_sources: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = Field(
+        (), max_length=100, description="Data sets whose rows it scores when their reward is `auto`."
+    )
+    needs_ground_truth: bool = Field(False, description="A row without a ground truth is refused without a call.")
+    returns_parts: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(
+        (), max_length=32, description="Parts that every score has; an answer without one of them is nonsense."
+    )
+    health_url: str | None = Field(
+        None,
+        max_length=2000,
+        description="Asked with GET every few seconds; the endpoint is left alone while it fails.",
+    )
+    lease_s: float | None = Field(
+        None, ge=1, le=3600, description="Out of service when not renewed for so long; null: registered for good."
+    )
+    owner: str = Field("", max_length=100, description="Whose it is: the name of the token that registered it.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EndpointSpec:
+        if self.min_score > self.max_score:
+            raise ValueError(f"min_score {self.min_score} is above max_score {self.max_score}")
+        try:
+            speak(self.dialect, self.options)
+        except ValidationError as err:
+            first = err.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"options of dialect {self.dialect}: {where}: {first['msg']}") from None
+        return self
+
+
+class Endpoint(EndpointSpec):
+    """A registered endpoint, as it is kept and shown."""
+
+    secret_id: str = Field("", max_length=64, description="Changes with its secrets; empty when it has none.")
+
+    @cached_property
+    def speaker(self) -> Dialect:
+        """Its dialect, with its options."""
+        return speak(self.dialect, self.options)
+
+    @property
+    def scorer(self) -> str:
+        """How scored groups name this endpoint."""
+        return f"{self.name}@{self.version}"
+
+    @property
+    def has_secrets(self) -> bool:
+        """Whether its requests are signed or carry an API key."""
+        return bool(self.secret_id)
+
+    @property
+    def place(self) -> str:
+        """A short name of this version at this URL."""
+        return hashlib.sha256(f"{self.version}\n{self.url}".encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.version, self.url))

@@ -1,0 +1,179 @@
+"""One call of an endpoint: several tries, maybe a second try in parallel, one deadline, and no belief in the answer.
+
+Tried again is what may pass by itself: no connection, 429, 5xx. The pause before a try is random between
+nothing and a bound that doubles (full jitter), or what ``Retry-After`` says, if that is longer. A hang is
+not tried again here: it has used up its time, and the group comes again anyway. All tries of a call carry
+one idempotency key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Payload
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_http import Answer, EndpointHttp, NoAnswer
+from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, ScoreRefused
+from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.scores import GroupScores, Outcome
+
+_PAUSE_S = 0.2  # bound of the pause before the second try; doubled each time
+_LONGEST_PAUSE_S = 10.0
+_RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MAX_TEXT = 300
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """What the calls of an endpoint cost in requests."""
+
+    requests: int = 0
+    retries: int = 0
+    hedges: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Calls one version of one endpoint."""
+
+    endpoint: Endpoint
+    secrets: EndpointSecrets
+    http: EndpointHttp
+    counts: CallCounts
+
+    async def ask(self, groups: Sequence[GroupToScore], *, attempt: int) -> list[Outcome]:
+        """Return an outcome for every group; raises RewardError for what befell the whole call."""
+        endpoint = self.endpoint
+        call = Call(endpoint.name, request_id(endpoint, groups, attempt), groups)
+        answer = await self._within_deadline(call, endpoint.speaker.request(call))
+        try:
+            scores = endpoint.speaker.read(call, answer)
+        except BadAnswer as err:
+            said = answer[:_MAX_TEXT].decode("utf-8", "replace")
+            raise EndpointNonsense(f"{self._who} {err} (dialect {endpoint.dialect}); it says {said!r}") from None
+        return [outcome(endpoint, group, found) for group, found in zip(groups, scores, strict=True)]
+
+    @property
+    def _who(self) -> str:
+        return f"endpoint {self.endpoint.name} ({self.endpoint.url})"
+
+    async def _within_deadline(self, call: Call, payload: Payload) -> bytes:
+        problems: list[str] = []
+        try:
+            async with asyncio.timeout(self.endpoint.timeout_s):
+                return await self._tries(call, payload, problems)
+        except TimeoutError:
+            earlier = f"; before that: {problems[-1]}" if problems else ""
+            raise EndpointFailed(f"{self._who} gave no answer within {self.endpoint.timeout_s:g} s{earlier}") from None
+        except EndpointNonsense as err:
+            raise EndpointNonsense(f"endpoint {self.endpoint.name}: {err}") from None
+
+    async def _tries(self, call: Call, payload: Payload, problems: list[str]) -> bytes:
+        for number in range(1 + self.endpoint.retries):
+            if number:
+                self.counts.retries += 1
+            try:
+                answer = await self._maybe_hedged(call, payload)
+            except NoAnswer as err:
+                problems.append(f"no answer ({err})")
+                pause_s = 0.0
+            else:
+                if answer.status == 200:
+                    return answer.body
+                problems.append(f"HTTP {answer.status}: {answer.body[:_MAX_TEXT].decode('utf-8', 'replace')}")
+                if answer.status not in _RETRY_STATUS:
+                    raise EndpointFailed(f"{self._who}: {problems[-1]}", refused=400 <= answer.status < 500)
+                pause_s = retry_after_s(answer.headers)
+            if number < self.endpoint.retries:
+                jitter_s = random.uniform(0.0, min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))  # noqa: S311 no secret
+                await asyncio.sleep(max(pause_s, jitter_s))
+        raise EndpointFailed(f"{self._who}: {problems[-1]}")
+
+    async def _maybe_hedged(self, call: Call, payload: Payload) -> Answer:
+        """Ask once; when no answer came within ``hedge_after_s``, ask once more and take the first good answer."""
+        if self.endpoint.hedge_after_s is None:
+            return await self._post(call, payload)
+        asked = {asyncio.create_task(self._post(call, payload))}
+        try:
+            done, asked = await asyncio.wait(asked, timeout=self.endpoint.hedge_after_s)
+            if not done:
+                self.counts.hedges += 1
+                asked.add(asyncio.create_task(self._post(call, payload)))
+            while asked:
+                more, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                done |= more
+                if any(task.exception() is None and task.result().status == 200 for task in more):
+                    break
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        good = [task for task in done if task.exception() is None]
+        best = next((task for task in good if task.result().status == 200), good[0] if good else done.pop())
+        return best.result()
+
+    async def _post(self, call: Call, payload: Payload) -> Answer:
+        self.counts.requests += 1
+        headers = {
+            "content-type": payload.content_type,
+            "accept": "application/json",
+            "idempotency-key": call.request_id,
+        }
+        if self.secrets.api_key:
+            headers["authorization"] = f"Bearer {self.secrets.api_key}"
+        if self.secrets.signing:
+            headers |= signature.headers(
+                self.secrets.signing, message_id=call.request_id, timestamp=int(time.time()), body=payload.body
+            )
+        return await self.http.send("POST", self.endpoint.url, body=payload.body, headers=headers)
+
+
+def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> str:
+    """Name a call, so that an endpoint which kept its answer may give it again to a repeated try."""
+    digest = hashlib.sha256(f"{endpoint.scorer}\n{attempt}\n".encode())
+    for group in groups:
+        digest.update(group.model_dump_json().encode())
+    return digest.hexdigest()[:32]
+
+
+def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
+    """Turn the scores of one group into its rewards, or into the error that says what is wrong with them."""
+    who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
+    if len(scores) != len(group.completions):
+        return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
+    verdicts = []
+    for number, score in enumerate(scores):
+        if score.score is None or score.error is not None:
+            return ScoreRefused(f"{who}, completion {number}: {(score.error or 'score is null')[:_MAX_TEXT]}")
+        problem = _wrong_with(endpoint, score.score, score.parts)
+        if problem:
+            return EndpointNonsense(f"{who}, completion {number}: {problem}")
+        verdicts.append(Verdict(score.score, score.parts))
+    return GroupScores.of(verdicts, endpoint.scorer)
+
+
+def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) -> str:
+    if not endpoint.min_score <= score <= endpoint.max_score:
+        return f"score {score:g} is outside [{endpoint.min_score:g}, {endpoint.max_score:g}]"
+    if missing := [part for part in endpoint.returns_parts if part not in parts]:
+        return (
+            f"it was registered to return the parts {', '.join(endpoint.returns_parts)}; missing: {', '.join(missing)}"
+        )
+    return ""
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds a server asks us to wait; a date or nonsense counts as nothing."""
+    try:
+        seconds = float(headers.get("retry-after", "0"))
+    except ValueError:
+        return 0.0
+    return seconds if 0.0 < seconds < 3600.0 else 0.0

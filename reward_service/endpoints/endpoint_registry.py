@@ -1,0 +1,261 @@
+"""The registered endpoints, shared by all replicas and runs, kept in the registry bucket.
+
+All of them stand under one key, moved by compare-and-swap: a replica learns of a change by reading
+one key each heartbeat, and two people who register at the same moment cannot overwrite each other.
+Leases stand under keys of their own, which only their endpoint renews. Names that were unregistered are
+remembered for a while, so that groups which still ask for them wait instead of dying at once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+
+from penstock.protocol.errors import CompareAndSwapFailed
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.reward_service.endpoints import endpoint_lease
+from penstock.reward_service.endpoints.access import Caller
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets, SecretStore
+from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotAsked
+
+log = structlog.get_logger("reward_service.registry")
+
+KEY = "endpoints"
+MAX_ENDPOINTS = 256
+MAX_RETIRED = 256
+_MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
+_SWAP_TRIES = 16  # as many people would have to register in the same few milliseconds
+_LOOK_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """One state of the registry."""
+
+    endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
+    retired: tuple[str, ...] = ()
+    draining: frozenset[str] = frozenset()
+
+    def to_json(self) -> bytes:
+        """Return what is stored."""
+        document = {
+            "endpoints": [endpoint.model_dump(mode="json") for endpoint in self.endpoints.values()],
+            "retired": list(self.retired),
+            "draining": sorted(self.draining),
+        }
+        return json.dumps(document).encode()
+
+    @classmethod
+    def from_json(cls, value: bytes) -> Directory:
+        """Read what was stored; raises ValueError, KeyError or TypeError for anything else."""
+        document: dict[str, Any] = json.loads(value)
+        found = [Endpoint.model_validate(row) for row in document["endpoints"]]
+        return cls(
+            endpoints={endpoint.name: endpoint for endpoint in found},
+            retired=tuple(str(name) for name in document["retired"]),
+            draining=frozenset(str(name) for name in document.get("draining", ())),
+        )
+
+    def with_endpoint(self, endpoint: Endpoint) -> Directory:
+        """Register an endpoint; a drain of its name ends."""
+        return Directory(
+            endpoints={**self.endpoints, endpoint.name: endpoint},
+            retired=tuple(name for name in self.retired if name != endpoint.name),
+            draining=self.draining - {endpoint.name},
+        )
+
+    def without(self, name: str) -> Directory:
+        """Unregister a name."""
+        return Directory(
+            endpoints={other: endpoint for other, endpoint in self.endpoints.items() if other != name},
+            retired=(*(n for n in self.retired if n != name), name)[-MAX_RETIRED:],
+            draining=self.draining - {name},
+        )
+
+
+class Registry:
+    """What endpoints there are, as of the last look; `refresh` looks again."""
+
+    def __init__(
+        self, store: KeyValue, secrets: SecretStore, on_change: Callable[[Mapping[str, Endpoint]], None] | None = None
+    ) -> None:
+        """Start empty; call `refresh` before use. ``on_change`` hears of every new state."""
+        self._store = store
+        self._secrets = secrets
+        self._on_change = on_change
+        self._revision: int | None = None
+        self._directory = Directory()
+        self._leases = endpoint_lease.Leases()
+
+    @property
+    def endpoints(self) -> Mapping[str, Endpoint]:
+        """The registered endpoints by name, those out of service included."""
+        return self._directory.endpoints
+
+    @property
+    def retired(self) -> tuple[str, ...]:
+        """Names that were registered once."""
+        return self._directory.retired
+
+    def in_service(self) -> dict[str, Endpoint]:
+        """Return the endpoints that may be asked now."""
+        return {name: endpoint for name, endpoint in self.endpoints.items() if self.problem(endpoint) is None}
+
+    def problem(self, endpoint: Endpoint) -> NotAsked | None:
+        """Return why an endpoint may not be asked now."""
+        if endpoint.name in self._directory.draining:
+            return EndpointDrained(
+                f"endpoint {endpoint.name} is drained; take it into service again with: "
+                f"penstock reward resume {endpoint.name}",
+                retry_in_s=_LOOK_AGAIN_S,
+            )
+        over_s = self._leases.over_for_s(endpoint, time.monotonic())
+        if over_s > 0:
+            return LeaseExpired(
+                f"endpoint {endpoint.name} ({endpoint.url}) renews its lease every {endpoint.lease_s:g} s at least, and "
+                f"did not; start it again, or register it without a lease",
+                retry_in_s=_LOOK_AGAIN_S,
+            )
+        return None
+
+    async def refresh(self) -> None:
+        """Read what is registered now."""
+        entry = await self._store.get(KEY)
+        if entry is None:
+            self._take(Directory(), None)
+        elif entry.revision != self._revision:
+            try:
+                directory = Directory.from_json(entry.value)
+            except (ValueError, KeyError, TypeError, ValidationError) as err:
+                log.error("unreadable registry, what was known stays", bucket=self._store.bucket, error=str(err))  # noqa: TRY400
+                return
+            for endpoint in directory.endpoints.values():
+                await self._secrets.fetch(endpoint)
+            self._take(directory, entry.revision)
+        if any(endpoint.lease_s is not None for endpoint in self.endpoints.values()):
+            found = await self._store.entries(endpoint_lease.PREFIX)
+            self._leases.saw({entry.key: entry.revision for entry in found}, time.monotonic())
+
+    async def add(
+        self, endpoint: Endpoint, *, replace_other: bool, caller: Caller, secrets: EndpointSecrets = NOTHING
+    ) -> None:
+        """Register an endpoint, or renew it; raises NameTaken or EndpointRefused."""
+        await self.refresh()
+        self._admit(self._directory, endpoint, replace_other=replace_other, caller=caller)
+        if secrets:
+            await self._secrets.keep(endpoint, secrets)
+        if endpoint.lease_s is not None:
+            await self._renew(endpoint)
+        before = self.endpoints.get(endpoint.name)
+        await self._change(lambda state: self._admit(state, endpoint, replace_other=replace_other, caller=caller))
+        if before is not None and before.place != endpoint.place:
+            await self._forget_lease(before)
+
+    def _admit(self, state: Directory, endpoint: Endpoint, *, replace_other: bool, caller: Caller) -> Directory:
+        known = state.endpoints.get(endpoint.name)
+        if known is not None:
+            caller.check_owns(known)
+        if known is not None and known != endpoint and not replace_other and self._is_alive(known):
+            raise NameTaken(f"reward {endpoint.name!r} is registered at {known.url}; set replace, or take another name")
+        for source in endpoint.data_sources:
+            for other in state.endpoints.values():
+                if source in other.data_sources and other.name != endpoint.name:
+                    raise NameTaken(f"rows of data source {source!r} are scored by endpoint {other.name!r} already")
+        if known is None and len(state.endpoints) >= MAX_ENDPOINTS:
+            over = [other for other in state.endpoints.values() if not self._is_alive(other)]
+            if not over:
+                raise EndpointRefused(f"{MAX_ENDPOINTS} endpoints are registered; delete one first")
+            state = state.without(over[0].name)
+        found = state.with_endpoint(endpoint)
+        if known == endpoint:
+            found = replace(found, draining=state.draining)  # a renewal does not end a drain
+        if len(found.to_json()) > _MAX_BYTES:
+            raise EndpointRefused(f"the registry would be larger than {_MAX_BYTES} bytes; delete an endpoint first")
+        return found
+
+    def _is_alive(self, endpoint: Endpoint) -> bool:
+        return self._leases.over_for_s(endpoint, time.monotonic()) == 0.0
+
+    async def renew(self, name: str, *, version: str, url: str, caller: Caller) -> Endpoint | None:
+        """Renew a lease; None when the name is not registered, or for another version or place."""
+        known = self.endpoints.get(name)
+        if known is None or (known.version, known.url) != (version, url):
+            await self.refresh()
+            known = self.endpoints.get(name)
+        if known is None or (known.version, known.url) != (version, url):
+            return None
+        caller.check_owns(known)
+        if known.lease_s is not None:
+            await self._renew(known)
+        return known
+
+    async def _renew(self, endpoint: Endpoint) -> None:
+        revision = await self._store.put(endpoint_lease.key(endpoint), b"")
+        self._leases.renewed(endpoint, revision, time.monotonic())
+
+    async def remove(self, name: str, *, caller: Caller, url: str | None = None) -> bool:
+        """Unregister a name (only if it is at ``url``, when one is given); False when it was not there."""
+        removed: Endpoint | None = None
+
+        def change(state: Directory) -> Directory:
+            nonlocal removed
+            removed = state.endpoints.get(name)
+            if removed is None or url not in {None, removed.url}:
+                removed = None
+                return state
+            caller.check_owns(removed)
+            return state.without(name)
+
+        await self._change(change)
+        if removed is None:
+            return False
+        await self._secrets.forget(removed)
+        await self._forget_lease(removed)
+        return True
+
+    async def drain(self, name: str, *, caller: Caller, on: bool) -> bool:
+        """Take an endpoint out of service, or into it again; False when there is none of the name."""
+        found = False
+
+        def change(state: Directory) -> Directory:
+            nonlocal found
+            known = state.endpoints.get(name)
+            found = known is not None
+            if known is None:
+                return state
+            caller.check_owns(known)
+            return replace(state, draining=state.draining | {name} if on else state.draining - {name})
+
+        await self._change(change)
+        return found
+
+    async def _forget_lease(self, endpoint: Endpoint) -> None:
+        if endpoint.lease_s is not None:
+            await self._store.delete(endpoint_lease.key(endpoint))
+
+    async def _change(self, change: Callable[[Directory], Directory]) -> None:
+        for attempt in range(_SWAP_TRIES):
+            await self.refresh()
+            directory = change(self._directory)
+            if directory == self._directory:
+                return
+            try:
+                revision = await self._store.swap(KEY, directory.to_json(), self._revision)
+            except CompareAndSwapFailed:
+                if attempt == _SWAP_TRIES - 1:
+                    raise
+                continue
+            self._take(directory, revision)
+            return
+
+    def _take(self, directory: Directory, revision: int | None) -> None:
+        self._directory, self._revision = directory, revision
+        if self._on_change is not None:
+            self._on_change({name: e for name, e in directory.endpoints.items() if name not in directory.draining})

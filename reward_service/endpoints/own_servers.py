@@ -1,0 +1,39 @@
+"""The servers of the run itself, as the target policy needs them: NATS and S3 are never endpoints.
+
+Whoever may register an endpoint could otherwise have this service post to them, past their firewall.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.reward_service.endpoints.endpoint_http import resolve
+from penstock.reward_service.endpoints.target_policy import OwnServer
+
+_NATS_PORT = 4222
+_WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
+
+
+async def find(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:
+    """Return NATS and S3 with the addresses their names have now; one that has none is known by its name alone."""
+    servers = []
+    for name, host, port in _named(nats, s3):
+        try:
+            addresses = frozenset(ipaddress.ip_address(text.partition("%")[0]) for text in await resolve(host, port))
+        except OSError:
+            addresses = frozenset()
+        servers.append(OwnServer(name, host, port, addresses))
+    return servers
+
+
+def _named(nats: NatsSettings, s3: S3Settings) -> Iterator[tuple[str, str, int]]:
+    for url in nats.url.split(","):
+        parts = urlsplit(url.strip() if "://" in url else f"nats://{url.strip()}")
+        if parts.hostname:
+            yield "NATS", parts.hostname, parts.port or _WEB_PORTS.get(parts.scheme, _NATS_PORT)
+    parts = urlsplit(s3.endpoint)
+    if parts.hostname:
+        yield "the object store", parts.hostname, parts.port or _WEB_PORTS[parts.scheme]

@@ -1,0 +1,140 @@
+"""Where a registered endpoint may live: which addresses this service will send a request to.
+
+Users register URLs, and the usual target *is* private (this machine, a compose network, a cluster
+service), so a blanket ban of private addresses would ban the main use. Instead: an allow-list of
+networks and host names, and a list of addresses that are never right, whatever the allow-list says.
+Pure; names are resolved by `endpoint_client`, which asks here about every address it connects to.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from penstock.reward_service.errors import EndpointRefused
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+PRIVATE_TARGETS = (
+    "127.0.0.0/8",
+    "::1/128",
+    "10.0.0.0/8",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+    "fc00::/7",
+)
+# Metadata services hand out a machine's credentials to whoever asks from inside.
+_NEVER = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "0.0.0.0/8",
+        "169.254.0.0/16",  # link-local, among it the metadata address of most clouds
+        "100.100.100.200/32",  # Alibaba metadata
+        "168.63.129.16/32",  # Azure platform address
+        "192.0.0.192/32",  # Oracle metadata
+        "224.0.0.0/4",
+        "255.255.255.255/32",
+        "::/128",
+        "fe80::/10",
+        "fd00:ec2::254/128",  # AWS metadata over IPv6
+        "fd20:ce::254/128",  # Google metadata over IPv6
+        "ff00::/8",
+    )
+)
+# IPv6 networks whose last 32 bits are an IPv4 address that a gateway would connect to.
+_CARRY_IPV4 = tuple(
+    ipaddress.IPv6Network(text)
+    for text in (
+        "::/96",  # IPv4-compatible, RFC 4291; :: and ::1 aside
+        "::ffff:0:0:0/96",  # IPv4-translated, RFC 2765
+        "64:ff9b::/96",  # NAT64, RFC 6052
+        "64:ff9b:1::/48",  # NAT64 of a site, RFC 8215
+    )
+)
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnServer:
+    """A server of the run itself, which no endpoint may pretend to be: the addresses its name had, and its port."""
+
+    name: str
+    host: str
+    port: int
+    addresses: frozenset[Address] = frozenset()
+
+    def is_at(self, ip: Address, port: int) -> bool:
+        """Say whether an address is this server's; one on this machine is at every address that names the machine."""
+        if port != self.port:
+            return False
+        here = ip.is_loopback or ip.is_unspecified
+        return ip in self.addresses or (here and any(own.is_loopback or own.is_unspecified for own in self.addresses))
+
+
+class TargetPolicy:
+    """Decides about URLs and addresses; build it from the entries of ``reward_service.allowed_targets``."""
+
+    def __init__(self, allowed: Sequence[str], own: Sequence[OwnServer] = ()) -> None:
+        """Read the entries; ``own`` are never called. Raises ValueError naming what is neither a network nor a host name."""
+        self._own = tuple(own)
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        self._hosts: set[str] = set()
+        for entry in allowed:
+            try:
+                self._networks.append(ipaddress.ip_network(entry, strict=False))
+            except ValueError:
+                if "/" in entry or not _HOST_NAME.fullmatch(entry):
+                    raise ValueError(
+                        f"reward_service.allowed_targets: {entry!r} is neither a network like 10.0.0.0/8 nor a host name"
+                    ) from None
+                self._hosts.add(entry.rstrip(".").lower())
+
+    def check_url(self, url: str) -> None:
+        """Raise EndpointRefused unless the URL is plain http(s) to a host, without credentials."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as err:
+            raise EndpointRefused(f"{url!r} is not a URL ({err})") from None
+        if parts.scheme not in {"http", "https"}:
+            raise EndpointRefused(f"{url!r}: only http:// and https:// endpoints are called")
+        if not parts.hostname or port == 0:
+            raise EndpointRefused(f"{url!r} names no host to call")
+        if parts.username is not None or parts.password is not None:
+            raise EndpointRefused("put no user name or password into an endpoint's URL: it is shown in listings")
+        if parts.fragment:
+            raise EndpointRefused(f"{url!r}: a fragment (#...) is never sent to a server")
+
+    def check_address(self, host: str, address: str, port: int) -> None:
+        """Raise EndpointRefused unless ``address``, which ``host`` resolved to, may be connected to at ``port``."""
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        ip = _unmapped(ip)
+        for server in self._own:
+            if server.is_at(ip, port) or (server.port == port and _same_host(server.host, host)):
+                raise EndpointRefused(f"{host} port {port} is {server.name} of this run, which is no endpoint")
+        if any(ip.version == network.version and ip in network for network in _NEVER):
+            raise EndpointRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
+        if host.rstrip(".").lower() in self._hosts:
+            return
+        if not any(ip.version == network.version and ip in network for network in self._networks):
+            raise EndpointRefused(
+                f"{host} is {ip}, which is in none of reward_service.allowed_targets; add its network or host name there"
+            )
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one.rstrip(".").lower() == other.rstrip(".").lower()
+
+
+def _unmapped(ip: Address) -> Address:
+    """Return the IPv4 address that an IPv6 one carries, so that no rule can be walked around."""
+    if not isinstance(ip, ipaddress.IPv6Address):
+        return ip
+    if ip.teredo is not None:
+        return ip.teredo[1]
+    if any(ip in network for network in _CARRY_IPV4) and int(ip) > 1:
+        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+    return ip.ipv4_mapped or ip.sixtofour or ip

@@ -1,0 +1,129 @@
+"""What a reward endpoint of your own needs, whichever web framework it is written in.
+
+    from reward_service import endpoint_kit
+
+    request = endpoint_kit.read(body, headers, secrets)             # checks the signature, then the body
+    scores = [[judge(group, text) for text in group.completions] for group in request.groups]
+    body = endpoint_kit.answer(request, scores)                     # numbers, or Score(error="...")
+
+    with endpoint_kit.registered("http://127.0.0.1:8700", Offer(name="mine", url=..., version="1", lease_s=15)):
+        server.serve_forever()
+
+A score is a finite number, or a `Score` with parts or with an error. An error, or None, means *could not be
+scored*: the whole group waits and comes again. `examples/reward_endpoint.py` is a whole endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.signature import BadSignature
+from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
+from penstock.reward_service.hosting import registration
+from penstock.reward_service.hosting.registration import NotRegistered, Offer, ServiceAddress
+
+__all__ = [
+    "BadRequest",
+    "BadSignature",
+    "GroupToScore",
+    "NotRegistered",
+    "Offer",
+    "Score",
+    "ScoreRequest",
+    "ServiceAddress",
+    "answer",
+    "read",
+    "registered",
+]
+
+_STOP_S = 10.0
+
+
+class BadRequest(ValueError):
+    """The body is no request for scores; answer it with status 422 and this text."""
+
+
+def read(body: bytes, headers: Mapping[str, str], secrets: Sequence[str] = ()) -> ScoreRequest:
+    """Return the groups that are to be scored.
+
+    ``headers`` may have names in any case. With ``secrets`` (``whsec_...``) the signature is checked, over the very
+    bytes that came, before anything else. Raises BadSignature (answer 401) and BadRequest (answer 422).
+    """
+    if secrets:
+        lower = {name.lower(): value for name, value in headers.items()}
+        signature.verify(secrets, lower, body, now_s=time.time())
+    try:
+        return ScoreRequest.model_validate_json(body)
+    except ValidationError as err:
+        first = err.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "body"
+        raise BadRequest(f"no request for scores: {where}: {first['msg']}") from None
+
+
+def answer(request: ScoreRequest, scores: Sequence[Sequence[Score | float | None]]) -> bytes:
+    """Return the body of the answer, with one list of scores for every group of the request, in their order.
+
+    Raises ValueError when the counts do not match or a number is not finite: that would be refused anyway.
+    """
+    if len(scores) != len(request.groups):
+        raise ValueError(f"scores of {len(scores)} groups for a request of {len(request.groups)}")
+    results = []
+    for group, given in zip(request.groups, scores, strict=True):
+        if len(given) != len(group.completions):
+            raise ValueError(f"group {group.group_id}: {len(given)} scores for {len(group.completions)} completions")
+        results.append(GroupScore(group_id=group.group_id, scores=[_score(one, group) for one in given]))
+    return ScoreResponse(results=results).model_dump_json().encode()
+
+
+def _score(given: Score | float | None, group: GroupToScore) -> Score:
+    if isinstance(given, Score):
+        return given
+    if given is None:
+        return Score(error="not scored")
+    if not math.isfinite(given):
+        raise ValueError(f"group {group.group_id}: a score is {given}; use Score(error=...) for what cannot be scored")
+    return Score(score=float(given))
+
+
+@contextmanager
+def registered(service: ServiceAddress | str, offer: Offer) -> Iterator[None]:
+    """Keep an endpoint registered while the block runs; its lease is renewed in a thread, the end unregisters it.
+
+    Raises NotRegistered when the reward service refuses or cannot be reached.
+    """
+    address = ServiceAddress(service.rstrip("/")) if isinstance(service, str) else service
+    asyncio.run(registration.register(address, offer))
+    renewing = _Renewing(address, offer)
+    try:
+        yield
+    finally:
+        renewing.stop()
+        asyncio.run(registration.unregister(address, offer))
+
+
+class _Renewing:
+    """A thread that renews a lease, if there is one."""
+
+    def __init__(self, service: ServiceAddress, offer: Offer) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(registration.keep(service, offer)) if offer.lease_s is not None else None
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._task is not None:
+            self._loop.run_until_complete(asyncio.gather(self._task, return_exceptions=True))
+        self._loop.close()
+
+    def stop(self) -> None:
+        if self._task is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_STOP_S)

@@ -1,0 +1,88 @@
+"""The HTTP app of a served reward: takes requests in the thread of the server, has them scored on the main thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+
+from penstock.reward_service.api.body_limit import BodyLimit
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
+
+if TYPE_CHECKING:
+    from penstock.reward_service.hosting.served_reward import Hosted
+
+_MAX_REQUEST_BYTES = 256 * 1024 * 1024
+
+
+class Calls:
+    """The calls under way, counted on the loop where the reward runs."""
+
+    def __init__(self, home: asyncio.AbstractEventLoop) -> None:
+        """``home`` is the main thread's loop."""
+        self.home = home
+        self.num_under_way = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    async def wait_for_none(self) -> None:
+        """Wait until no call is under way."""
+        await self._none.wait()
+
+    async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Have groups scored; called in the server's thread."""
+        work = asyncio.run_coroutine_threadsafe(self._counted(reward, groups), self.home)
+        return await asyncio.wrap_future(work)
+
+    async def _counted(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        self.num_under_way += 1
+        self._none.clear()
+        try:
+            return await reward.score(groups)
+        finally:
+            self.num_under_way -= 1
+            if not self.num_under_way:
+                self.home.call_later(0.1, self._maybe_none)  # the answer has to be written yet
+
+    def _maybe_none(self) -> None:
+        if not self.num_under_way:
+            self._none.set()
+
+
+def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
+    """Return the endpoint's app; with ``secrets``, requests that none of them signed are refused with 401."""
+    app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
+    app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES)
+
+    async def signed(request: Request) -> None:
+        if secrets:
+            try:
+                signature.verify(secrets, request.headers, await request.body(), now_s=time.time())
+            except signature.BadSignature as err:
+                raise HTTPException(401, str(err)) from None
+
+    @app.post("/score", dependencies=[Depends(signed)])
+    async def score(wanted: ScoreRequest, request: Request) -> ScoreResponse:
+        """Score groups; a completion that cannot be scored has an error instead of a score."""
+        if reward.batched:
+            found = await calls.score(reward, wanted.groups)
+        else:
+            found = []
+            for group in wanted.groups:
+                if await request.is_disconnected():  # nobody waits any more: leave the time to those who do
+                    raise HTTPException(499, "the caller went away")
+                found += await calls.score(reward, [group])
+        named = zip(wanted.groups, found, strict=True)
+        return ScoreResponse(results=[GroupScore(group_id=group.group_id, scores=scores) for group, scores in named])
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        """Say that the endpoint lives, and what it serves."""
+        about = {"reward": reward.title, "version": reward.version, "calls": calls.num_under_way}
+        return {"ok": True, **about, "figures": dict(reward.figures)}
+
+    return app

@@ -1,0 +1,166 @@
+"""The door to a chat endpoint as OpenAI defined it: one question, one text, its tokens.
+
+Tried again is what may pass by itself (no connection, 429, 5xx), with full jitter or what ``Retry-After`` says. The
+API key goes into one header and into no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from penstock.reward_service.endpoints.endpoint_call import retry_after_s
+from penstock.reward_service.hosting.judge.settings import JudgeSettings
+
+_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 20.0
+_RETRY_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_CONNECT_S = 10.0
+_SHOWN = 300
+
+
+class NoVerdict(Exception):
+    """The judge gave no whole text; the text of this says why, and never shows a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the model said, and the tokens of question and text (0 when the endpoint does not tell)."""
+
+    text: str
+    tokens_in: int
+    tokens_out: int
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+@dataclass(slots=True)
+class Cost:
+    """What was asked so far; ``price`` in the unit of the settings' prices."""
+
+    calls: int = 0
+    retries: int = 0
+    failures: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    untold: int = field(default=0)  # answers whose tokens the endpoint did not tell
+
+
+class Chat:
+    """Asks one model; ``concurrency`` questions at once. Close it."""
+
+    def __init__(self, settings: JudgeSettings, api_key: str) -> None:
+        """``api_key`` may be empty."""
+        self._settings = settings
+        self._places = asyncio.Semaphore(settings.concurrency)
+        self.cost = Cost()
+        self._http = httpx.AsyncClient(
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(settings.timeout_s, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=settings.concurrency),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def ask(self, question: str) -> Said:
+        """Return what the model says to a question; raises NoVerdict."""
+        return await self.converse(self._body(question))
+
+    async def converse(self, body: dict[str, Any]) -> Said:
+        """Return what comes back for a whole request body; raises NoVerdict."""
+        async with self._places:
+            self.cost.calls += 1
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    said = await self._tries(body)
+            except TimeoutError:
+                self.cost.failures += 1
+                raise NoVerdict(f"{self._who} gave no answer within {self._settings.timeout_s:g} s") from None
+            except NoVerdict:
+                self.cost.failures += 1
+                raise
+            return said
+
+    @property
+    def _who(self) -> str:
+        return f"judge {self._settings.model} at {self._settings.base_url}"
+
+    async def _tries(self, body: dict[str, Any]) -> Said:
+        settings, problem = self._settings, ""
+        for number in range(1 + settings.retries):
+            pause_s = 0.0
+            try:
+                answer = await self._http.post(f"{settings.base_url}/chat/completions", json=body)
+            except httpx.TransportError as err:
+                problem = f"no answer ({type(err).__name__}: {err})"
+            else:
+                if answer.status_code == httpx.codes.OK:
+                    return self._read(answer.content)
+                problem = f"HTTP {answer.status_code}: {answer.text[:_SHOWN]}"
+                if answer.status_code not in _RETRY_STATUS:
+                    break
+                pause_s = retry_after_s(answer.headers)
+            if number < settings.retries:
+                self.cost.retries += 1
+                jitter_s = random.uniform(0.0, min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S))  # noqa: S311 no secret
+                await asyncio.sleep(max(pause_s, jitter_s))
+        raise NoVerdict(f"{self._who}: {problem}")
+
+    def _body(self, question: str) -> dict[str, Any]:
+        settings = self._settings
+        messages = [{"role": "system", "content": settings.system}] if settings.system else []
+        body: dict[str, Any] = {
+            "model": settings.model,
+            "messages": [*messages, {"role": "user", "content": question}],
+            "temperature": settings.temperature,
+            settings.max_tokens_field: settings.max_tokens,
+        }
+        return body if settings.seed is None else {**body, "seed": settings.seed}
+
+    def _read(self, body: bytes) -> Said:
+        try:
+            completion = _Completion.model_validate_json(body)
+        except ValidationError as err:
+            first = err.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "body"
+            raise NoVerdict(f"{self._who} answers no chat completion: {where}: {first['msg']}") from None
+        usage = completion.usage or _Usage()
+        self.cost.tokens_in += usage.prompt_tokens
+        self.cost.tokens_out += usage.completion_tokens
+        self.cost.untold += completion.usage is None
+        if not completion.choices:
+            raise NoVerdict(f"{self._who} answers without a choice")
+        choice = completion.choices[0]
+        if choice.message.refusal:
+            raise NoVerdict(f"{self._who} refuses: {choice.message.refusal[:_SHOWN]}")
+        if choice.finish_reason == "length":
+            raise NoVerdict(f"{self._who} was cut off at its limit of tokens (max_tokens)")
+        if not choice.message.content:
+            raise NoVerdict(f"{self._who} answers without a text (finish_reason {choice.finish_reason})")
+        return Said(choice.message.content, usage.prompt_tokens, usage.completion_tokens)

@@ -1,0 +1,127 @@
+"""Groups in, scores out: every answer by itself, or every answer against others of its group.
+
+Pairwise, the score of an answer is the share of its comparisons that it won, a tie counting half, so the scores of
+a group where everybody meets everybody sum to half its size. Pairs are asked in both orders: judges favour a place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.hosting.judge import judge_reply
+from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict, Said
+from penstock.reward_service.hosting.judge.settings import JudgeSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """One question about two answers of a group, by their places; ``first`` is answer A."""
+
+    first: int
+    second: int
+
+
+def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[Match]:
+    """Return who meets whom: everybody everybody, or in a circle each the neighbours on both sides.
+
+    With ``opponents`` every answer has as many comparisons as every other one, and meets that many others or one more.
+    """
+    reach = num // 2 if opponents is None else min((opponents + 1) // 2, num // 2)
+    met = {frozenset({place, (place + step) % num}) for place in range(num) for step in range(1, reach + 1)}
+    ordered = sorted(tuple(sorted(pair)) for pair in met if len(pair) == 2)
+    matches = []
+    for one, other in ordered:
+        if both_orders:
+            matches += [Match(one, other), Match(other, one)]
+        else:  # by turns, so that nobody always stands first
+            matches.append(Match(one, other) if (one + other) % 2 else Match(other, one))
+    return matches
+
+
+class Panel:
+    """Asks a judge about groups."""
+
+    def __init__(self, settings: JudgeSettings, chat: Chat) -> None:
+        """``chat`` bounds how many questions are under way."""
+        self._settings = settings
+        self._question = settings.question
+        self._chat = chat
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Return the scores of every group; what the judge did not or not readably say is the error of its score."""
+        one = self._pointwise if self._settings.mode == "pointwise" else self._pairwise
+        return list(await asyncio.gather(*(one(group) for group in groups)))
+
+    async def _pointwise(self, group: GroupToScore) -> list[Score]:
+        return list(await asyncio.gather(*(self._one(group, text) for text in group.completions)))
+
+    async def _one(self, group: GroupToScore, text: str) -> Score:
+        settings = self._settings
+        try:
+            said = await self._ask(group, answer=text)
+            raw = judge_reply.read_score(said.text, lowest=settings.min_score, highest=settings.max_score)
+        except (NoVerdict, judge_reply.Unreadable) as err:
+            return Score(error=str(err))
+        span = settings.max_score - settings.min_score
+        score = (raw - settings.min_score) / span if settings.scale else raw
+        parts = {"judge_score": raw, "tokens_in": float(said.tokens_in), "tokens_out": float(said.tokens_out)}
+        return Score(score=score, parts=parts)
+
+    async def _pairwise(self, group: GroupToScore) -> list[Score]:
+        texts = group.completions
+        if len(texts) < 2:
+            return [Score(error="a pairwise judge needs groups of two answers or more")]
+        matches = pairs(len(texts), opponents=self._settings.opponents, both_orders=self._settings.both_orders)
+        asked = [asyncio.create_task(self._compare(group, match)) for match in matches]
+        try:
+            results = await asyncio.gather(*asked)
+        except (NoVerdict, judge_reply.Unreadable) as err:
+            return [Score(error=str(err))] * len(texts)
+        finally:
+            for task in asked:  # one comparison is missing: the others would be paid for nothing
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        won, met = [0.0] * len(texts), [0] * len(texts)
+        tokens_in, tokens_out = [0.0] * len(texts), [0.0] * len(texts)
+        for match, (winner, said) in zip(matches, results, strict=True):
+            won[match.first] += {"a": 1.0, "tie": 0.5, "b": 0.0}[winner]
+            won[match.second] += {"b": 1.0, "tie": 0.5, "a": 0.0}[winner]
+            for place in (match.first, match.second):
+                met[place] += 1
+                tokens_in[place] += said.tokens_in / 2
+                tokens_out[place] += said.tokens_out / 2
+        rows = zip(won, met, tokens_in, tokens_out, strict=True)
+        return [
+            Score(score=wins / num, parts={"comparisons": float(num), "tokens_in": sent, "tokens_out": got})
+            for wins, num, sent, got in rows
+        ]
+
+    async def _compare(self, group: GroupToScore, match: Match) -> tuple[judge_reply.Winner, Said]:
+        first, second = group.completions[match.first], group.completions[match.second]
+        if first == second:
+            return "tie", Said("", 0, 0)
+        said = await self._ask(group, answer_a=first, answer_b=second)
+        return judge_reply.read_winner(said.text), said
+
+    async def _ask(self, group: GroupToScore, **answers: str) -> Said:
+        longest = max(map(len, answers.values()))
+        if longest > self._settings.max_answer_chars:
+            raise NoVerdict(f"an answer of {longest} characters is longer than max_answer_chars")
+        values: dict[str, Any] = {
+            "prompt": group.prompt,
+            "ground_truth": group.ground_truth,
+            "data_source": group.data_source,
+            "extra_info": group.extra_info,
+            "min_score": self._settings.min_score,
+            "max_score": self._settings.max_score,
+            **answers,
+        }
+        try:
+            question = self._question.fill(values)
+        except KeyError as err:
+            raise NoVerdict(f"the row has no column {err.args[0]!r}, which the template asks for") from None
+        return await self._chat.ask(question)

@@ -1,0 +1,103 @@
+"""A grader, a row and an answer in; a score with its parts out, or an error.
+
+What the answer itself lacks (a grader looks into ``sample.output_json`` and the answer is not JSON, or has no such key) is the
+policy's own doing: that grader gives its lowest score, with the part ``sample_unfit`` = 1. Everything else that goes wrong
+is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.reward_service.endpoints.wire import Score
+from penstock.reward_service.hosting.judge.chat_client import Chat, NoVerdict
+from penstock.reward_service.hosting.openai_graders import formula, variables
+from penstock.reward_service.hosting.openai_graders.grader import Grader, Multi, ScoreModel, StringCheck, TextSimilarity
+from penstock.reward_service.hosting.openai_graders.similarity import similarity
+
+_UNFIT = "sample_unfit"
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "steps": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"description": {"type": "string"}, "conclusion": {"type": "string"}},
+                "required": ["description", "conclusion"],
+                "additionalProperties": False,
+            },
+        },
+        "result": {"type": "number"},
+    },
+    "required": ["steps", "result"],
+    "additionalProperties": False,
+}
+
+
+async def evaluate(grader: Grader, item: Mapping[str, Any], answer: str, chat: Chat | None) -> Score:
+    """Return the score of one answer; ``chat`` is needed for score_model graders."""
+    try:
+        if not isinstance(grader, Multi):
+            value, unfit = await _single(grader, item, answer, chat)
+            return Score(score=value, parts={_UNFIT: 1.0} if unfit else {})
+        scores, any_unfit = {}, False
+        for name, one in grader.graders.items():
+            scores[name], unfit = await _single(one, item, answer, chat)
+            any_unfit = any_unfit or unfit
+        total = formula.compute(grader.calculate_output, scores)
+        parts = {name[:64]: value for name, value in list(scores.items())[:31]}
+        return Score(score=total, parts={**parts, **({_UNFIT: 1.0} if any_unfit else {})})
+    except (variables.NoSuchVariable, NoVerdict, ValueError) as err:
+        return Score(error=str(err)[:1000])
+
+
+async def _single(
+    grader: StringCheck | TextSimilarity | ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None
+) -> tuple[float, bool]:
+    try:
+        match grader:
+            case StringCheck() | TextSimilarity():
+                text = variables.fill(grader.input, item, answer)
+                return _compare(grader, text, variables.fill(grader.reference, item, answer)), False
+            case ScoreModel():
+                return await _ask(grader, item, answer, chat), False
+    except variables.SampleUnfit:
+        return (grader.range[0] if isinstance(grader, ScoreModel) else 0.0), True
+
+
+def _compare(grader: StringCheck | TextSimilarity, text: str, reference: str) -> float:
+    if isinstance(grader, TextSimilarity):
+        return similarity(grader.evaluation_metric, text, reference)
+    match grader.operation:
+        case "eq":
+            return float(text == reference)
+        case "ne":
+            return float(text != reference)
+        case "like":
+            return float(reference in text)
+        case "ilike":
+            return float(reference.casefold() in text.casefold())
+
+
+async def _ask(grader: ScoreModel, item: Mapping[str, Any], answer: str, chat: Chat | None) -> float:
+    if chat is None:
+        raise NoVerdict(f"score_model {grader.name or grader.model} needs a chat endpoint: --base-url")
+    messages = [{"role": one.role, "content": variables.fill(one.content, item, answer)} for one in grader.input]
+    sampling = grader.sampling_params
+    more = sampling.model_dump(exclude_none=True, exclude={"max_completions_tokens"})
+    if sampling.max_completions_tokens is not None:
+        more["max_completion_tokens"] = sampling.max_completions_tokens
+    schema = {"name": "grade", "strict": True, "schema": _SCHEMA}
+    more["response_format"] = {"type": "json_schema", "json_schema": schema}
+    said = await chat.converse({"model": grader.model, "messages": messages, "temperature": 0.0, **more})
+    try:
+        value = json.loads(said.text)["result"]
+    except (ValueError, KeyError, TypeError):
+        raise NoVerdict(f"score_model says no JSON with 'result' but {said.text[:160]!r}") from None
+    lowest, highest = grader.range
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise NoVerdict(f"score_model says result = {str(value)[:40]}, outside [{lowest:g}, {highest:g}]")
+    return float(value)

@@ -1,0 +1,106 @@
+"""``serve FILE.py``: a user's reward function as an HTTP endpoint, registered while it runs.
+
+This is the only place of Penstock where user code runs, in a process that its user started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.hosting import served_reward, user_file
+from penstock.reward_service.hosting.user_function import UserReward
+
+_TEACHES = """\
+The file holds one of these (or several, and you say which with --function); each may be async:
+
+  def compute_score(data_source, solution_str, ground_truth, extra_info=None):      # verl, ROLL
+      return 1.0                                    # or {"score": 1.0, "format": 0.5}: the rest are parts
+  def compute_score(data_sources, solution_strs, ground_truths, extra_infos):       # verl in batches
+      return [1.0, ...]
+  def reward(prompts, completions, **columns):                                      # TRL, once a group
+      return [1.0, ...]                             # columns: the row's, each as a list
+  def reward_func(queries, prompts, labels):                                        # OpenRLHF
+      return {"rewards": [1.0, ...]}
+  class Judge:                                                                      # keeps what it loads
+      def setup(self): ...                          # once, before it is registered
+      def __call__(self, completions, **columns): return [...]
+
+Raise when something cannot be judged: that is the error of its score, and its group waits and comes again.
+An error is never a 0. The traceback of the first of a kind is shown here.
+
+Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
+          penstock reward test my_reward
+          penstock train run.toml reward.name=my_reward
+
+Ctrl-C unregisters it and lets calls under way end; a second Ctrl-C ends at once.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileReward:
+    """A loaded file as it is served."""
+
+    reward: UserReward
+    terms: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """File and function."""
+        return f"{self.reward.file.name}: {self.reward.name}"
+
+    @property
+    def version(self) -> str:
+        """The file's own hash."""
+        return hashlib.sha256(self.reward.file.read_bytes()).hexdigest()[:8]
+
+    @property
+    def batched(self) -> bool:
+        """Whether the function takes many groups."""
+        return self.reward.batched
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """A function has none."""
+        return {}
+
+    async def open(self) -> None:
+        """Call the reward's ``setup``."""
+        await self.reward.open()
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Call the function."""
+        return await self.reward.score_all(groups)
+
+    async def close(self) -> None:
+        """Call the reward's ``close``."""
+        await self.reward.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the file or the registration is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="penstock reward serve",
+        description="Serve a Python file with a reward function as an endpoint of a reward service.",
+        epilog=_TEACHES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, help="the Python file")
+    parser.add_argument("--function", help="which function of the file, when it has several")
+    parser.add_argument(
+        "--conversational", action="store_true", help="TRL: give prompts and completions as lists of messages"
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=30.0, help="longest one call may take, its tries included (default: 30)"
+    )
+    served_reward.add_options(parser, default_name="the file's name")
+    options = parser.parse_args(arguments)
+    reward = user_file.load(options.file, options.function, conversational=options.conversational)
+    where = served_reward.place(options, options.file.stem)
+    served_reward.serve(FileReward(reward, {"timeout_s": options.timeout_s}), where)
+    return 0

@@ -1,0 +1,244 @@
+"""A reward as an HTTP endpoint of our own dialect: it listens, registers, renews, checks signatures, drains.
+
+What ``serve``, ``serve-judge``, ``serve-grader`` and ``serve-model`` have in common. The reward runs on the main
+thread, one request at a time (what it awaits overlaps), and HTTP in a thread beside it: libraries like math-verify
+use alarms, which only the main thread may set, and a reward that computes for minutes must not end its lease.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+
+from penstock.protocol.errors import ConfigError
+from penstock.reward_service.api import web_server
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.endpoint import NAME_PATTERN
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.hosting import hosted_app, registration
+from penstock.reward_service.hosting.registration import Offer, ServiceAddress
+
+_LEASE_S = 15.0  # a process that was killed is out of service so soon
+
+
+class Hosted(Protocol):
+    """A reward that is served."""
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """What scored groups say about who scored them; another one after every change."""
+        ...
+
+    @property
+    def batched(self) -> bool:
+        """Whether it wants all groups of a request together; else they come one by one."""
+        ...
+
+    @property
+    def terms(self) -> Mapping[str, Any]:
+        """Further fields of its registration, such as ``timeout_s`` or ``batch_size``."""
+        ...
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """What `/healthz` shows of it, such as tokens used."""
+        ...
+
+    async def open(self) -> None:
+        """Get ready, before it is registered; raises PenstockError."""
+        ...
+
+    async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
+        """Return the scores of every group; what goes wrong is in the scores."""
+        ...
+
+    async def close(self) -> None:
+        """Give back what `open` took."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and how a reward is served."""
+
+    name: str
+    host: str
+    port: int
+    url: str
+    service: ServiceAddress | None
+    drain_s: float
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+
+
+def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
+    """Add the options that `place` reads."""
+    parser.add_argument("--name", help=f"reward name that tasks ask for (default: {default_name})")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    parser.add_argument("--url", help="how the reward service reaches this endpoint, when not at host and port")
+    parser.add_argument("--register", metavar="URL", help="reward service to register at, e.g. http://127.0.0.1:8700")
+    parser.add_argument("--token-file", type=Path, help="file with the reward service's bearer token")
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="file with one signing key whsec_... or two, a line each: requests that none of them signed are refused",
+    )
+    parser.add_argument(
+        "--drain-s", type=float, default=30.0, help="after Ctrl-C, calls under way may take so long (default: 30)"
+    )
+
+
+def place(options: argparse.Namespace, default_name: str) -> Place:
+    """Check the options and return where to serve; raises ConfigError."""
+    name = options.name or re.sub(r"[^A-Za-z0-9_.-]", "_", default_name)
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise ConfigError(f"--name {name!r} must be letters, digits, '_', '.' and '-', starting with a letter or digit")
+    if not options.drain_s >= 0:
+        raise ConfigError(f"--drain-s {options.drain_s} must not be negative")
+    token = read_secret(options.token_file, "--token-file") if options.token_file is not None else ""
+    secrets: tuple[str, ...] = ()
+    if options.secret_file is not None:
+        secrets = tuple(read_secret(options.secret_file, "--secret-file").split())
+        try:
+            for secret in secrets:
+                signature.key_bytes(secret)
+        except ValueError as err:
+            raise ConfigError(f"--secret-file {options.secret_file}: {err}") from None
+        if not 1 <= len(secrets) <= 2:
+            raise ConfigError(f"--secret-file {options.secret_file}: one key or two, {len(secrets)} are in it")
+    service = ServiceAddress(options.register.rstrip("/"), token) if options.register else None
+    return Place(name, options.host, options.port, options.url or "", service, options.drain_s, secrets)
+
+
+def read_secret(file: Path, option: str) -> str:
+    """Return what a file holds, without white space around it; raises ConfigError naming the option."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "not UTF-8"
+        raise ConfigError(f"{option} {file}: not readable ({reason})") from None
+
+
+def serve(reward: Hosted, where: Place) -> None:
+    """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward or its registration is wrong."""
+    with web_server.listen(where.host, where.port, key="--port") as bound:
+        url = where.url or f"http://{where.host}:{bound.getsockname()[1]}/score"
+        asyncio.run(_serve(reward, where, bound, url))
+
+
+async def _serve(reward: Hosted, where: Place, bound: Any, url: str) -> None:
+    stop = asyncio.Event()
+    calls = hosted_app.Calls(asyncio.get_running_loop())
+    app = hosted_app.build(reward, calls, secrets=where.secrets)
+    offer = Offer(
+        name=where.name,
+        url=url,
+        version=reward.version,
+        lease_s=_LEASE_S,
+        secrets=where.secrets,
+        more=reward.terms,
+    )
+    service = where.service
+    with _stopping_by_signal(stop):
+        await reward.open()
+        try:
+            with _beside(app, bound, service, offer):
+                if service is not None:
+                    await registration.register(service, offer)
+                _say_what_next(reward.title, where.name, url, service)
+                await stop.wait()
+                if service is not None:
+                    await registration.unregister(service, offer)
+                await _drain(calls, where.drain_s)
+        finally:
+            await reward.close()
+
+
+async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
+    """Let calls under way end: their groups would only be scored a second time elsewhere."""
+    if calls.num_under_way:
+        sys.stderr.write(f"{calls.num_under_way} calls are under way; Ctrl-C again to leave them\n")
+    try:
+        async with asyncio.timeout(drain_s):
+            await calls.wait_for_none()
+    except TimeoutError:
+        sys.stderr.write(f"{calls.num_under_way} calls were not done within --drain-s {drain_s:g}\n")
+
+
+@contextmanager
+def _beside(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
+    """Run the HTTP server, and the renewal of the lease, in a thread with a loop of its own."""
+    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+    ready = threading.Event()
+
+    async def run() -> None:
+        done = asyncio.Event()
+        started.append((asyncio.get_running_loop(), done))
+        ready.set()
+        renewing = asyncio.create_task(registration.keep(service, offer)) if service is not None else None
+        await web_server.serve(app, bound, done)
+        if renewing is not None:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    thread = threading.Thread(target=_run_to_end, args=(run(),), name="http", daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield
+    finally:
+        loop, done = started[0]
+        if thread.is_alive():
+            loop.call_soon_threadsafe(done.set)
+        thread.join(5.0)
+
+
+def _run_to_end(action: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(action)
+
+
+@contextmanager
+def _stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
+    """Stop in order at the first signal, at once at the second: the user's code may be in an endless loop."""
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # an exception would surface inside the user's code, which may catch it
+        stop.set()
+        loop.call_soon_threadsafe(lambda: None)  # wakes the loop
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say_what_next(title: str, name: str, url: str, service: ServiceAddress | None) -> None:
+    what = f"{title} serves reward {name} at {url}"
+    if service is None:
+        text = f"{what}. Next: start it with --register http://HOST:PORT of your reward service"
+    else:
+        text = f"{what}, registered at {service.url}. Next: penstock train run.toml reward.name={name}"
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

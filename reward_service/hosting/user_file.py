@@ -1,0 +1,138 @@
+"""A user's own reward file: loaded, and the reward function in it found; what could never work is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.reward_service.errors import UserFileError
+from penstock.reward_service.hosting.user_function import Style, UserReward
+
+_PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
+_GIVEN: dict[Style, tuple[str, ...]] = {
+    Style.COMPLETION: ("data_source", "solution_str", "ground_truth", "extra_info", "prompt"),
+    Style.BATCH: ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts"),
+    Style.QUERIES: ("queries", "prompts", "labels"),
+}
+
+
+def load(file: Path, function: str | None = None, *, conversational: bool = False) -> UserReward:
+    """Load a file and find its reward function (``function``, when it has several).
+
+    Raises UserFileError saying what is wrong with the file, and where.
+    """
+    module = _import(file.resolve())
+    name, found = _choose(module, file, function)
+    called = _built(found, file, name)
+    parameters = inspect.signature(called).parameters
+    style = next((style for style in Style if style in parameters), None)
+    if style is None:
+        raise UserFileError(
+            f"{file}: {name}({', '.join(parameters)}) is not a reward function; it needs a parameter 'solution_str' "
+            "(compute_score(data_source, solution_str, ground_truth, extra_info=None)), "
+            "'solution_strs' (the same in batches), 'completions' (f(prompts, completions, **columns)) "
+            "or 'queries' (reward_func(queries, prompts, labels))"
+        )
+    if conversational and style is not Style.GROUP:
+        raise UserFileError(f"{file}: --conversational is for TRL-style functions; {name} takes {style}")
+    _refuse_unfillable(file, name, parameters, style)
+    return UserReward(
+        name=name,
+        function=called,
+        parameters=tuple(parameters),
+        takes_any=style is Style.GROUP and any(p.kind is p.VAR_KEYWORD for p in parameters.values()),
+        style=style,
+        file=file.resolve(),
+        conversational=conversational,
+    )
+
+
+def _import(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise UserFileError(f"{file}: no such file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise UserFileError(f"{file}: not a Python file (its name must end in .py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses and pickling libraries look a class's module up there
+    sys.path.insert(0, str(file.parent))  # it may import its neighbours, as when run by hand
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as err:
+        frames = [frame for frame in traceback.extract_tb(err.__traceback__) if Path(frame.filename) == file]
+        line = f", line {frames[-1].lineno}" if frames else ""
+        raise UserFileError(f"{file}{line}: cannot be loaded: {type(err).__name__}: {err}") from err
+    return module
+
+
+def _choose(module: ModuleType, file: Path, wanted: str | None) -> tuple[str, Any]:
+    if wanted is not None:
+        found = getattr(module, wanted, None)
+        if not callable(found):
+            raise UserFileError(f"{file}: no callable {wanted!r} in it")
+        return wanted, found
+    own = {name: value for name, value in vars(module).items() if _is_own(name, value, module)}
+    for name in _PREFERRED:
+        if name in own:
+            return name, own[name]
+    fitting = {name: value for name, value in own.items() if _fits(value)}
+    built = {type(value) for value in fitting.values()}
+    fitting = {name: value for name, value in fitting.items() if value not in built}  # the object, not its class
+    if len(fitting) == 1:
+        return next(iter(fitting.items()))
+    if not fitting:
+        raise UserFileError(f"{file}: no reward function in it; define compute_score(data_source, solution_str, ...)")
+    raise UserFileError(f"{file}: several reward functions ({', '.join(fitting)}); choose one with --function")
+
+
+def _built(found: Any, file: Path, name: str) -> Any:
+    if not inspect.isclass(found):
+        return found
+    try:
+        return found()
+    except TypeError as err:
+        raise UserFileError(f"{file}: class {name} must be built without arguments ({err})") from None
+
+
+def _is_own(name: str, value: Any, module: ModuleType) -> bool:
+    """Say whether a name is a callable of this file: defined in it, or an object of a class defined in it."""
+    home = (
+        getattr(value, "__module__", None)
+        if inspect.isroutine(value) or inspect.isclass(value)
+        else type(value).__module__
+    )
+    return not name.startswith("_") and callable(value) and home == module.__name__
+
+
+def _fits(value: Any) -> bool:
+    target = value.__call__ if inspect.isclass(value) else value
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(style in parameters for style in Style)
+
+
+def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
+    """Refuse at the start what could never be called; a TRL function's columns are known only row by row."""
+    empty = inspect.Parameter.empty
+    needed = [
+        p.name
+        for p in parameters.values()
+        if p.default is empty and p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}
+    ]
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    if style is Style.GROUP:
+        unknown = [n for n in needed if n in {"completion_ids", "prompt_ids"}]
+    else:
+        unknown = [n for n in needed if n not in _GIVEN[style]]
+    if unknown or positional:
+        raise UserFileError(
+            f"{file}: {name} needs {', '.join(unknown + positional)}, which a reward service cannot give; "
+            f"{style} goes with {', '.join(_GIVEN.get(style, ('prompts', 'completions', 'the columns of the row')))}"
+        )

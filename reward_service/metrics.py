@@ -1,0 +1,75 @@
+"""What this replica counts: groups, errors, dead letters, and how long things took."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from penstock.protocol.facts import ScoredGroup
+
+WINDOW = 512  # most recent timings kept; enough for a p99, small enough to sort on every look
+
+
+class Timings:
+    """Counts of calls and failures since the start, and quantiles of the most recent durations."""
+
+    def __init__(self) -> None:
+        """Start with nothing counted."""
+        self.num_calls = 0
+        self.num_failed = 0
+        self.total_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=WINDOW)
+
+    def record(self, seconds: float, *, failed: bool) -> None:
+        """Count one call that took ``seconds``."""
+        self.num_calls += 1
+        self.num_failed += failed
+        self.total_s += seconds
+        self._recent_s.append(seconds)
+
+    def quantile(self, q: float) -> float:
+        """Return the ``q``-quantile (0 to 1) of the window in seconds, nearest rank; 0.0 before the first call."""
+        ordered = sorted(self._recent_s)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+class Figures:
+    """The counters of one replica, all since its start."""
+
+    def __init__(self) -> None:
+        """Start with nothing counted."""
+        self.packs = Timings()
+        self.scored: Counter[str] = Counter()  # groups by scorer
+        self.completions = 0
+        self.dead: Counter[str] = Counter()  # groups by reason
+        self.waited: Counter[str] = Counter()  # times that groups went back to come again, by reason
+        self.num_errors = 0  # packs given back because NATS or S3 was away
+        self.queue = 0  # packs waiting at the broker, as of the last heartbeat
+
+    def groups_scored(self, groups: Iterable[ScoredGroup]) -> None:
+        """Count groups that were announced."""
+        for group in groups:
+            self.scored[group.scorer] += 1
+            self.completions += len(group.rewards)
+
+    def groups_waited(self, reasons: Iterable[str]) -> None:
+        """Count groups that went back and come again."""
+        self.waited.update(reasons)
+
+    def groups_dead(self, reason: str, num_groups: int) -> None:
+        """Count groups that were dead-lettered."""
+        self.dead[reason] += num_groups
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the figures that a heartbeat carries."""
+        return {
+            "groups_scored": float(self.scored.total()),
+            "completions_scored": float(self.completions),
+            "packs": float(self.packs.num_calls),
+            "errors": float(self.packs.num_failed + self.num_errors),
+            "groups_waited": float(self.waited.total()),
+            "groups_dead": float(self.dead.total()),
+            "queue": float(self.queue),
+            "pack_ms_p50": 1000 * self.packs.quantile(0.5),
+            "pack_ms_p99": 1000 * self.packs.quantile(0.99),
+        }

@@ -1,0 +1,94 @@
+"""Rewards that the run file makes of parts (``reward.define``): their parameters checked, their parts put together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.protocol.config.connection import Section
+from penstock.protocol.config.reward_settings import RewardDefinition, RewardPart
+from penstock.protocol.errors import ConfigError
+from penstock.reward_service.registry.built_in import BUILT_INS, Graders
+from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from penstock.reward_service.scores import Scorer
+
+
+def check(define: Mapping[str, RewardDefinition]) -> dict[str, dict[str, Section]]:
+    """Return the parameters of every built-in part, by definition and part.
+
+    Raises ConfigError that lists every mistake: a built-in's name taken, unknown or wrong parameters, parameters of
+    something that is no built-in.
+    """
+    mistakes: list[str] = []
+    checked: dict[str, dict[str, Section]] = {}
+    for name, definition in define.items():
+        if name in BUILT_INS or name == AUTO:
+            mistakes.append(f"reward.define.{name}: {name} is a built-in reward; choose another name")
+        checked[name] = {}
+        for part_name, part in definition.parts.items():
+            place = f"reward.define.{name}.parts.{part_name}"
+            parameters = _parameters(place, part, mistakes)
+            if parameters is not None:
+                checked[name][part_name] = parameters
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return checked
+
+
+def own_scorers(define: Mapping[str, RewardDefinition], graders: Graders) -> dict[str, dict[str, Scorer]]:
+    """Return the scorers of the parts that are built-ins, by definition and part; raises ConfigError as `check` does.
+
+    The others (endpoints, auto, a built-in that this machine cannot give) are looked up for every group.
+    """
+    made: dict[str, dict[str, Scorer]] = {}
+    for name, by_part in check(define).items():
+        made[name] = {}
+        for part_name, parameters in by_part.items():
+            scorer = BUILT_INS[define[name].parts[part_name].reward].make(parameters, graders)
+            if scorer is not None:
+                made[name][part_name] = scorer
+    return made
+
+
+def describe(definition: RewardDefinition) -> str:
+    """Return a definition in one line, for a list of rewards."""
+    texts = []
+    for name, part in definition.parts.items():
+        gate = "" if part.needs is None else f", else {part.otherwise:g} where below {part.needs:g}"
+        texts.append(f"{part.weight:g} x {name} ({part.reward}{gate})")
+    return " + ".join(texts)
+
+
+def _parameters(place: str, part: RewardPart, mistakes: list[str]) -> Section | None:
+    built_in = BUILT_INS.get(part.reward)
+    if built_in is None:
+        if part.parameters:
+            near = difflib.get_close_matches(part.reward, BUILT_INS, n=1, cutoff=0.6)
+            alias = f"; write {BY_SOURCE[part.reward]}" if part.reward in BY_SOURCE else ""
+            hint = alias or (f"; did you mean {near[0]}?" if near else "")
+            mistakes.append(f"{place}.parameters: only built-in rewards take parameters, {part.reward} is none{hint}")
+        return None
+    try:  # JSON's strictness: a list is a tuple and a text a path, but "5" is no number
+        return built_in.parameters.model_validate_json(json.dumps(part.parameters, default=str), strict=True)
+    except ValidationError as err:
+        mistakes += [_mistake(place, part, error) for error in err.errors(include_url=False)]
+        return None
+
+
+def _mistake(place: str, part: RewardPart, error: Any) -> str:
+    known = list(BUILT_INS[part.reward].parameters.model_fields)
+    key = ".".join(map(str, error["loc"]))
+    where = f"{place}.parameters{'.' + key if key else ''}"
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
+        return f"{where}: the reward {part.reward} has no such parameter; {hint}"
+    if error["type"] == "missing":
+        return f"{where}: the reward {part.reward} needs it"
+    text = str(error["msg"]).removeprefix("Value error, ").replace("Input should be ", "expected ")
+    got = f", got {error['input']!r}" if key else ""
+    return f"{where}: {text}{got}"

@@ -1,0 +1,114 @@
+"""Which scorer a reward name means: a built-in, one that the run file makes of parts, an endpoint, or what fits the row."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from penstock.protocol.config.reward_settings import RewardDefinition
+from penstock.protocol.facts import RewardRequest
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.errors import RewardUnavailable, SandboxUnavailable, UnknownReward
+from penstock.reward_service.registry.composed import ComposedReward
+from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from penstock.reward_service.scores import Scorer
+
+
+class RewardRegistry:
+    """All rewards this replica can give. An endpoint's name never hides a built-in or a defined one; it may hide an alias."""
+
+    def __init__(
+        self,
+        built_ins: Mapping[str, Scorer],
+        registry: Registry,
+        client: EndpointClient,
+        *,
+        notes: Mapping[str, str] = MappingProxyType({}),
+        define: Mapping[str, RewardDefinition] = MappingProxyType({}),
+        own: Mapping[str, Mapping[str, Scorer]] = MappingProxyType({}),
+    ) -> None:
+        """Look names up in the built-ins, then in the run file's, then among the endpoints, then among the aliases.
+
+        ``notes`` say how a built-in works on this machine; one that cannot be given here is not among the built-ins,
+        and its note says why. ``define`` are the run file's rewards, ``own`` the scorers of their built-in parts.
+        """
+        self.notes = notes
+        self._built_ins = built_ins
+        self._registry = registry
+        self._client = client
+        self._defined = {
+            name: ComposedReward(name, definition, own.get(name, {}), self.find) for name, definition in define.items()
+        }
+
+    @property
+    def definitions(self) -> dict[str, RewardDefinition]:
+        """The rewards that the run file makes of parts."""
+        return {name: reward.definition for name, reward in self._defined.items()}
+
+    def names(self) -> tuple[str, ...]:
+        """Return every name a task may ask for; a data set's name only where it can stand in a message."""
+        aliases = (name for name, reward in BY_SOURCE.items() if "/" not in name and reward in self._built_ins)
+        single = {AUTO, *self._built_ins, *self._registry.in_service(), *aliases}
+        composed = (name for name, reward in self._defined.items() if self._can_give(reward, single))
+        return tuple(sorted({*single, *composed}))
+
+    def by_source(self) -> dict[str, str]:
+        """Return which reward scores the rows of which data set, when they leave it to us (``auto``)."""
+        claimed = {source: e.name for e in self._registry.in_service().values() for source in e.data_sources}
+        return {**{source: name for source, name in BY_SOURCE.items() if name in self._built_ins}, **claimed}
+
+    def _can_give(self, reward: ComposedReward, single: set[str]) -> bool:
+        return all(name in reward.own or part.reward in single for name, part in reward.definition.parts.items())
+
+    async def find(self, request: RewardRequest) -> Scorer:
+        """Return the scorer of a request; raises UnknownReward, or NotAsked for one that is out of service.
+
+        A name that is unknown here may have been registered at another replica a moment ago, so the
+        registry is read once more before the name is called unknown.
+        """
+        scorer = self._look_up(request)
+        if scorer is None:
+            await self._registry.refresh()
+            scorer = self._look_up(request)
+        if scorer is None:
+            raise self._unknown(request)
+        return scorer
+
+    def _look_up(self, request: RewardRequest) -> Scorer | None:
+        name = request.data_source if request.name == AUTO else request.name
+        for candidate in (name, BY_SOURCE.get(name, "")):
+            if candidate in self._built_ins:
+                return self._built_ins[candidate]
+            if candidate in self._defined:
+                return self._defined[candidate]
+            if candidate in self._registry.endpoints:
+                return self._line(self._registry.endpoints[candidate])
+        for endpoint in self._registry.endpoints.values() if request.name == AUTO else ():
+            if request.data_source in endpoint.data_sources:
+                return self._line(endpoint)
+        return None
+
+    def _line(self, endpoint: Endpoint) -> Scorer:
+        problem = self._registry.problem(endpoint)
+        if problem is not None:
+            raise problem
+        return self._client.line(endpoint)
+
+    def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable | SandboxUnavailable:
+        name = request.data_source if request.name == AUTO else request.name
+        if why := self.notes.get(BY_SOURCE.get(name, name)):
+            return SandboxUnavailable(f"reward {name!r}: {why}")
+        if name in self._registry.retired:
+            return RewardUnavailable(
+                f"the endpoint of reward {name!r} was unregistered; register it again "
+                "(penstock reward serve FILE.py, or POST /v1/endpoints)"
+            )
+        asked = f"data_source {name!r} (reward 'auto')" if request.name == AUTO else f"reward {name!r}"
+        near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        return UnknownReward(
+            f"no {asked}: {hint}There are: {', '.join(sorted({*self._built_ins, *self._defined, *self._registry.endpoints}))}"
+        )

@@ -1,0 +1,1 @@
+"""Reading answers: final answers, numbers, quantities, units, LaTeX and words; pure."""

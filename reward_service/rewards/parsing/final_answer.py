@@ -1,0 +1,71 @@
+r"""Where a completion's final answer stands: in ``\boxed{}``, in tags, after ``####`` or a phrase, or at its end.
+
+Every way is one or two passes over the text, whatever a policy writes. An answer that is found is text without
+white space around it; None says that there is none, an empty text that its place is empty.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from penstock.reward_service.rewards.parsing import latex
+
+Where = Literal["auto", "boxed", "tags", "hashes", "phrase", "last_line", "whole"]
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_PHRASE = re.compile(
+    r"(?:\banswer(?:\s{1,4}is)?\s{0,4}[:：]|\banswer\s{1,4}is\b|答案(?:是|为)?\s{0,4}[:：]?)[ \t*]{0,8}", re.IGNORECASE
+)
+_MARKDOWN = "*_` \t"
+
+
+def find(text: str, where: Where) -> str | None:
+    """Return the answer that stands there; ``auto`` is the first of the ways, in their order, that finds one."""
+    match where:
+        case "boxed":
+            return latex.last_boxed(text)
+        case "tags":
+            return in_tags(text)
+        case "hashes":
+            return after_hashes(text)
+        case "phrase":
+            return after_phrase(text)
+        case "last_line":
+            return last_line(text)
+        case "whole":
+            return text.strip()
+        case "auto":
+            ways = (latex.last_boxed, in_tags, after_hashes, after_phrase, last_line)
+            return next((answer for answer in (way(text) for way in ways) if answer is not None), None)
+
+
+def in_tags(text: str) -> str | None:
+    """Return what stands between the last ``<answer>`` and its ``</answer>``."""
+    end = text.rfind(_CLOSE)
+    start = text.rfind(_OPEN, 0, end) if end >= 0 else -1
+    return None if start < 0 else text[start + len(_OPEN) : end].strip()
+
+
+def after_hashes(text: str) -> str | None:
+    """Return the rest of the line after the last ``####``, or the next line when nothing follows on its own."""
+    start = text.rfind("####")
+    return None if start < 0 else _first_line(text[start + 4 :].lstrip())
+
+
+def after_phrase(text: str) -> str | None:
+    """Return the rest of the line after the last "answer is", "answer:" or their Chinese equivalents."""
+    found = None
+    for match in _PHRASE.finditer(text):
+        found = match
+    return None if found is None else _first_line(text[found.end() :]).strip(_MARKDOWN) or None
+
+
+def last_line(text: str) -> str | None:
+    """Return the last line that is not empty."""
+    lines = text.rstrip().rsplit("\n", 1)
+    return lines[-1].strip() or None
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0].strip()

@@ -1,0 +1,134 @@
+"""Reading the final answer out of a LaTeX solution, and telling plain cases apart without a solver."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from penstock.reward_service.rewards.parsing.number import NUMBER, read_number
+
+# One pass, each alternative linear: a box, a box without braces (\boxed 5), an escaped character, a brace.
+_TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(?P<open>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|(?P<brace>[{}])", re.DOTALL)
+_SPACING = re.compile(r"\\[,;:!> ]|~|\\(?:left|right|displaystyle|quad|qquad|bigl?|bigr|Bigl?|Bigr)(?![A-Za-z])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_ONLY_TEXT = re.compile(r"\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*")
+_DEGREES = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree|°")
+_SHORT_FRACTION = re.compile(r"\\frac(?:\s*([0-9])\s*([0-9])|\s*\{([^{}]*)\}\s*([0-9])|\s*([0-9])\s*\{([^{}]*)\})")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
+_FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
+_ASSIGNMENT = re.compile(r"[A-Za-z](?:\([A-Za-z]\)|_\{?[0-9A-Za-z]\}?)?=(?P<value>[^=]+)")
+_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
+_PLAIN_NUMBER = re.compile(NUMBER.replace("[0-9,]*", "[0-9]*"))
+_PROSE = re.compile(r"[A-Za-z]{2,}(?:[\s,.'-]+[A-Za-z]{2,})+[.!?]?")
+_MAX_DIGITS = 200
+
+
+class _Value(NamedTuple):
+    number: Fraction
+    is_percent: bool
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return what stands in the last ``\boxed{}`` (or ``\fbox{}``) whose braces balance, else None.
+
+    Of nested boxes the inner one counts, as it begins last. One pass, linear in the text.
+    """
+    open_boxes: list[int | None] = []  # where a box's content starts, None for any other brace
+    best: tuple[int, str] | None = None
+    for match in _TOKEN.finditer(text):
+        if match["open"]:
+            open_boxes.append(match.end())
+        elif match["bare"]:
+            best = (match.start("bare"), match["bare"])
+        elif match["brace"] == "{":
+            open_boxes.append(None)
+        elif match["brace"] == "}" and open_boxes:
+            start = open_boxes.pop()
+            if start is not None and (best is None or start > best[0]):
+                best = (start, text[start : match.start()])
+    return None if best is None else best[1].strip()
+
+
+def normalise(answer: str) -> str:
+    r"""Write an answer in one way: no spacing, ``\frac`` and ``\sqrt`` with braces, no units of degree or money."""
+    answer = answer.strip().replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
+    answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
+    answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
+    answer = answer.replace("\\%", "%").replace("\\varnothing", "\\emptyset")
+    answer = _TEXT.sub(r"\1", answer)
+    answer = _SHORT_FRACTION.sub(_braced, answer)
+    answer = re.sub(r"\s+", "", _SHORT_ROOT.sub(r"\\sqrt{\1}", answer))
+    assignment = _ASSIGNMENT.fullmatch(answer)
+    answer = assignment["value"] if assignment else answer
+    return answer.rstrip(".") if answer.count(".") == 1 or not answer.strip(".") else answer
+
+
+def plain_text(answer: str) -> str:
+    r"""Return an answer without the LaTeX that only dresses words: ``\\text{}`` and its like, spacing, dollar signs."""
+    return _SPACING.sub(" ", _TEXT.sub(r"\1", answer)).strip().strip("$").strip()
+
+
+def braced_fractions(text: str) -> str:
+    r"""Write ``\frac12``, ``\dfrac 1 2`` and the like with braces."""
+    return _SHORT_FRACTION.sub(_braced, re.sub(r"\\[dtc]frac", r"\\frac", text))
+
+
+def plainly_equal(gold: str, answer: str) -> bool | None:
+    """Say whether two answers are equal where no algebra is needed; None where it is.
+
+    A percentage equals the same number with or without its sign, and the fraction it stands for.
+    """
+    if not answer.strip():
+        return False
+    gold_words, answer_words = _words(gold), _words(answer)
+    if gold_words is not None or answer_words is not None:
+        gold_text, answer_text = gold_words or _as_words(gold), answer_words or _as_words(answer)
+        return gold_text == answer_text
+    left, right = normalise(gold), normalise(answer)
+    if left == right:
+        return True
+    gold_value, answer_value = _value(left), _value(right)
+    if gold_value is None or answer_value is None:
+        return None
+    if gold_value.is_percent == answer_value.is_percent:
+        return gold_value.number == answer_value.number
+    percent, other = (gold_value, answer_value) if gold_value.is_percent else (answer_value, gold_value)
+    return other.number in {percent.number, percent.number / 100}
+
+
+def _words(answer: str) -> str | None:
+    r"""Return the words of an answer that is prose or one ``\text{}``; None for mathematics."""
+    match = _ONLY_TEXT.fullmatch(answer)
+    if match is not None and re.search(r"[A-Za-z]", match[1]) and not re.search(r"[0-9\\^_=+*/]", match[1]):
+        return _as_words(match[1])
+    if _PROSE.fullmatch(answer.strip()) is not None:
+        return _as_words(answer)
+    return None
+
+
+def _as_words(answer: str) -> str:
+    """Reduce prose to its letters and digits in lower case: ``(B)`` and ``b.`` are the same choice."""
+    return re.sub(r"[^a-z0-9]+", " ", _TEXT.sub(r"\1", answer).casefold()).strip()
+
+
+def _braced(match: re.Match[str]) -> str:
+    top, bottom = (group for group in match.groups() if group is not None)
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
+def _value(answer: str) -> _Value | None:
+    is_percent = answer.endswith("%")
+    answer = answer.removesuffix("%")
+    if len(answer) > _MAX_DIGITS:
+        return None
+    fraction = _FRACTION.fullmatch(answer)
+    if fraction is not None:
+        bottom = int(fraction["bottom"])
+        number = Fraction(int(fraction["top"]), bottom) if bottom else None
+        number = -number if number is not None and fraction["sign"] == "-" else number
+    elif _THOUSANDS.fullmatch(answer) or _PLAIN_NUMBER.fullmatch(answer):
+        number = read_number(answer)
+    else:
+        number = None
+    return None if number is None else _Value(number, is_percent)

@@ -1,0 +1,113 @@
+"""Reading a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings.
+
+What is refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full
+width, powers other than of ten (``9**9**9`` is no number anybody writes as an answer), and numbers beyond
+`MAX_EXPONENT` digits. No float decides anything.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from typing import NamedTuple
+
+from penstock.reward_service.rewards.parsing import latex
+from penstock.reward_service.rewards.parsing.number import MAX_NUMBER_CHARS
+
+MAX_EXPONENT = 400
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+_FRACTION = r"[0-9]+\s?/\s?[0-9]+"
+_TEN = r"\s?(?:[x×*·]|\\times|\\cdot)\s?10\s?(?:\^|\*\*)\s?[({]?\s?(?P<power>[-+]?[0-9]{1,4})\s?[)}]?"
+_NUMBER = (
+    rf"(?P<sign>[-+−]\s?)?(?P<money>[$€£¥]\s?)?(?P<minus>[-−])?"
+    rf"(?:10\s?(?:\^|\*\*)\s?[({{]?\s?(?P<ten>[-+]?[0-9]{{1,4}})\s?[)}}]?|(?P<whole>[0-9]+)\s(?P<mixed>{_FRACTION})|(?P<fraction>{_FRACTION})"
+    rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,4}})(?![0-9])|{_TEN})?)"
+)
+_AT_START = re.compile(_NUMBER)
+_ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
+_LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
+_TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
+_GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
+    r"\s?(?:\^|\*\*|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
+    r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
+)
+_SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
+_PLAIN_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_VULGAR = re.compile("[¼-¾⅐-⅞]")
+
+
+class Quantity(NamedTuple):
+    """A number, whether it is of percent, and the text of what it counts."""
+
+    number: Fraction
+    is_percent: bool
+    unit: str
+
+
+def read(text: str) -> Quantity | None:
+    """Read a text that is a number and at most a unit after it; None when it begins with no number."""
+    plain = _plain(text)
+    lead = _LEAD.match(plain)
+    plain = plain[lead.end() :] if lead else plain
+    match = _AT_START.match(plain)
+    return None if match is None else _quantity(match, plain[match.end() :])
+
+
+def last(text: str) -> Quantity | None:
+    """Return the last number of a text, wherever it stands, with a percent sign that follows it."""
+    found = None
+    for match in _ANYWHERE.finditer(text):
+        found = match
+    if found is None:
+        return None
+    after = text[found.end() : found.end() + 24]
+    return _quantity(found, after.split("\n")[0].rstrip(".") if after.lstrip().startswith(("%", "\\%")) else "")
+
+
+def _plain(text: str) -> str:
+    """Spell a number in one way. Superscripts become powers before they could be taken for digits."""
+    text = text.strip()[: 4 * MAX_NUMBER_CHARS]
+    text = _SUPERSCRIPTS.sub(lambda found: "^" + found[0].translate(_PLAIN_SCRIPT), text)
+    text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")
+    text = unicodedata.normalize("NFKC", text).replace("{,}", ",").replace(",\\!", ",").replace("\\,", " ")
+    text = latex.braced_fractions(re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))
+    text = _TEX_FRACTION.sub(_spelt_fraction, text)
+    return text.replace("\\$", "$").replace("\\%", "%").strip("*_` \t\n").removeprefix("$$").strip()
+
+
+def _spelt_fraction(found: re.Match[str]) -> str:
+    return f"{found['whole'] + ' ' if found['whole'] else ''}{found['top']}/{found['bottom']}"
+
+
+def _quantity(match: re.Match[str], after: str) -> Quantity | None:
+    if match.end() - match.start() > MAX_NUMBER_CHARS or after[:1].isdecimal():
+        return None
+    number = _value(match)
+    if number is None or _GOES_ON.match(after):
+        return None
+    if match["sign"] and match["sign"][0] in "-−":
+        number = -number
+    if match["minus"]:
+        number = -number
+    after = latex.plain_text(after).strip(" .;*_`$")
+    is_percent = after.casefold().startswith(("%", "percent", "per cent"))
+    return Quantity(number, is_percent, "" if is_percent else after)
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    exponent = int(match["power"] or match["exponent"] or match["ten"] or 0)
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    try:
+        if match["ten"]:
+            return Fraction(10) ** exponent
+        if match["whole"]:
+            return int(match["whole"]) + Fraction(match["mixed"].replace(" ", ""))
+        if match["fraction"]:
+            return Fraction(match["fraction"].replace(" ", ""))
+        return Fraction(match["decimal"].replace(",", "").rstrip(".") or "0") * Fraction(10) ** exponent
+    except (ValueError, ZeroDivisionError):
+        return None

@@ -1,0 +1,102 @@
+"""How a zygote is started in each kind of sandbox: the command, and what it may read."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.reward_service.errors import SandboxFailed
+
+_ROOT = Path(__file__).absolute().parents[3]  # the folder that holds `penstock`
+_INSIDE = Path("penstock/reward_service/sandbox/inside")
+_ROOT_INSIDE_BUBBLE = "/penstock"
+_START = (
+    "import sys; sys.path.append(sys.argv[1]); from penstock.reward_service.sandbox.inside.zygote import main; "
+    "main(int(sys.argv[2]), sys.argv[3])"
+)
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_FIRST_UID, _NUM_UIDS = 60578, 600  # by the systemd table of user ids, nobody's
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",
+    "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MiB of the address space
+}
+
+
+class Kind(enum.StrEnum):
+    """A sandbox that can hold a program."""
+
+    BUBBLEWRAP = "bubblewrap"
+    LANDLOCK = "landlock"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What starts the zygotes of one pool."""
+
+    kind: Kind
+
+    def command(self, descriptor: int, slot: int) -> list[str]:
+        """Return the command of a zygote that serves the inherited socket ``descriptor``.
+
+        Raises SandboxFailed where a program that it needs is not installed. Started by root, each slot has a user id of its own, so that the kernel's count of its threads is exact.
+        """
+        uid = None
+        if os.geteuid() == 0:
+            uid = _FIRST_UID + (os.getpid() * 16 + slot) % _NUM_UIDS
+        bubble = self.kind is Kind.BUBBLEWRAP
+        settings = json.dumps({"readable": readable(), "uid": uid, "landlocked": not bubble})
+        python = [interpreter(), "-S", "-s", "-P", "-B", "-c", _START]
+        if bubble:
+            return [*_bubble(as_root=uid is not None), *python, _ROOT_INSIDE_BUBBLE, str(descriptor), settings]
+        return [*python, str(_ROOT), str(descriptor), settings]
+
+
+def readable() -> list[str]:
+    """Return what a program may read: the standard library, shared libraries, time zones, four devices."""
+    paths = [f"{sys.base_prefix}/lib", *_LIBRARIES, *_DEVICES]
+    return [path for path in dict.fromkeys(paths) if Path(path).exists()]
+
+
+def interpreter() -> str:
+    """Return the path of the Python outside of any virtual environment."""
+    base: str = getattr(sys, "_base_executable", "") or sys.executable
+    return str(Path(base).resolve())
+
+
+def _bubble(*, as_root: bool) -> list[str]:
+    """Return bubblewrap's part: namespaces of its own, and a read-only root that holds what may be read."""
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxFailed("bubblewrap is not installed (apt install bubblewrap)")
+    if as_root:  # no user namespace: the zygote needs capabilities to become another user, and to end what it became
+        own = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        own += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        own += ["--cap-add", "CAP_KILL"]
+    else:
+        own = ["--unshare-all", "--cap-drop", "ALL"]
+    arguments = [program, *own, "--die-with-parent", "--new-session", "--clearenv"]
+    for name, value in ENVIRONMENT.items():
+        arguments += ["--setenv", name, value]
+    bound = [*readable(), interpreter(), str(Path(_ROOT_INSIDE_BUBBLE) / _INSIDE)]
+    parents = dict.fromkeys(parent for path in bound for parent in reversed(Path(path).parents[:-1]))
+    for parent in parents:  # bubblewrap itself would close them to the user that programs become
+        if not parent.is_symlink():
+            arguments += ["--perms", "0755", "--dir", str(parent)]
+    for path in bound[:-1]:
+        if path.startswith("/dev/"):
+            arguments += ["--dev-bind", path, path]
+        elif Path(path).is_symlink():
+            arguments += ["--symlink", str(Path(path).readlink()), path]
+        else:
+            arguments += ["--ro-bind", path, path]
+    return [*arguments, "--ro-bind", str(_ROOT / _INSIDE), bound[-1], "--remount-ro", "/", "--chdir", "/", "--"]

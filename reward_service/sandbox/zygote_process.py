@@ -1,0 +1,324 @@
+"""A zygote as the service sees it, and the programs it forks: started, fed, read, limited and killed.
+
+Everything here blocks, with deadlines; it runs on the threads of a `SandboxPool`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.reward_service.errors import SandboxFailed
+from penstock.reward_service.sandbox.zygote_command import ENVIRONMENT, Launch
+
+_START_S = 60.0  # an interpreter's start on a busy machine
+_DYING_S = 20.0  # from SIGKILL to the zygote's word that the program ended
+_CHUNK = 65536
+_MESSAGE = 4096
+
+
+class Killed(enum.StrEnum):
+    """Why the service ended a program."""
+
+    WALL_TIME = "wall_time"
+    OUTPUT = "output"
+    DONE = "done"  # nobody asks it anything any more
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use for one test."""
+
+    cpu_s: float = 5.0
+    memory_bytes: int = 1024**3
+    output_bytes: int = 4 * 1024**2
+    tasks: int = 32
+    wall_factor: float = 6.0  # wall seconds granted for each CPU second; the machine may be busy
+    wall_min_s: float = 2.0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds by the clock after which a program is killed."""
+        return max(self.wall_min_s, self.wall_factor * self.cpu_s)
+
+
+@dataclass(slots=True)
+class Run:
+    """One program from its start to its end. ``answer`` is what it wrote into descriptor 4."""
+
+    output: bytearray = field(default_factory=bytearray)
+    errors: bytearray = field(default_factory=bytearray)
+    answer: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    killed: Killed | None = None
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended it, 0 for none."""
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+
+    @property
+    def exit_code(self) -> int:
+        """Its exit code; meaningful without a signal."""
+        return os.WEXITSTATUS(self.status) if self.status is not None else -1
+
+
+class Zygote:
+    """One zygote process, started when it is needed and again after it died."""
+
+    def __init__(self, launch: Launch, slot: int) -> None:
+        """``slot`` tells zygotes of one pool apart."""
+        self._launch = launch
+        self.slot = slot
+        self._process: subprocess.Popen[bytes] | None = None
+        self.line: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def spawn(self, mode: str, limits: Limits, pipes: Sequence[int]) -> None:
+        """Fork a program that gets ``pipes`` as its descriptors 0, 1, ...; raises SandboxFailed."""
+        if self.pid is None:
+            self._start()
+        assert self.line is not None
+        request = {
+            "mode": mode,
+            "cpu_s": limits.cpu_s,
+            "memory_bytes": limits.memory_bytes,
+            "tasks": limits.tasks,
+        }
+        try:
+            socket.send_fds(self.line, [json.dumps(request).encode()], pipes)
+            self._say_of("forking a program")
+        except OSError as err:
+            raise self._broken(f"does not take a program ({err})") from None
+
+    def end_program(self) -> None:
+        """Have the program that runs killed; one that has just ended does not mind."""
+        with contextlib.suppress(OSError):
+            assert self.line is not None
+            self.line.send(b"kill")
+
+    def ended(self) -> dict[str, Any]:
+        """Return what the zygote says about the program that ended; raises SandboxFailed."""
+        return self._say_of("running a program")
+
+    def interrupt(self) -> None:
+        """End the zygote from another thread; whoever waits for it is told that it died."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def kill(self) -> None:
+        """End the zygote, and with it whatever it holds."""
+        process, self._process = self._process, None
+        line, self.line = self.line, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+        if line is not None:
+            line.close()
+
+    def _start(self) -> None:
+        self.kill()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            ours.settimeout(_START_S)
+            self.line = ours
+            try:
+                self._process = subprocess.Popen(
+                    self._launch.command(theirs.fileno(), self.slot),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=ENVIRONMENT,
+                    cwd="/",
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as err:
+                self.kill()
+                raise SandboxFailed(f"the {self._launch.kind} sandbox does not start: {err}") from None
+        self._say_of("starting")
+        ours.settimeout(_DYING_S)
+
+    def _say_of(self, doing: str) -> dict[str, Any]:
+        try:
+            assert self.line is not None
+            text = self.line.recv(_MESSAGE)
+        except OSError as err:
+            raise self._broken(f"was not heard of while {doing} ({err})") from None
+        if not text:
+            raise self._broken(f"died while {doing}")
+        message: dict[str, Any] = json.loads(text)
+        if "failed" in message:
+            raise self._broken(f"failed while {doing}: {message['failed']}")
+        return message
+
+    def _broken(self, what: str) -> SandboxFailed:
+        text, process = b"", self._process
+        if process is not None and process.stderr is not None:
+            process.kill()
+            process.wait()
+            os.set_blocking(process.stderr.fileno(), False)
+            text = process.stderr.read(2000) or b""
+        self.kill()
+        said = f": {text.decode(errors='replace').strip()[-500:]}" if text.strip() else ""
+        return SandboxFailed(f"the {self._launch.kind} sandbox {what}{said}")
+
+
+class Watch:
+    """The programs of one question, watched together until all have ended."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._selector = selectors.DefaultSelector()
+        self._open: set[int] = set()
+        self._running: dict[Zygote, Run] = {}
+        self._dying: dict[Zygote, float] = {}  # since when
+        self._ended_at = time.monotonic()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for fd in self._open:
+            os.close(fd)
+        for zygote in self._running:  # something went wrong: it is in no known state
+            zygote.kill()
+
+    def start(
+        self, zygote: Zygote, mode: str, *, job: bytes, stdin: bytes = b"", extra: Sequence[int] = (), answers: int = -1
+    ) -> Run:
+        """Start a program. ``extra`` become descriptors 5, 6; ``answers`` descriptor 4 instead of ``Run.answer``.
+
+        These are taken over: closed here once the program has them.
+        """
+        run = Run()
+        theirs: list[int] = []
+        try:
+            for data in (stdin, None, None, job):
+                theirs.append(self._feed(data) if data is not None else self._drain(run, len(theirs)))
+            theirs.append(self._drain(run, 4) if answers < 0 else answers)
+            theirs += extra
+            zygote.spawn(mode, self._limits, theirs)
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        self._running[zygote] = run
+        assert zygote.line is not None
+        self._selector.register(zygote.line, selectors.EVENT_READ, zygote)
+        return run
+
+    def wait(self, *, until: Run | None = None) -> None:
+        """Wait until all have ended, killing what exceeds its limits, or all others once ``until`` has ended.
+
+        Raises SandboxFailed when a zygote dies or does not report.
+        """
+        deadline = time.monotonic() + self._limits.wall_s
+        while self._running or self._open:
+            now = time.monotonic()
+            if now >= deadline:
+                self._kill_all(Killed.WALL_TIME)
+                deadline = now + _DYING_S
+            self._check_dying(now)
+            for key, _ in self._selector.select(min(1.0, max(0.0, deadline - now))):
+                if isinstance(key.data, Zygote):
+                    self._end(key.data)
+                elif key.fd in self._open:
+                    key.data(key.fd)
+            if until is not None and until.status is not None:
+                self._kill_all(Killed.DONE)
+                until = None
+
+    def _check_dying(self, now: float) -> None:
+        for zygote, since in self._dying.items():
+            if now - since > _DYING_S:
+                raise SandboxFailed(
+                    f"a program did not end within {_DYING_S:.0f} s of being killed (slot {zygote.slot})"
+                )
+        if self._open and not self._running and now - self._ended_at > _DYING_S:
+            raise SandboxFailed(f"a pipe stayed open for {_DYING_S:.0f} s after its program had ended")
+
+    def _end(self, zygote: Zygote) -> None:
+        self._selector.unregister(zygote.line)  # type: ignore[arg-type]
+        message = zygote.ended()
+        run = self._running.pop(zygote)
+        self._dying.pop(zygote, None)
+        self._ended_at = time.monotonic()
+        run.status, run.cpu_s, run.peak_bytes = message["status"], message["cpu_s"], message["peak_bytes"]
+
+    def _kill_all(self, why: Killed) -> None:
+        for zygote, run in self._running.items():
+            self._kill(zygote, run, why)
+
+    def _kill(self, zygote: Zygote, run: Run, why: Killed) -> None:
+        if run.killed is None:
+            run.killed = why
+            self._dying[zygote] = time.monotonic()
+            zygote.end_program()
+
+    def _feed(self, data: bytes) -> int:
+        theirs, ours = os.pipe()
+        view = memoryview(data)
+
+        def write(fd: int) -> None:
+            nonlocal view
+            try:
+                view = view[os.write(fd, view[:_CHUNK]) :]
+            except BrokenPipeError:
+                view = view[:0]
+            if not view:
+                self._close(fd)
+
+        self._register(ours, selectors.EVENT_WRITE, write)
+        return theirs
+
+    def _drain(self, run: Run, place: int) -> int:
+        ours, theirs = os.pipe()
+        buffer = {1: run.output, 2: run.errors, 4: run.answer}[place]
+
+        def read(fd: int) -> None:
+            data = os.read(fd, _CHUNK)
+            room = self._limits.output_bytes - len(buffer)
+            buffer.extend(data[: max(0, room)])
+            if len(data) > room:
+                for zygote in [zygote for zygote, one in self._running.items() if one is run]:
+                    self._kill(zygote, run, Killed.OUTPUT)
+            if not data:
+                self._close(fd)
+
+        self._register(ours, selectors.EVENT_READ, read)
+        return theirs
+
+    def _register(self, fd: int, event: int, act: Any) -> None:
+        os.set_blocking(fd, False)
+        self._open.add(fd)
+        self._selector.register(fd, event, act)
+
+    def _close(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        self._open.discard(fd)
+        os.close(fd)
+
+
+def was_out_of_cpu(run: Run, limits: Limits) -> bool:
+    """Say whether the kernel ended a program for its CPU time."""
+    return run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s)

@@ -1,0 +1,1 @@
+"""Refusals before anything is computed: tasks, weight folders and adapter folders that do not fit; pure."""

@@ -1,0 +1,82 @@
+"""Which tasks this worker's model can do: pure rules, asked before anything is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.protocol.facts import Sampling, Split, Task
+from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the model's ``config.json`` says; None where it says nothing."""
+
+    vocab_size: int | None
+    context_tokens: int | None
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelLimits:
+        """Read the limits of a model folder; raises WeightsUnusable when its config is no JSON object."""
+        path = folder / "config.json"
+        try:
+            config = json.loads(path.read_bytes())
+            config = config.get("text_config", config)  # models that also see or hear keep the text part here
+            return cls(config.get("vocab_size"), config.get("max_position_embeddings"))
+        except (OSError, ValueError, AttributeError) as err:
+            raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
+
+    def within(self, context_tokens: int | None) -> ModelLimits:
+        """Return the limits of an engine that was started with a shorter context."""
+        known = [tokens for tokens in (self.context_tokens, context_tokens) if tokens is not None]
+        return replace(self, context_tokens=min(known, default=None))
+
+
+def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: Collection[str]) -> None:
+    """Raise TaskRefused when no attempt at this task can ever succeed.
+
+    A training task must sample from the whole distribution, because only then are the engine's
+    log-probabilities those of the distribution that was sampled.
+    """
+    if task.split != split:
+        raise TaskRefused("wrong_split", f"{task.group_id} says {task.split} but was issued as {split}")
+    if task.environment not in environments:
+        raise TaskRefused(
+            "unknown_environment",
+            f"{task.group_id} wants environment {task.environment!r}; this worker has {', '.join(sorted(environments))}",
+        )
+    try:
+        check_request(task.prompt_ids, task.sampling, limits)
+    except TaskRefused as err:
+        raise TaskRefused(err.reason, f"{task.group_id}: {err}") from None
+    sampling = task.sampling
+    if split == "train" and (sampling.temperature == 0 or sampling.top_p != 1 or sampling.top_k != -1):
+        raise TaskRefused(
+            "inexact_sampling",
+            f"{task.group_id}: temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k} would "
+            "give log-probabilities of another distribution than the sampled one; train with temperature > 0, "
+            "top_p 1 and top_k -1",
+        )
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, limits: ModelLimits) -> None:
+    """Raise TaskRefused for a prompt that a model of these limits cannot take; some engines die of one."""
+    if not prompt_ids:
+        raise TaskRefused("empty_prompt", "a prompt without a token cannot be continued")
+    known = (*prompt_ids, *sampling.stop_token_ids)
+    highest, lowest = max(known), min(known)
+    if lowest < 0 or (limits.vocab_size is not None and highest >= limits.vocab_size):
+        raise TaskRefused(
+            "token_out_of_range",
+            f"token id {lowest if lowest < 0 else highest} of a model with {limits.vocab_size} tokens; "
+            "the trainer uses another tokenizer",
+        )
+    if limits.context_tokens is not None and len(prompt_ids) + sampling.max_new_tokens > limits.context_tokens:
+        raise TaskRefused(
+            "too_long",
+            f"{len(prompt_ids)} prompt tokens and up to {sampling.max_new_tokens} new ones exceed the context of "
+            f"{limits.context_tokens} tokens",
+        )

@@ -1,0 +1,348 @@
+"""The engine thread: takes jobs and commands, lets the scheduler decide and the runner compute.
+
+Waits for: a job, a command, or new weights. Unblocked by: ``submit``, ``cancel``, ``update`` and the control
+methods, callable from any thread.
+
+A weight update stands in line with the jobs. Unless the engine is paused it acts as a writer lock: what came
+before it finishes on the old weights, what came after it waits for the new ones. While paused it applies at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.rollout_service.embedded_engine.errors import EngineStopped
+from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
+from penstock.rollout_service.embedded_engine.model.transformer import Weights
+from penstock.rollout_service.embedded_engine.runner import Runner
+from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions
+from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sequence
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """What became of a weight update; when not ``success``, the old weights are still served."""
+
+    success: bool
+    message: str
+    num_paused: int = 0
+
+
+@dataclass(slots=True)
+class Update:
+    """Checked weights that wait for their turn."""
+
+    weights: Weights
+    version: str | None  # None: keep the label, as SGLang does
+    model_path: str
+    flush_cache: bool
+    abort_all: bool
+    outcome: Future[UpdateOutcome] = field(default_factory=Future)
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the engine has done so far; written by its thread, read by /metrics, /v1/loads and /server_info."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished_sequences: int = 0
+    aborted_sequences: int = 0
+    retractions: int = 0
+    weight_updates: int = 0
+    busy_s: float = 0.0
+
+
+class _Command:
+    """A control action for the engine thread, and the future of whoever waits for it."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self._action = action
+        self.outcome: Future[Any] = Future()
+
+    def run(self) -> None:
+        self.outcome.set_result(self._action())
+
+
+class Engine:
+    """Serves jobs with one set of weights at a time; see the module's docstring for the order of things."""
+
+    def __init__(
+        self, runner: Runner, limits: Limits, *, version: str, model_path: str, on_failure: Callable[[], None]
+    ) -> None:
+        """Prepare; ``start`` begins. ``on_failure`` is called in the engine thread when it dies."""
+        self.version = version
+        self.model_path = model_path
+        self.limits = limits
+        self.paused = False
+        self.figures = Figures()
+        self.failure: Exception | None = None
+        self._runner = runner
+        self._on_failure = on_failure
+        self._waiting: deque[Sequence] = deque()
+        self._inbox: deque[Job | Update] = deque()
+        self._streaming: list[Job] = []
+        self._commands: deque[_Command] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step under way; unfinished jobs fail with EngineStopped."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine thread is running."""
+        return self._thread.is_alive() and self.failure is None
+
+    @property
+    def weights_checksum(self) -> str:
+        """Checksum of the weights that the next token is computed with."""
+        return self._runner.weights.checksum
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold keys and values, paused ones included."""
+        return len(self._runner.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row, or behind an update, at this moment."""
+        behind = sum(len(item.sequences) for item in list(self._inbox) if isinstance(item, Job))
+        return len(self._waiting) + behind
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens whose keys and values are held."""
+        return self._runner.num_stored_tokens
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its ``on_done`` is called in the engine thread."""
+        with self._changed:
+            self._refuse_if_stopped()
+            self._inbox.append(job)
+            self._changed.notify()
+
+    def update(self, update: Update) -> Future[UpdateOutcome]:
+        """Queue a weight update behind the jobs already submitted."""
+        with self._changed:
+            self._refuse_if_stopped()
+            self._inbox.append(update)
+            self._changed.notify()
+        return update.outcome
+
+    def pause(self, mode: str) -> Future[int]:
+        """Stop computing; returns how many sequences were running.
+
+        ``abort`` ends all sequences with what they have, ``retract`` gives up their keys and values (they are
+        computed again after ``resume``, under the weights of that moment), ``in_place`` keeps them.
+        """
+
+        def command() -> int:
+            num = len(self._runner.running)
+            self.paused = True
+            if mode == "abort":
+                self._abort(lambda _: True, "Abort by pause_generation")
+            elif mode == "retract":
+                self._retract()
+            return num
+
+        return self._command(command)
+
+    def resume(self) -> Future[None]:
+        """Compute again."""
+
+        def command() -> None:
+            self.paused = False
+
+        return self._command(command)
+
+    def abort(self, *, prefix: str, everything: bool) -> Future[int]:
+        """End sequences whose rid starts with ``prefix`` (or all); they return what they have."""
+        return self._command(
+            lambda: self._abort(lambda item: everything or item.rid.startswith(prefix), "Abort by /abort_request")
+        )
+
+    def cancel(self, job: Job) -> Future[int]:
+        """End the sequences of a job whose client has gone."""
+        return self._command(lambda: self._abort(lambda item: item.job is job, "Client disconnected"))
+
+    def flush(self) -> Future[bool]:
+        """Report whether no keys and values are held; nothing outlives its sequence here."""
+        return self._command(lambda: not self._runner.running and not (self._waiting and not self.paused))
+
+    def forget(self, adapter: Adapter) -> Future[None]:
+        """Drop what was made of an adapter that no sequence uses any more."""
+        return self._command(lambda: self._runner.forget(adapter))
+
+    def _command(self, action: Callable[[], T]) -> Future[T]:
+        command = _Command(action)
+        with self._changed:
+            self._refuse_if_stopped()
+            self._commands.append(command)
+            self._changed.notify()
+        return command.outcome
+
+    def _refuse_if_stopped(self) -> None:
+        if self._stopping or self.failure is not None:
+            raise EngineStopped(f"the engine thread has ended ({self.failure or 'shutdown'}); restart the process")
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._take_turn()
+        except Exception as error:  # noqa: BLE001  (whatever it is, nobody must wait for a dead thread)
+            self.failure = error
+            self._fail_everything(error)
+            self._on_failure()
+        else:
+            self._fail_everything(EngineStopped("the engine is shutting down"))
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is something to do, run the commands; False when asked to stop."""
+        with self._changed:
+            while not (self._commands or self._inbox or self._can_compute() or self._stopping):
+                self._changed.wait()
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command.run()
+        return not self._stopping
+
+    def _can_compute(self) -> bool:
+        return not self.paused and bool(self._runner.running or self._waiting)
+
+    def _take_turn(self) -> None:
+        started = time.monotonic()
+        self._open_inbox()
+        if self._can_compute():
+            newcomers = choose_admissions(self._waiting, self._runner.running, self.limits)
+            if newcomers:
+                finished = self._runner.start(newcomers)
+                for _ in newcomers:  # only now: had it failed, their jobs must still be found
+                    self._waiting.popleft()
+                self.figures.prompt_tokens += sum(len(item.prompt) for item in newcomers)
+                self.figures.cached_tokens += sum(item.cached_tokens for item in newcomers)
+                self.figures.generated_tokens += len(newcomers)
+            else:
+                self.figures.generated_tokens += len(self._runner.running)
+                finished = self._runner.step()
+            self._settle(finished)
+            self._report_progress()
+            self.figures.busy_s += time.monotonic() - started
+
+    def _open_inbox(self) -> None:
+        """Let jobs in, in order, up to the first update that must wait for running sequences."""
+        while self._inbox:
+            head = self._inbox[0]
+            if isinstance(head, Update):
+                if head.abort_all:
+                    self._end([*self._runner.running, *self._waiting], "Abort by update_weights_from_disk")
+                if not self.paused and (self._runner.running or self._waiting):
+                    return
+                self._apply(head)
+            else:
+                self._waiting.extend(item for item in head.sequences if item.finish is None)
+                if head.on_step is not None:
+                    self._streaming.append(head)
+            with self._changed:
+                self._inbox.popleft()
+
+    def _apply(self, update: Update) -> None:
+        running = self._runner.running
+        if running and update.flush_cache:
+            message = (
+                f"{len(running)} sequences are paused in place and their keys and values cannot be flushed; nothing was "
+                "changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them anew."
+            )
+            update.outcome.set_result(UpdateOutcome(False, message, len(running)))
+            return
+        for sequence in (*running, *self._waiting):
+            sequence.close_span(self.version)
+        self._runner.weights = update.weights
+        self.model_path = update.model_path
+        if update.version is not None:
+            self.version = update.version
+        self.figures.weight_updates += 1
+        num_paused = len(running) + len(self._waiting)
+        update.outcome.set_result(UpdateOutcome(True, "Succeeded to update model weights.", num_paused))
+
+    def _retract(self) -> None:
+        running = list(self._runner.running)
+        self._runner.remove(running)
+        for sequence in running:
+            sequence.num_retractions += 1
+        self._waiting.extendleft(reversed(running))
+        self.figures.retractions += len(running)
+
+    def _abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
+        jobs = [item for item in list(self._inbox) if isinstance(item, Job)]
+        queued = [item for job in jobs for item in job.sequences if item.finish is None]
+        ended = [item for item in (*self._runner.running, *self._waiting, *queued) if matches(item)]
+        self._end(ended, message)
+        return len(ended)
+
+    def _end(self, sequences: list[Sequence], message: str) -> None:
+        """Finish sequences wherever they are, with the tokens they have."""
+        reason = FinishReason("abort", message=message)
+        for sequence in sequences:
+            sequence.finish = reason
+        self._runner.remove([item for item in self._runner.running if item.finish is not None])
+        self._waiting = deque(item for item in self._waiting if item.finish is None)
+        self.figures.aborted_sequences += len(sequences)
+        self._settle(sequences)
+
+    def _settle(self, ended: list[Sequence]) -> None:
+        for sequence in ended:
+            sequence.close_span(self.version)
+            sequence.final_version = self.version
+            job = sequence.job
+            assert job is not None
+            job.num_unfinished -= 1
+            if job.num_unfinished == 0:
+                job.on_done(None)
+        self.figures.finished_sequences += len(ended)
+
+    def _report_progress(self) -> None:
+        self._streaming = [job for job in self._streaming if job.num_unfinished]
+        for job in self._streaming:
+            if job.on_step is not None:
+                job.on_step([len(item.output_ids) for item in job.sequences])
+
+    def _fail_everything(self, error: Exception) -> None:
+        stopped = EngineStopped(f"the engine thread ended: {error}")
+        with self._changed:
+            self._stopping = True
+            inbox, commands = list(self._inbox), list(self._commands)
+            self._inbox.clear()
+            self._commands.clear()
+        jobs = {id(item.job): item.job for item in (*self._runner.running, *self._waiting) if item.job is not None}
+        jobs |= {id(item): item for item in inbox if isinstance(item, Job)}
+        for command in commands:
+            command.outcome.set_exception(stopped)
+        for job in jobs.values():
+            if job.num_unfinished:
+                job.on_done(stopped)
+        for item in inbox:
+            if isinstance(item, Update):
+                item.outcome.set_exception(stopped)

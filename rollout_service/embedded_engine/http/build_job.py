@@ -1,0 +1,179 @@
+"""Translates a checked body into sequences, refusing what this model cannot serve; pure but for fresh ids."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.rollout_service.embedded_engine.errors import RequestRefused
+from penstock.rollout_service.embedded_engine.http.bodies import GenerateBody, SamplingParams
+from penstock.rollout_service.embedded_engine.http.text import Text
+from penstock.rollout_service.embedded_engine.model.low_rank import Adapter
+from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
+
+_SEED_STRIDE = 0xD1342543DE82EF95  # odd, so the n samples of one seed get n different seeds
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_tokens: int  # prompt and completion: the model's context, or all of the KV memory if that is less
+    end_token_ids: tuple[int, ...]
+    text: Text
+    adapters: Mapping[str, Adapter]  # by name; changes while it serves
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The sequences of one request, prompt-major, with what only the reply needs to know."""
+
+    sequences: list[Sequence]
+    params: list[SamplingParams]  # of each sequence
+    is_list: bool  # the reply is a list: a batch was sent, or n > 1
+    return_logprob: bool
+    return_prompt_token_ids: bool
+
+
+def build_job(body: GenerateBody, model: ServedModel) -> Asked:
+    """Return the sequences ``body`` asks for.
+
+    Raises:
+        RequestRefused: says which value cannot be served and what is possible.
+    """
+    prompts, is_batch = _prompts(body, model.text)
+    params = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
+    num_samples = params[0].n
+    if any(item.n != num_samples for item in params):
+        raise RequestRefused("sampling_params.n must be the same for all prompts of a batch")
+    rids = _rids(body.rid, len(prompts))
+    adapters = _adapters(body.lora_path, len(prompts), model)
+    sequences, their_params = [], []
+    for prompt, asked, rid, adapter in zip(prompts, params, rids, adapters, strict=True):
+        _check_prompt(prompt, model)
+        start = _input_logprob_start(body, prompt)
+        for index in range(num_samples):
+            sampling = _sampling(asked, index, len(prompt), model)
+            name = rid if num_samples == 1 else f"{rid}-{index}"
+            sequences.append(
+                Sequence(
+                    name,
+                    prompt,
+                    sampling,
+                    extra_key=body.extra_key,
+                    adapter=adapter,
+                    input_logprobs_from=start,
+                )
+            )
+            their_params.append(asked)
+    return Asked(
+        sequences,
+        their_params,
+        is_list=is_batch or num_samples > 1,
+        return_logprob=bool(body.return_logprob),
+        return_prompt_token_ids=body.return_prompt_token_ids,
+    )
+
+
+def _prompts(body: GenerateBody, text: Text) -> tuple[list[tuple[int, ...]], bool]:
+    if (body.input_ids is None) == (body.text is None):
+        raise RequestRefused("exactly one of input_ids and text must be given")
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        return [tuple(text.encode(item)) for item in texts], not isinstance(body.text, str)
+    rows = body.input_ids or []
+    if not rows:
+        raise RequestRefused("input_ids is empty; a prompt needs at least one token")
+    if isinstance(rows[0], int):
+        return [tuple(rows)], False  # type: ignore[arg-type]
+    return [tuple(row) for row in rows], True  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | list[SamplingParams], num_prompts: int, name: str) -> list[SamplingParams]:
+    if not isinstance(params, list):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestRefused(f"{name} holds {len(params)} entries for {num_prompts} prompts")
+    return params
+
+
+def _rids(rid: str | list[str] | None, num_prompts: int) -> list[str]:
+    if isinstance(rid, str) and num_prompts > 1:
+        return [f"{rid}_{index}" for index in range(num_prompts)]
+    rids = [rid] if isinstance(rid, str) else rid or [secrets.token_hex(16) for _ in range(num_prompts)]
+    if len(rids) != num_prompts:
+        raise RequestRefused(f"rid holds {len(rids)} entries for {num_prompts} prompts")
+    if len(set(rids)) != len(rids):
+        raise RequestRefused("rid holds the same id twice")
+    return rids
+
+
+def _adapters(named: str | list[str | None] | None, num_prompts: int, model: ServedModel) -> list[Adapter | None]:
+    names = named if isinstance(named, list) else [named] * num_prompts
+    if len(names) != num_prompts:
+        raise RequestRefused(f"lora_path holds {len(names)} entries for {num_prompts} prompts")
+    unknown = next((name for name in names if name is not None and name not in model.adapters), None)
+    if unknown is not None:
+        loaded = ", ".join(model.adapters) or "none"
+        raise RequestRefused(f"lora_path names {unknown!r}, which is not loaded; loaded are: {loaded}")
+    return [None if name is None else model.adapters[name] for name in names]
+
+
+def _check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
+    if not prompt:
+        raise RequestRefused("input_ids is empty; a prompt needs at least one token")
+    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        wrong = next(item for item in prompt if not 0 <= item < model.vocab_size)
+        raise RequestRefused(f"input_ids holds {wrong}; token ids of this model are 0..{model.vocab_size - 1}")
+    if len(prompt) >= model.max_tokens:
+        raise RequestRefused(
+            f"The input ({len(prompt)} tokens) is longer than the model's context length ({model.max_tokens} tokens)."
+        )
+
+
+def _sampling(asked: SamplingParams, index: int, prompt_tokens: int, model: ServedModel) -> Sampling:
+    room = model.max_tokens - prompt_tokens
+    wanted = room if asked.max_new_tokens is None else asked.max_new_tokens
+    if wanted > room:
+        raise RequestRefused(
+            f"Requested token count exceeds the model's maximum context length of {model.max_tokens} tokens: "
+            f"{prompt_tokens} tokens from the prompt and {wanted} for the completion. Send at most "
+            f"max_new_tokens={room}."
+        )
+    if asked.min_new_tokens > wanted:
+        raise RequestRefused(f"min_new_tokens must be in [0, max_new_tokens({wanted})], got {asked.min_new_tokens}.")
+    if asked.top_k == 0:
+        raise RequestRefused("top_k must be -1 (disable) or at least 1, got 0.")
+    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    if any(stops) and not model.text.has_tokenizer:
+        raise RequestRefused("stop strings need a tokenizer.json in the model folder; send stop_token_ids")
+    ends = () if asked.ignore_eos else tuple(dict.fromkeys((*(asked.stop_token_ids or ()), *model.end_token_ids)))
+    outside = [item for item in ends if not 0 <= item < model.vocab_size]
+    if outside:
+        raise RequestRefused(
+            f"stop_token_ids holds {outside[0]}; token ids of this model are 0..{model.vocab_size - 1}"
+        )
+    seed = secrets.randbits(64) if asked.sampling_seed is None else asked.sampling_seed
+    return Sampling(
+        max_new_tokens=wanted,
+        min_new_tokens=asked.min_new_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
+        stop_token_ids=ends,
+        stop_strings=tuple(filter(None, stops)),
+    )
+
+
+def _input_logprob_start(body: GenerateBody, prompt: tuple[int, ...]) -> int | None:
+    start = body.logprob_start_len
+    if not body.return_logprob or start is None or start < 0:
+        return None
+    if start >= len(prompt):
+        raise RequestRefused(f"logprob_start_len={start} must be less than the {len(prompt)} tokens of the prompt")
+    return start

@@ -1,0 +1,85 @@
+"""The door to tokenizers and jinja2: text in, text out, stop strings, the chat template.
+
+All of it is optional: without a tokenizer.json the engine serves token ids only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.rollout_service.embedded_engine.errors import RequestRefused
+
+if TYPE_CHECKING:  # the worker's own process decodes too, and has no use for torch
+    from penstock.rollout_service.embedded_engine.sequence import Sequence
+
+_SPARE_TOKENS = 8  # a stop string is looked for in its own length in tokens, plus this many
+
+
+class Text:
+    """A model folder's tokenizer and chat template, as far as it has them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja where present."""
+        from tokenizers import Tokenizer  # noqa: PLC0415  (a token-only engine starts without it)
+
+        path = folder / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        settings = folder / "tokenizer_config.json"
+        self._settings: dict[str, Any] = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+        template = folder / "chat_template.jinja"
+        self._template = template.read_text("utf-8") if template.is_file() else self._settings.get("chat_template")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can be read and written."""
+        return self._tokenizer is not None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokenise; ``special`` adds what the tokenizer's post-processor adds (a start token, if any)."""
+        if self._tokenizer is None:
+            raise RequestRefused("this model folder holds no tokenizer.json; send input_ids instead of text")
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, batch: Items[Items[int]], *, skip_special_tokens: bool) -> list[str]:
+        """Return the text of each row of token ids; empty strings without a tokenizer."""
+        if self._tokenizer is None:
+            return [""] * len(batch)
+        return self._tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Return the tokenizer's own end token, which SGLang also stops at."""
+        token = self._settings.get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        found = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
+        return () if found is None else (found,)
+
+    def find_stop_string(self, sequence: Sequence) -> str | None:
+        """Return the stop string that the end of a completion holds, if any."""
+        stops = sequence.sampling.stop_strings
+        window = max(map(len, stops)) + _SPARE_TOKENS
+        tail = self.decode([sequence.output_ids[-window:]], skip_special_tokens=False)[0]
+        return next((stop for stop in stops if stop in tail), None)
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """Render a conversation with the model's chat template, ready for the assistant's turn."""
+        if self._template is None:
+            raise RequestRefused("this model folder holds no chat template; use /generate")
+        import jinja2  # noqa: PLC0415  (only chat needs it)
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+
+        def refuse(message: str) -> None:
+            raise RequestRefused(f"the chat template refuses the conversation: {message}")
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = refuse
+        special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        names = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
+        try:
+            return environment.from_string(self._template).render(
+                messages=messages, add_generation_prompt=True, tools=None, **names
+            )
+        except jinja2.TemplateError as error:
+            raise RequestRefused(f"the chat template cannot render this conversation: {error}") from error

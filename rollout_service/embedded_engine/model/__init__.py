@@ -1,0 +1,1 @@
+"""The model inside the embedded engine: configuration, weights, forward pass, KV cache, sampling."""

@@ -1,0 +1,63 @@
+"""One rectangle of keys and values: a row per running sequence, as long as the longest of them.
+
+The running sequences always occupy rows 0..n-1, so attention reads plain views and never gathers. The
+rectangle grows on demand and never holds more than ``max_tokens`` rows x columns, which the scheduler
+guarantees by what it admits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
+
+_COLUMN_STEP = 32  # columns grow in such steps, and at least by half, so that growing stays rare
+
+
+class KVCache:
+    """Keys and values [layer, row, kv head, 2, column, head_dim]; index 0 of the fourth axis is the key."""
+
+    def __init__(self, config: ModelConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Start empty; memory is taken when sequences arrive."""
+        self._config = config
+        self._max_tokens = max_tokens
+        self.data = self._zeros(0, 0, device, dtype)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows the rectangle has room for."""
+        return self.data.shape[1]
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens each row has room for."""
+        return self.data.shape[4]
+
+    def ensure(self, num_rows: int, num_columns: int) -> None:
+        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping what is stored."""
+        old = self.data
+        if num_rows <= self.num_rows and num_columns <= self.num_columns:
+            return
+        rows, columns = max(num_rows, self.num_rows), max(num_columns, self.num_columns)
+        if num_columns > self.num_columns:
+            generous = max(num_columns, self.num_columns * 3 // 2)
+            columns = -(-generous // _COLUMN_STEP) * _COLUMN_STEP
+        if rows * columns > self._max_tokens:
+            rows, columns = num_rows, num_columns
+        self.data = self._zeros(rows, columns, old.device, old.dtype)
+        kept_rows, kept_columns = min(rows, old.shape[1]), min(columns, old.shape[4])
+        self.data[:, :kept_rows, :, :, :kept_columns] = old[:, :kept_rows, :, :, :kept_columns]
+
+    def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
+        """Copy the first ``num_columns`` tokens of each source row over its target row."""
+        self.data[:, targets, :, :, :num_columns] = self.data[:, sources, :, :, :num_columns]
+
+    def clear_rows(self, rows: list[int]) -> None:
+        """Zero rows whose numbers are not finite: 0 x NaN would leak into whoever takes the row next."""
+        self.data[:, rows] = 0
+
+    def _zeros(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        # Zeros, not empty: masked columns are multiplied by probability 0, and 0 x NaN is NaN.
+        config = self._config
+        shape = (config.num_layers, rows, config.num_kv_heads, 2, columns, config.head_dim)
+        return torch.zeros(shape, device=device, dtype=dtype)

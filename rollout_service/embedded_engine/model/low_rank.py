@@ -1,0 +1,153 @@
+"""Adapters as the forward pass takes them: beside each matrix product a small one, per row of another adapter.
+
+A mix puts the factors of several adapters side by side: ``x @ down`` gives every row the small numbers of all of them,
+a mask leaves each row those of its own, and ``@ up`` adds their sum. So rows of different adapters and of none are one
+batch, at two small products a matrix however many adapters there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+
+from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
+
+Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the matrices of a layer, as they are fused
+_SITES: tuple[Site, ...] = ("qkv", "output", "gate_up", "down")
+NO_ADAPTER = 0  # number of the rows that compute with the model alone
+
+_numbers = itertools.count(1)  # of this process: an adapter that is loaded again is another one
+
+
+class LowRank(NamedTuple):
+    """Factors of a change of one matrix: [rank, in] and [out, rank] as stored, [in, rank] and [rank, out] prepared."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One loaded adapter, ready to compute; immutable."""
+
+    name: str
+    path: str
+    layers: tuple[Mapping[Site, LowRank], ...]
+    number: int  # never that of another adapter of this process
+
+
+def prepare_adapter(
+    name: str,
+    path: str,
+    factors: Mapping[str, LowRank],
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Adapter:
+    """Fuse, reorder and cast checked factors, by the names of their layers, like the matrices they change."""
+    heads = config.num_heads, config.num_kv_heads
+    query, kv = (num * config.head_dim for num in heads)
+    sites: dict[Site, Sequence[tuple[str, int]]] = {
+        "qkv": (("self_attn.q_proj", query), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)),
+        "output": (("self_attn.o_proj", config.hidden_size),),
+        "gate_up": (("mlp.gate_proj", config.intermediate_size), ("mlp.up_proj", config.intermediate_size)),
+        "down": (("mlp.down_proj", config.hidden_size),),
+    }
+    order = interleaved_halves(config.head_dim)
+
+    def ordered(part: str, up: torch.Tensor) -> torch.Tensor:
+        if not part.endswith(("q_proj", "k_proj")):
+            return up
+        return up.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
+
+    def fuse(index: int, parts: Sequence[tuple[str, int]]) -> LowRank | None:
+        found = {part: factors.get(f"model.layers.{index}.{part}") for part, _ in parts}
+        given = {part: pair for part, pair in found.items() if pair is not None}
+        if not given:
+            return None
+        down = torch.cat([pair.down for pair in given.values()])
+        up = torch.zeros(sum(width for _, width in parts), down.shape[0])
+        row = column = 0
+        for part, width in parts:
+            if (pair := found[part]) is not None:
+                rank = pair.up.shape[1]
+                up[row : row + width, column : column + rank] = ordered(part, pair.up)
+                column += rank
+            row += width
+        return LowRank(
+            down.t().contiguous().to(device=device, dtype=dtype), up.t().contiguous().to(device=device, dtype=dtype)
+        )
+
+    def layer(index: int) -> Mapping[Site, LowRank]:
+        changed: dict[Site, LowRank] = {}
+        for site, parts in sites.items():
+            if (pair := fuse(index, parts)) is not None:
+                changed[site] = pair
+        return changed
+
+    return Adapter(name, path, tuple(map(layer, range(config.num_layers))), next(_numbers))
+
+
+def interleaved_halves(head_dim: int) -> torch.Tensor:
+    """Return the order 0, d/2, 1, d/2 + 1, ...: rotary embedding mixes dimension i with i + d/2."""
+    return torch.arange(head_dim).view(2, -1).t().flatten()
+
+
+class AdapterMix:
+    """Several adapters side by side."""
+
+    def __init__(self, adapters: Sequence[Adapter]) -> None:
+        """Put the factors of at least one adapter into one pair of matrices for each site of each layer."""
+        self.numbers = frozenset(adapter.number for adapter in adapters)
+        self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: whose number each small number is
+        by_layer = zip(*(adapter.layers for adapter in adapters), strict=True)
+        numbers = [adapter.number for adapter in adapters]
+        self._layers = [self._join(list(zip(numbers, layers, strict=True))) for layers in by_layer]
+
+    def of_rows(self, numbers: torch.Tensor) -> RowAdapters:
+        """Return the change for rows whose adapters have these ``numbers`` [n] int64, `NO_ADAPTER` for none."""
+        if len(self.numbers) == 1 and bool((numbers == next(iter(self.numbers))).all()):
+            return RowAdapters(self._layers, {})
+        column = numbers.unsqueeze(1)
+        return RowAdapters(self._layers, {site: owners != column for site, owners in self._owners.items()})
+
+    def _join(self, given: Sequence[tuple[int, Mapping[Site, LowRank]]]) -> Mapping[Site, LowRank]:
+        joined: dict[Site, LowRank] = {}
+        for site in _SITES:
+            pairs = [(number, layer[site]) for number, layer in given if site in layer]
+            if not pairs:
+                continue
+            device = pairs[0][1].down.device
+            owners = [torch.full((pair.down.shape[1],), number, device=device) for number, pair in pairs]
+            self._owners[site] = torch.cat(owners)  # alike in all layers: an adapter has them all, or none
+            if len(pairs) == 1:
+                joined[site] = pairs[0][1]
+            else:
+                downs, ups = (torch.cat([pair[part] for _, pair in pairs], dim=1 - part) for part in (0, 1))
+                joined[site] = LowRank(downs, ups)
+        return joined
+
+
+class RowAdapters:
+    """What the adapters of one batch's rows add to each product."""
+
+    def __init__(self, layers: Sequence[Mapping[Site, LowRank]], others: Mapping[Site, torch.Tensor]) -> None:
+        """``others`` [n, columns] bool says which small numbers are not a row's own; no entry: all are."""
+        self._layers = layers
+        self._others = others
+
+    def add(self, index: int, site: Site, rows: torch.Tensor, product: torch.Tensor) -> None:
+        """Add to ``product`` [n, out], in place, what the adapters make of ``rows`` [n, in] there."""
+        pair = self._layers[index].get(site)
+        if pair is None:
+            return
+        small = rows @ pair.down
+        others = self._others.get(site)
+        if others is not None:
+            small.masked_fill_(others, 0.0)
+        product.addmm_(small, pair.up)

@@ -1,0 +1,156 @@
+"""Reads a Hugging Face ``config.json`` into the few numbers the forward pass needs, or refuses it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.rollout_service.embedded_engine.errors import UnsupportedModel
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: base frequency and how it is stretched.
+
+    ``linear`` divides every frequency by ``factor``. ``llama3`` leaves high frequencies alone, divides low
+    ones by ``factor`` and blends between (Llama 3.1 report, arXiv:2407.21783; same formula as transformers).
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a dense decoder; two checkpoints are interchangeable if and only if these are equal."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    context_tokens: int
+    tied_head: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: Rope
+
+    @property
+    def kv_floats_per_token(self) -> int:
+        """Numbers stored in the KV cache for one token, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read ``folder/config.json``.
+
+    Raises:
+        UnsupportedModel: no such file, another architecture, or a feature that would make results inexact.
+    """
+    raw = _read_json(folder / "config.json")
+    architecture = (raw.get("architectures") or ["(none named)"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{folder}: architecture {architecture} is not served by the embedded engine; it serves "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}. Serve this model with SGLang instead (worker.engine=sglang-url)."
+        )
+    _refuse_features(folder, raw)
+    rope = _read_rope(folder, raw)
+    missing = [name for name in _REQUIRED if name not in raw]
+    if missing:
+        raise UnsupportedModel(f"{folder}/config.json does not say {', '.join(missing)}")
+    heads = raw["num_attention_heads"]
+    llama_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        context_tokens=raw.get("max_position_embeddings", 2048),
+        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or llama_bias,
+        output_bias=architecture != "Qwen2ForCausalLM" and llama_bias,
+        mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        rope=rope,
+    )
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a completion: those of generation_config.json, else those of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            value = _read_json(path).get("eos_token_id")
+            if value is not None:
+                return tuple(value) if isinstance(value, list) else (value,)
+    return ()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UnsupportedModel(f"{path} does not exist; the model path must be a Hugging Face model folder")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnsupportedModel(f"{path} is not JSON: {error}") from error
+
+
+def _refuse_features(folder: Path, raw: dict[str, Any]) -> None:
+    wrong = []
+    if raw.get("hidden_act", "silu") != "silu":
+        wrong.append(f"hidden_act={raw['hidden_act']} (silu is served)")
+    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or []):
+        wrong.append("sliding window attention")
+    if raw.get("quantization_config"):
+        wrong.append("quantised weights")
+    partial = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        wrong.append(f"partial_rotary_factor={partial}")
+    if wrong:
+        raise UnsupportedModel(f"{folder}: the embedded engine does not compute {', '.join(wrong)}; use SGLang")
+
+
+def _read_rope(folder: Path, raw: dict[str, Any]) -> Rope:
+    # transformers 5 writes rope_parameters; older ones rope_theta and rope_scaling.
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise UnsupportedModel(
+            f"{folder}: rope type {kind!r} is not served by the embedded engine; it serves "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}. Serve this model with SGLang instead."
+        )
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, kind=kind, factor=float(scaling["factor"]))
+    return Rope(
+        theta=theta,
+        kind=kind,
+        factor=float(scaling["factor"]),
+        low_freq_factor=float(scaling["low_freq_factor"]),
+        high_freq_factor=float(scaling["high_freq_factor"]),
+        original_context_tokens=int(scaling["original_max_position_embeddings"]),
+    )

@@ -1,0 +1,133 @@
+"""The door to safetensors: reads a model folder completely and checks it before anybody uses it.
+
+Everything that makes SGLang 0.5.23 die or serve a mixture (truncated file, wrong shape, missing tensor,
+NaN) is found here, beside the running engine, so that a refused update leaves the served weights untouched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
+from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
+
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer that old checkpoints carry; computed here
+_FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor a complete checkpoint of ``config`` holds."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        layer |= {"self_attn.q_proj.bias": (query,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.output_bias:
+        layer |= {"self_attn.o_proj.bias": (hidden,)}
+    if config.mlp_bias:
+        layer |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied_head:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Read every tensor of the model from ``folder``: one model.safetensors, or shards named by the index.
+
+    Returns:
+        Tensors on the CPU in the file's own dtype, each with the expected shape and all numbers finite.
+
+    Raises:
+        CheckpointRefused: names the file, the tensor, what was expected and what was found.
+    """
+    expected = expected_shapes(config)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in _files_of(folder):
+        tensors |= read_safetensors(path)
+    ignored = {name for name in tensors if name.endswith(_IGNORED_SUFFIXES)}
+    if config.tied_head:
+        ignored.add("lm_head.weight")  # the embedding is the head; a stored copy says nothing new
+    for name in ignored & tensors.keys():
+        del tensors[name]
+    _check_names(folder, expected.keys(), tensors.keys())
+    for name, shape in expected.items():
+        _check_tensor(folder, name, shape, tensors[name])
+    return tensors
+
+
+def _files_of(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CheckpointRefused(f"{folder} is not a folder; nothing was changed")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointRefused(f"{index} is not a safetensors index: {error!r}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointRefused(f"{folder}: the index names {', '.join(missing)}, which the folder does not hold")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointRefused(f"{folder} holds no *.safetensors file; nothing was changed")
+    return files
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor of one file, on the CPU; raises CheckpointRefused for one that is cut short or none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            # clone: the file may be replaced after we return, and a mapped page would change with it
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointRefused(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+def _check_names(folder: Path, expected: Set[str], found: Set[str]) -> None:
+    missing, unknown = sorted(expected - found), sorted(found - expected)
+    if missing or unknown:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} tensors missing, e.g. {', '.join(missing[:3])}")
+        if unknown:
+            parts.append(f"{len(unknown)} tensors unknown to this model, e.g. {', '.join(unknown[:3])}")
+        raise CheckpointRefused(f"{folder}: {'; '.join(parts)}; nothing was changed")
+
+
+def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], tensor: torch.Tensor) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CheckpointRefused(f"{folder}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+    check_values(folder, name, tensor)
+
+
+def check_values(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointRefused for a tensor that holds other than finite floating-point numbers."""
+    if tensor.dtype not in _FLOAT_TYPES:
+        raise CheckpointRefused(f"{folder}: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
+    # A sum is not finite if any term is not; only then look closer (a sum may overflow on its own).
+    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        raise CheckpointRefused(f"{folder}: {name} holds NaN or infinite numbers; nothing was changed")

@@ -1,0 +1,320 @@
+"""The forward pass of dense Llama, Qwen2 and Qwen3 decoders in plain torch, for prompts and for one step.
+
+Differs from the textbook (and from transformers) in layout only:
+
+1. q, k and v are one matrix, and so are gate and up: fewer, larger products.
+2. Rows of q and k are reordered so that the two halves which rotary embedding mixes lie side by side; the
+   rotation is then one complex product. Attention scores do not change: q and k are reordered alike.
+3. On a CPU the matrices are packed once for oneDNN, which multiplies about twice as fast as the default.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from penstock.protocol.weights.digest import tensor_digest, weights_digest
+from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
+from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters, Site, interleaved_halves
+from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, Rope
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's share to a product, in place
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer, ready to compute."""
+
+    attention_norm: torch.Tensor  # [hidden]
+    qkv: Linear  # [*, hidden] -> [*, (heads + 2 * kv heads) * head_dim]: all q, then all k, then all v
+    qk_norm: torch.Tensor | None  # [heads + kv heads, head_dim], reordered like q and k
+    output: Linear  # [*, heads * head_dim] -> [*, hidden]
+    mlp_norm: torch.Tensor  # [hidden]
+    gate_up: Linear  # [*, hidden] -> [*, 2 * intermediate]: all gate, then all up
+    down: Linear  # [*, intermediate] -> [*, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A complete model, ready to compute; immutable, so that a swap is the exchange of one reference."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[Layer, ...]
+    final_norm: torch.Tensor  # [hidden]
+    head: Linear  # [*, hidden] -> [*, vocab]
+    num_parameters: int
+    checksum: str  # `weights_digest` of the tensors they were made from, as they were stored
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts packed one after the other, neighbours of equal length sharing one attention call.
+
+    ``spans`` holds (number of prompts, tokens of each) in packed order. Their keys and values go to
+    consecutive cache rows from ``first_row`` on, ``copies`` rows for each prompt.
+    """
+
+    token_ids: torch.Tensor  # [N] int64; tokens beyond the last span are padding, computed and thrown away
+    positions: torch.Tensor  # [N] int64
+    spans: Sequence[tuple[int, int]]
+    copies: Sequence[int]  # per prompt: how many cache rows receive it
+    first_row: int
+
+
+def prepare_weights(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], *, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    """Fuse, reorder, cast and pack a checked checkpoint; ``tensors`` is not modified."""
+    order = interleaved_halves(config.head_dim)
+
+    def get(name: str) -> torch.Tensor:
+        return tensors[name].to(device=device, dtype=dtype)
+
+    def by_head(name: str) -> torch.Tensor:
+        value = get(name)
+        return value.unflatten(0, (-1, config.head_dim))[:, order].flatten(0, 1)
+
+    def layer(index: int) -> Layer:
+        prefix = f"model.layers.{index}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = torch.cat(
+            [
+                by_head(f"{attention}q_proj.weight"),
+                by_head(f"{attention}k_proj.weight"),
+                get(f"{attention}v_proj.weight"),
+            ]
+        )
+        qkv_bias = None
+        if config.qkv_bias:
+            biases = [by_head(f"{attention}q_proj.bias"), by_head(f"{attention}k_proj.bias")]
+            qkv_bias = torch.cat([*biases, get(f"{attention}v_proj.bias")])
+        qk_norm = None
+        if config.qk_norm:
+            query, key = get(f"{attention}q_norm.weight")[order], get(f"{attention}k_norm.weight")[order]
+            qk_norm = torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+        gate_up = torch.cat([get(f"{mlp}gate_proj.weight"), get(f"{mlp}up_proj.weight")])
+        mlp_biases = (None, None)
+        if config.mlp_bias:
+            joined = torch.cat([get(f"{mlp}gate_proj.bias"), get(f"{mlp}up_proj.bias")])
+            mlp_biases = (joined, get(f"{mlp}down_proj.bias"))
+        return Layer(
+            attention_norm=get(f"{prefix}input_layernorm.weight"),
+            qkv=_linear(qkv, qkv_bias),
+            qk_norm=qk_norm,
+            output=_linear(
+                get(f"{attention}o_proj.weight"), get(f"{attention}o_proj.bias") if config.output_bias else None
+            ),
+            mlp_norm=get(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=_linear(gate_up, mlp_biases[0]),
+            down=_linear(get(f"{mlp}down_proj.weight"), mlp_biases[1]),
+        )
+
+    embedding = get("model.embed_tokens.weight")
+    return Weights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        final_norm=get("model.norm.weight"),
+        head=_linear(embedding if config.tied_head else get("lm_head.weight"), None),
+        num_parameters=sum(tensor.numel() for tensor in tensors.values()),
+        checksum=_checksum(tensors),
+    )
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
+    return weights_digest(
+        tensor_digest(
+            name,
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.shape,
+            tensor.reshape(-1).view(torch.uint8).numpy().data,
+        )
+        for name, tensor in tensors.items()
+    )
+
+
+class Transformer:
+    """Computes with whatever weights it is handed; owns only what no checkpoint holds: the rotary table."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Build the rotary table for the model's whole context."""
+        self.config = config
+        self.dtype = dtype
+        self._rotations = rotary_table(config.rope, config.head_dim, config.context_tokens).to(device)
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+        # Two small batched products beat the fused kernel for one query on a CPU; elsewhere, and in half
+        # precision where scores must be kept in float32, the fused kernel is right.
+        self._by_products = device.type == "cpu" and dtype == torch.float32
+
+    def prefill(
+        self, weights: Weights, batch: PromptBatch, cache: KVCache, adapters: RowAdapters | None = None
+    ) -> torch.Tensor:
+        """Compute prompts and store their keys and values; returns final hidden states [N, hidden].
+
+        ``adapters`` are those of the N tokens; None: the model alone.
+        """
+        rotations = self._rotations[batch.positions].unsqueeze(1)
+        hidden = functional.embedding(batch.token_ids, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            change = None if adapters is None else functools.partial(adapters.add, index)
+            qkv = self._project(layer, change, hidden, rotations)
+            attended = self._attend_prompts(qkv, batch, cache.data[index])
+            hidden = self._finish_layer(layer, change, hidden, attended)
+        return self._norm(hidden, weights.final_norm)
+
+    def decode(
+        self,
+        weights: Weights,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_columns: int,
+        mask: torch.Tensor | None,
+        cache: KVCache,
+        adapters: RowAdapters | None = None,
+    ) -> torch.Tensor:
+        """Compute one token for each of the n running sequences.
+
+        Args:
+            weights: the weights to compute with.
+            token_ids: [n] int64, the token of each sequence whose successor is wanted.
+            positions: [n] int64, where that token stands; its keys and values are stored there.
+            num_columns: longest of the sequences, this token included.
+            mask: [n, num_columns] additive (0 or -inf), or None when all sequences are equally long.
+            cache: keys and values of rows 0..n-1.
+            adapters: those of the n sequences; None: the model alone.
+
+        Returns:
+            logits [n, vocab] float32.
+        """
+        config = self.config
+        num = token_ids.shape[0]
+        rows = torch.arange(num, device=token_ids.device)
+        rotations = self._rotations[positions].unsqueeze(1)
+        hidden = functional.embedding(token_ids, weights.embedding)
+        bias = None if mask is None else self._mask_bias(mask)
+        kv_start = config.num_heads * config.head_dim
+        for index, layer in enumerate(weights.layers):
+            change = None if adapters is None else functools.partial(adapters.add, index)
+            qkv = self._project(layer, change, hidden, rotations)
+            stored = cache.data[index]
+            new = qkv[:, kv_start:].view(num, 2, config.num_kv_heads, config.head_dim).transpose(1, 2)
+            stored[rows, :, :, positions] = new
+            attended = self._attend_step(qkv[:, :kv_start], stored[:num, :, :, :num_columns], bias)
+            hidden = self._finish_layer(layer, change, hidden, attended)
+        return self.logits(weights, self._norm(hidden, weights.final_norm))
+
+    def logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [*, vocab] of final hidden states."""
+        return weights.head(hidden).float()
+
+    def _project(
+        self, layer: Layer, change: Change | None, hidden: torch.Tensor, rotations: torch.Tensor
+    ) -> torch.Tensor:
+        """Return q, k, v of every token in one row [N, (heads + 2 kv heads) * head_dim], q and k rotated."""
+        config = self.config
+        qkv = _product(layer.qkv, self._norm(hidden, layer.attention_norm), "qkv", change)
+        qk = qkv[:, : self._num_rotated * config.head_dim].view(-1, self._num_rotated, config.head_dim)
+        rotated = qk
+        if layer.qk_norm is not None:
+            rotated = functional.rms_norm(qk, (config.head_dim,), None, config.norm_eps).mul_(layer.qk_norm)
+        pairs = torch.view_as_complex(rotated.float().unflatten(-1, (-1, 2)))
+        qk.copy_(torch.view_as_real(pairs * rotations).flatten(-2))
+        return qkv
+
+    def _attend_prompts(self, qkv: torch.Tensor, batch: PromptBatch, stored: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        attended = torch.empty(qkv.shape[0], heads * dim, device=qkv.device, dtype=qkv.dtype)
+        token, prompt, row = 0, 0, batch.first_row
+        for num, length in batch.spans:
+            rows = slice(token, token + num * length)
+            parts = qkv[rows].view(num, length, heads + 2 * kv_heads, dim).transpose(1, 2)
+            query, key, value = parts.split((heads, kv_heads, kv_heads), dim=1)
+            out = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=heads != kv_heads
+            )
+            attended[rows].view(num, length, heads, dim).copy_(out.transpose(1, 2))
+            pairs = torch.stack((key, value), dim=2)  # [num, kv heads, 2, length, dim]
+            copies = batch.copies[prompt : prompt + num]
+            if any(count != 1 for count in copies):
+                pairs = pairs.repeat_interleave(torch.tensor(copies, device=qkv.device), dim=0)
+            stored[row : row + pairs.shape[0], :, :, :length] = pairs
+            token, prompt, row = token + num * length, prompt + num, row + pairs.shape[0]
+        attended[token:] = 0
+        return attended
+
+    def _attend_step(self, query: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Attend from one token per sequence; ``stored`` is [n, kv heads, 2, columns, dim]."""
+        config = self.config
+        num, kv_heads, dim = stored.shape[0], config.num_kv_heads, config.head_dim
+        # The heads that share a key head become the "tokens" of one query: no key is copied.
+        query = query.reshape(num, kv_heads, -1, dim)
+        if not self._by_products:
+            out = functional.scaled_dot_product_attention(query, stored[:, :, 0], stored[:, :, 1], attn_mask=bias)
+            return out.reshape(num, -1)
+        flat = stored.flatten(0, 1)  # a view: both axes lie one after the other
+        queries = query.flatten(0, 1)
+        keys = flat[:, 0].transpose(1, 2)
+        if bias is None:
+            empty = queries.new_empty(1, 1, 1)
+            scores = torch.baddbmm(empty, queries, keys, beta=0, alpha=self._scale)
+        else:
+            scores = torch.baddbmm(bias, queries, keys, alpha=self._scale)
+        return torch.bmm(scores.softmax(-1), flat[:, 1]).view(num, -1)
+
+    def _mask_bias(self, mask: torch.Tensor) -> torch.Tensor:
+        if not self._by_products:
+            return mask[:, None, None, :].to(self.dtype)
+        return mask[:, None, :].repeat_interleave(self.config.num_kv_heads, dim=0)
+
+    def _finish_layer(
+        self, layer: Layer, change: Change | None, hidden: torch.Tensor, attended: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = _product(layer.output, attended, "output", change).add_(hidden)
+        normed = self._norm(hidden, layer.mlp_norm)
+        gate, up = _product(layer.gate_up, normed, "gate_up", change).chunk(2, dim=-1)
+        return _product(layer.down, functional.silu(gate).mul_(up), "down", change).add_(hidden)
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.norm_eps)
+
+
+def rotary_table(rope: Rope, head_dim: int, num_positions: int) -> torch.Tensor:
+    """Return exp(i * position * frequency), [num_positions, head_dim / 2] complex64."""
+    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    if rope.kind == "llama3":
+        frequencies = _llama3_frequencies(rope, frequencies)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _llama3_frequencies(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
+    turns = rope.original_context_tokens * frequencies / (2 * math.pi)  # full turns within the trained context
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1.0 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _product(linear: Linear, rows: torch.Tensor, site: Site, change: Change | None) -> torch.Tensor:
+    product = linear(rows)
+    if change is not None:
+        change(site, rows, product)
+    return product
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """Return x -> x W^T + b, packed for oneDNN where that is faster."""
+    packable = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if packable and weight.dtype == torch.float32:
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+        return lambda x: multiply(x, packed, bias, "none", [], "")
+    return lambda x: functional.linear(x, weight, bias)

@@ -1,0 +1,4 @@
+"""Inference engines behind one interface: attached by URL, managed as child processes, or several as a pool.
+
+May import checks.
+"""

@@ -1,0 +1,191 @@
+"""Several engines as one: each group goes to the engine with the least to do, a version to all of them.
+
+A group's samples stay together, so that their prompt is computed once. What is asked in one call is spread over those
+of the engines that are ready which serve the newest version: while one still waits for a long generation before it
+can load, the others are asked by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.activity import cpu_seconds
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine_metrics import add_figures
+from penstock.rollout_service.engines.read_reply import Completion, EngineChecksum
+from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
+
+
+class EnginePool:
+    """Several engines of one worker."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        """Take over the engines: they are loaded, watched and stopped together."""
+        self._engines = tuple(engines)
+        self.client = _Router(self._engines)
+        self.ready = _AnyReady(self._engines)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The oldest version that one of them serves; None before each has one."""
+        oldest: PolicyVersion | None = None
+        for engine in self._engines:
+            if engine.version is None:
+                return None
+            if oldest is None or is_newer(oldest, engine.version):
+                oldest = engine.version
+        return oldest
+
+    @property
+    def applied(self) -> set[PolicyVersion]:
+        """Every version that one of them took, or is about to take."""
+        return set().union(*(engine.applied for engine in self._engines))
+
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        """Have all of them serve ``version``; raises the error of the first that does not."""
+        outcomes = await asyncio.gather(
+            *(engine.load(folder, version, mode) for engine in self._engines), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def reaches(self, version: PolicyVersion) -> None:
+        """Wait until one of them serves ``version`` or a newer one; the slowest keeps nobody waiting."""
+        await _first([engine.reaches(version) for engine in self._engines])
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Have all of them serve an adapter; raises the error of the first that does not."""
+        outcomes = await asyncio.gather(
+            *(engine.load_adapter(folder, version) for engine in self._engines), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Have all of them let an adapter go."""
+        await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return what all of them say their weights are; None when one cannot say, or they are cut differently.
+
+        Raises EngineDisagrees when engines of one layout serve different weights.
+        """
+        said = await asyncio.gather(*(engine.weights_checksum() for engine in self._engines))
+        first = said[0]
+        if first is None or any(one is None or one.layout != first.layout for one in said):
+            return None
+        if any(one != first for one in said):
+            raise EngineDisagrees(
+                f"the engines of this worker serve different weights as version {self.version}: {said}"
+            )
+        return first
+
+    async def suspect(self) -> None:
+        """Look after all of them: which one failed is not known here."""
+        await asyncio.gather(*(engine.suspect() for engine in self._engines))
+
+    async def run(self) -> None:
+        """Keep them well; one that cannot be kept ends them all."""
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(engine.run())
+
+    async def stop(self) -> None:
+        """End what is ours of them."""
+        await asyncio.gather(*(engine.stop() for engine in self._engines))
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of this process and of all engines, as far as they are ours."""
+        ours = cpu_seconds()
+        return ours + sum(max(0.0, engine.cpu_seconds() - ours) for engine in self._engines)
+
+    async def figures(self) -> dict[str, float]:
+        """Return what the engines' metrics pages say, added up."""
+        return add_figures(await asyncio.gather(*(engine.figures() for engine in self._engines)))
+
+
+class _Router:
+    """Asks the engine that has the least to do."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+        self._promised = [0] * len(engines)  # tokens that each may still have to sample
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
+        cost = n * sampling.max_new_tokens
+        shares = self._share_out(len(prompts), cost)
+        completions: list[list[Completion]] = [[] for _ in prompts]
+
+        async def ask(number: int, wanted: Sequence[int]) -> None:
+            client = self._engines[number].client
+            replies = await client.generate([prompts[index] for index in wanted], sampling, n, adapter)
+            for index, reply in zip(wanted, replies, strict=True):
+                completions[index] = reply
+
+        try:
+            async with asyncio.TaskGroup() as requests:
+                for number, wanted in shares.items():
+                    requests.create_task(ask(number, wanted))
+        except* (EngineError, TaskRefused) as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            for number, wanted in shares.items():
+                self._promised[number] -= cost * len(wanted)
+        return completions
+
+    def _share_out(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
+        """Give each prompt to the engine with the least to do: engine number → prompt numbers."""
+        ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
+        if not ready:
+            raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")
+        newest = _newest_of(self._engines[number].version for number in ready)
+        ready = [number for number in ready if self._engines[number].version == newest]
+        shares: dict[int, list[int]] = {}
+        for index in range(num_prompts):
+            idlest = min(ready, key=lambda number: (self._promised[number], number))
+            self._promised[idlest] += cost
+            shares.setdefault(idlest, []).append(index)
+        return shares
+
+
+class _AnyReady:
+    """Set while at least one engine is ready."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    def is_set(self) -> bool:
+        return any(engine.ready.is_set() for engine in self._engines)
+
+    async def wait(self) -> bool:
+        await _first([engine.ready.wait() for engine in self._engines])
+        return True
+
+
+async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
+    """Return when the first of several waits is over."""
+    waiting = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
+
+
+def _newest_of(versions: Iterable[PolicyVersion | None]) -> PolicyVersion | None:
+    newest: PolicyVersion | None = None
+    for version in versions:
+        if version is not None and is_newer(version, newest):
+            newest = version
+    return newest

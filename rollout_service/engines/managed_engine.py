@@ -1,0 +1,324 @@
+"""An engine that is our child: started on the first weights, and again whenever it ends or is not believed any more."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import time
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock.protocol.activity import cpu_seconds
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_adapter import check_adapter
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.engine import engine_figures, wait_until_it_answers
+from penstock.rollout_service.engines.engine_process import EngineProcess, LaunchCommand
+from penstock.rollout_service.engines.read_reply import EngineChecksum
+from penstock.rollout_service.engines.served_version import ServedVersion
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.errors import (
+    EngineError,
+    EngineKeepsDying,
+    EngineUnreachable,
+    WeightsNotApplied,
+    WeightsUnusable,
+)
+
+log = structlog.get_logger("rollout.engine")
+
+MAX_RESTARTS = 8  # more than one poisonous pack can cause before it goes to the dead letters
+RESTART_WINDOW_S = 600.0
+FIRST_BACK_OFF_S = 1.0  # before the second restart within the window; doubles with each
+_LONGEST_BACK_OFF_S = 30.0
+LOOK_S = 2.0
+_ADAPTER_ATTEMPTS = 3  # engines that may die of, or under, the load of one adapter
+
+
+class ManagedEngine:
+    """An engine that is our child process."""
+
+    client: SglangClient
+
+    def __init__(
+        self,
+        command: LaunchCommand,
+        *,
+        log_file: Path,
+        request_deadline_s: float,
+        start_deadline_s: float,
+        environ: Mapping[str, str] | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        """``command`` makes the command line; nothing is started before the first `load`.
+
+        ``environ`` is the engine's whole environment (None: as ours); ``context_length`` is what it was told to
+        take at most, where that is less than the model's.
+        """
+        self._serving = ServedVersion()
+        self.applied: set[PolicyVersion] = set()
+        self.ready = asyncio.Event()
+        self._command = command
+        self._environ = environ
+        self._context_length = context_length
+        self._log_file = log_file
+        self._request_deadline_s = request_deadline_s
+        self._start_deadline_s = start_deadline_s
+        self._process: EngineProcess | None = None
+        self._discarded = False  # killed by us, and not replaced yet
+        self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
+        self._wanted: tuple[Path, PolicyVersion] | None = None
+        self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
+        return self._serving.value
+
+    async def reaches(self, version: PolicyVersion) -> None:
+        """Wait until it serves ``version`` or a newer one."""
+        await self._serving.reaches(version)
+
+    async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        """Serve ``version`` from a model folder, starting the engine if there is none.
+
+        An engine that does not confirm the version twice is not believed any more: it is killed and started anew
+        from that folder. What it samples from the first failure until it confirms is refused. Raises
+        EngineUnreachable when the first start fails, WeightsUnusable when a later version can neither be loaded nor
+        started from: then it serves the one before again. Adapters go: they change the weights before, and no others.
+        """
+        self._wanted = (folder, version)
+        is_new = version not in self.applied
+        self.applied.add(version)
+        if self._process is None:
+            await self._start()
+            return
+        for _ in range(2):
+            await self.ready.wait()
+            if self._serving.base == version:  # restarted from it meanwhile
+                return
+            try:
+                await self.client.load_weights(folder, version, mode)
+            except EngineError as err:
+                self.client.distrust(f"version {version} was not applied: {err}")
+                log.warning("weights were not applied", policy_version=version, error=str(err))
+            else:
+                self._confirm(version)
+                return
+        self._discard()
+        await self.ready.wait()
+        if self._serving.base != version:
+            if is_new:
+                self.applied.discard(version)
+            raise WeightsUnusable(
+                f"the engine neither took version {version} nor started from it; see {self._log_file}"
+            )
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Serve ``version`` as an adapter of the weights that are served, beside all others; nothing pauses.
+
+        Raises WeightsNotApplied when it is refused. An engine that dies or hangs meanwhile is asked again once it is
+        replaced, a few times.
+        """
+        is_new = version not in self.applied
+        self.applied.add(version)
+        try:
+            await self._load_adapter(folder, version)
+        except EngineError as err:
+            if is_new:
+                self.applied.discard(version)
+            if isinstance(err, WeightsNotApplied):
+                raise
+            raise WeightsNotApplied(f"version {version} is not served: {err}") from None
+
+    async def _load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        if self._served is None:
+            raise EngineUnreachable("it is an adapter, and there is no engine before the first weights")
+        await asyncio.to_thread(check_adapter, folder, version, self._served[0])
+        attempts = 0
+        while True:
+            await self.ready.wait()
+            client, attempts = self.client, attempts + 1
+            try:
+                await client.load_adapter(folder, version)
+            except WeightsNotApplied:
+                raise
+            except EngineError as err:
+                if attempts == _ADAPTER_ATTEMPTS:
+                    raise
+                log.warning("an adapter was not loaded", policy_version=version, error=str(err))
+                await self.suspect()
+            else:
+                self._serving.confirm_adapter(version, folder)
+                if client is self.client:  # else it was restarted meanwhile, without this one
+                    return
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
+        self._serving.forget_adapter(version)
+        if self.ready.is_set():
+            await self.client.unload_adapter(version)
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return what the engine says its weights are; None when it cannot say."""
+        return await self.client.weights_checksum()
+
+    async def suspect(self) -> None:
+        """Kill the engine when it does not generate any more, not even one token; nothing is asked of it meanwhile."""
+        if self._process is None or not self.ready.is_set():
+            return  # somebody looks already, or it is being replaced
+        client = self.client
+        self.ready.clear()
+        try:
+            await client.served_version()
+            await client.health()
+        except EngineError as err:
+            if client is self.client:  # not restarted meanwhile
+                log.warning("the engine does not answer; it is killed and started again", error=str(err))
+                self._discard()
+        else:
+            if client is self.client and not self._discarded:
+                self.ready.set()
+
+    async def run(self) -> None:
+        """Restart the engine whenever it ends; raises EngineKeepsDying when that happens too often."""
+        while self._process is not None:
+            how = await self._watch(self._process)
+            self.ready.clear()
+            dead = self.client
+            dead.distrust("the engine died")
+            await self._start_again(how)
+            await dead.close()
+
+    async def stop(self) -> None:
+        """End the engine."""
+        if self._process is not None:
+            self.ready.clear()
+            process, self._process = self._process, None
+            await process.stop()
+            await self.client.close()
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds of this process and of its engines, past and present."""
+        return cpu_seconds() + (self._process.cpu_seconds() if self._process else 0.0)
+
+    async def figures(self) -> dict[str, float]:
+        """Return what the engine's metrics page says, by the worker's names."""
+        return await engine_figures(self.client) if self.ready.is_set() else {}
+
+    async def _watch(self, process: EngineProcess) -> str:
+        """Wait for the end of a process, looking now and then whether it still serves what it was given."""
+        ending = asyncio.create_task(process.wait())
+        try:
+            while not ending.done():
+                await asyncio.wait({ending}, timeout=LOOK_S)
+                if self.ready.is_set() and not ending.done():
+                    await self._look()
+            return ending.result()
+        finally:
+            ending.cancel()
+
+    async def _look(self) -> None:
+        try:
+            served = await self.client.served_version()
+        except EngineError:
+            return  # silence is noticed where somebody waits for an answer
+        if self.ready.is_set() and served != self._serving.base:
+            log.error("the engine serves another version than it was given", given=self._serving.base, served=served)
+            self.client.distrust(f"it was given version {self._serving.base} but serves {served}")
+            self._discard()
+
+    def _discard(self) -> None:
+        """Kill an engine that is not believed; `run` starts another from the newest weights."""
+        assert self._process is not None
+        self.ready.clear()
+        self._discarded = True
+        self._process.kill()
+
+    async def _start_again(self, how: str) -> None:
+        """Start it from the newest weights; from those it served before, when it cannot start from the newest."""
+        while True:
+            self._note_restart(how)
+            try:
+                await asyncio.sleep(self._back_off_s())
+                await self._start()
+            except EngineUnreachable as err:
+                how = str(err)
+                if self._served is not None and self._wanted != self._served:
+                    log.warning("engine cannot start from the newest version", going_back_to=self._served[1], error=how)
+                    self._wanted = self._served
+            else:
+                return
+
+    def _note_restart(self, how: str) -> None:
+        now = time.monotonic()
+        if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_WINDOW_S:
+            raise EngineKeepsDying(
+                f"the engine died {MAX_RESTARTS + 1} times within {now - self._restarts[0]:.0f} s; the last time {how}"
+            )
+        self._restarts.append(now)
+        log.error("engine died, restarting it", restarts=len(self._restarts), how=how)
+
+    def _back_off_s(self) -> float:
+        since = time.monotonic() - RESTART_WINDOW_S
+        recent = sum(at > since for at in self._restarts)
+        return 0.0 if recent < 2 else min(FIRST_BACK_OFF_S * 2 ** (recent - 2), _LONGEST_BACK_OFF_S)
+
+    async def _start(self) -> None:
+        assert self._wanted is not None
+        folder, version = self._wanted
+        process, url = await EngineProcess.start(
+            self._command,
+            folder,
+            version,
+            log=self._log_file,
+            deadline_s=self._start_deadline_s,
+            environ=self._environ,
+        )
+        self._process, self._discarded = process, False
+        self.client = SglangClient(url, request_deadline_s=self._request_deadline_s)
+        try:
+            await _while_alive(process, wait_until_it_answers(self.client, self._start_deadline_s, generating=True))
+            served = await self.client.served_version()
+            if served != version:
+                raise EngineUnreachable(f"the engine was started with version {version} but says it serves {served}")
+            self.client.limits = ModelLimits.of(folder).within(self._context_length)
+            if version == self._serving.base:
+                await _while_alive(process, self._give_adapters_again())
+        except EngineError as err:
+            process.kill()
+            raise EngineUnreachable(f"{err}\n{await process.wait()}") from None
+        except BaseException:
+            process.kill()
+            raise
+        process.started()
+        self._confirm(version)
+        log.info("engine is ready", url=url, policy_version=version, pid=process.pid)
+        self.ready.set()
+
+    async def _give_adapters_again(self) -> None:
+        for version, folder in self._serving.adapters.items():
+            await self.client.load_adapter(folder, version)
+
+    def _confirm(self, version: PolicyVersion) -> None:
+        self._served = self._wanted
+        self.client.trust()
+        self._serving.confirm(version)
+
+
+async def _while_alive(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:
+    """Wait for an engine's first answer; raises EngineUnreachable as soon as its process has ended."""
+    first = asyncio.create_task(answering)
+    ending = asyncio.create_task(process.wait())
+    try:
+        await asyncio.wait({first, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            raise EngineUnreachable("the engine ended before it answered")
+        await first
+    finally:
+        first.cancel()
+        ending.cancel()

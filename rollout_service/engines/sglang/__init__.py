@@ -1,0 +1,1 @@
+"""SGLang: its HTTP contract, its command line and its settings."""

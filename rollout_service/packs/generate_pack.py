@@ -1,0 +1,153 @@
+"""Order → groups: check the tasks, hold the version they want, have their environments roll out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+
+from penstock.protocol.activity import Activity
+from penstock.protocol.facts import Task, TaskList, decode
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_task import ModelLimits, check_task
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.environments.build_trajectory import build_group
+from penstock.rollout_service.environments.environment import Environment, Sampler
+from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
+from penstock.rollout_service.packs.settlement import Settlement
+from penstock.rollout_service.packs.task_source import Order
+from penstock.rollout_service.retry import outlast
+from penstock.rollout_service.weights.servable_versions import ServableVersions
+from penstock.rollout_service.weights.version_gate import VersionGate
+from penstock.rollout_service.weights.weight_follower import WeightFollower
+
+
+class PackGenerator:
+    """Generates whole packs on one engine."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        environments: Mapping[str, Environment],
+        weights: WeightFollower,
+        servable: ServableVersions,
+        gate: VersionGate,
+        blobs: Blobs,
+        settlement: Settlement,
+        activity: Activity,
+    ) -> None:
+        """Hold the parts; ``limits`` are set once the first weights are here."""
+        self.limits = ModelLimits(None, None)
+        self._engine = engine
+        self._environments = environments
+        self._weights = weights
+        self._servable = servable
+        self._gate = gate
+        self._blobs = blobs
+        self._settlement = settlement
+        self._activity = activity
+
+    async def generate(self, order: Order) -> list[Group]:
+        """Return the groups of a pack, without those whose tasks were refused.
+
+        Raises EngineError, PackError or TaskRefused, as the settlement of a pack expects them.
+        """
+        tasks = await self._acceptable(order)
+        by_pin: dict[int | None, list[Task]] = {}
+        for task in tasks:
+            by_pin.setdefault(task.pinned_version, []).append(task)
+        groups: list[Group] = []
+        for pin, same in by_pin.items():
+            async with self._holding(pin, issued_for=max(task.issued_version for task in same)):
+                sampler = self._servable.sampler(None if pin is None else PolicyVersion(pin))
+                with self._activity.working("generating"):
+                    groups += await self._roll_out(same, sampler)
+        return groups
+
+    async def _acceptable(self, order: Order) -> Sequence[Task]:
+        fact = order.delivery.fact
+        tasks = fact.tasks
+        if fact.tasks_blob is not None:
+            ref = fact.tasks_blob
+            data = await outlast(lambda: asyncio.to_thread(self._blobs.get, ref), f"S3 for the tasks of {fact.pack_id}")
+            tasks = decode(data, TaskList).tasks
+        accepted: list[Task] = []
+        refused: dict[str, tuple[TaskRefused, list[Task]]] = {}
+        for task in tasks:
+            try:
+                check_task(task, limits=self.limits, split=order.split, environments=self._environments)
+            except TaskRefused as err:
+                refused.setdefault(err.reason, (err, []))[1].append(task)
+            else:
+                accepted.append(task)
+        for reason, hopeless in refused.values():
+            await self._settlement.refuse(order, hopeless, reason)
+        return accepted
+
+    @contextlib.asynccontextmanager
+    async def _holding(self, pin: int | None, *, issued_for: int) -> AsyncIterator[None]:
+        if pin is None:
+            with self._gate.ordinary():
+                await self._weights.catch_up(PolicyVersion(issued_for))
+                await self._gate.free()
+            yield
+        else:
+            async with self._weights.pinned(PolicyVersion(pin)):
+                yield
+
+    async def _roll_out(self, tasks: Sequence[Task], sampler: Sampler) -> list[Group]:
+        by_environment: dict[str, list[Task]] = {}
+        for task in tasks:
+            by_environment.setdefault(task.environment, []).append(task)
+        groups: list[Group] = []
+        for name, same in by_environment.items():
+            try:
+                rolled = await self._with_baselines(self._environments[name], same, sampler)
+                for task, trajectories in zip(same, rolled, strict=True):
+                    self._check_origin(task, trajectories)
+            except EngineError:
+                await self._engine.suspect()
+                raise
+            groups += map(build_group, same, rolled)
+        return groups
+
+    async def _with_baselines(
+        self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
+    ) -> list[list[Trajectory]]:
+        """Roll tasks out, and for those that want a baseline one greedy completion more, last in its group.
+
+        An environment sees it as a task of its own, so none has to know about baselines.
+        """
+        measured = [number for number, task in enumerate(tasks) if task.with_baseline]
+        rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
+        groups = [list(trajectories) for trajectories in rolled[: len(tasks)]]
+        for number, (baseline,) in zip(measured, rolled[len(tasks) :], strict=True):
+            groups[number].append(replace(baseline, is_baseline=True))
+        return groups
+
+    def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
+        """Raise ReplyRefused for tokens that this model cannot have sampled, or not at this version."""
+        highest = max(int(row.token_ids.max()) for row in trajectories)
+        if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
+            raise ReplyRefused(f"{task.group_id}: token id {highest} of a model with {self.limits.vocab_size} tokens")
+        for run in itertools.chain.from_iterable(row.version_runs for row in trajectories):
+            if run.version not in self._engine.applied:
+                raise ReplyRefused(
+                    f"{task.group_id}: tokens of version {run.version}, which this worker never loaded; "
+                    "somebody else changes this engine's weights"
+                )
+            if task.pinned_version is not None and run.version != task.pinned_version:
+                raise ReplyRefused(
+                    f"{task.group_id} is pinned to version {task.pinned_version}, but version {run.version} sampled "
+                    f"tokens {run.start} to {run.end}"
+                )
+
+
+def _greedy(task: Task) -> Task:
+    sampling = task.sampling.model_copy(update={"temperature": 0.0})
+    return task.model_copy(update={"sampling": sampling, "group_size": 1, "with_baseline": False})

@@ -1,0 +1,217 @@
+"""The `penstock` command as people type it, and which process each verb becomes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.console import launch
+from penstock.protocol.errors import ConfigError
+
+VERBS = (
+    "quickstart",
+    "train",
+    "sft",
+    "config",
+    "rollout",
+    "reward",
+    "data",
+    "up",
+    "doctor",
+    "runs",
+    "replay",
+    "lineage",
+    "dead-letters",
+    "rescore",
+    "watch",
+    "chat",
+    "version",
+)
+
+
+def penstock(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[3]
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "penstock", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        cwd=cwd,
+        env={
+            "PYTHONPATH": str(root / "src"),
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(cwd or root),
+            "COLUMNS": "100",
+            **environment,
+        },
+    )
+
+
+def test_help_names_every_verb_and_the_first_thing_to_type():
+    """Without arguments the command teaches."""
+    for answer in (penstock(), penstock("--help")):
+        assert answer.returncode == 0
+        assert "New here? Type: penstock quickstart" in answer.stdout
+        assert all(f"│ {verb} " in answer.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *(["quickstart"], ["train"], ["sft"], ["config", "show"], ["rollout"], ["data", "check"], ["up"], ["doctor"]),
+        *(
+            ["reward", "serve"],
+            ["reward", "serve-judge"],
+            ["reward", "serve-model"],
+            ["reward", "serve-grader"],
+            ["reward", "service"],
+            ["reward", "list"],
+            ["reward", "test"],
+            ["reward", "remove"],
+        ),
+        *(["runs", "list"], ["runs", "show"], ["watch"], ["chat"], ["version"], ["replay"], ["lineage"], ["rescore"]),
+    ],
+    ids=" ".join,
+)
+def test_every_verb_shows_an_example(verb: list[str]):
+    """The help of a verb holds a line that can be typed as it stands."""
+    answer = penstock(*verb, "--help")
+    assert answer.returncode == 0
+    assert (
+        f"Example:  penstock {' '.join(verb).removesuffix(' list') if verb[0] == 'runs' else ' '.join(verb)}"
+        in answer.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [(["trian"], "train"), (["quikstart"], "quickstart"), (["reward", "serv"], "serve")], ids=str
+)
+def test_an_unknown_verb_is_answered_with_the_nearest(typed: list[str], meant: str):
+    """A slip of the finger gets a suggestion and exit code 2."""
+    answer = penstock(*typed)
+    assert answer.returncode == 2
+    assert f'Did you mean "{meant}"?' in " ".join(answer.stderr.split())
+
+
+def test_help_is_there_at_once():
+    """The command imports nothing heavy: its modules load in under 0.4 CPU seconds."""
+    code = "import time; import penstock.console.cli.main; print(time.process_time())"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert float(answer.stdout) < 0.4
+
+
+def test_the_console_needs_no_torch():
+    """Every module of the console imports on a machine without torch, deepspeed and transformers."""
+    root = Path(__file__).parents[3]
+    files = (root / "console").rglob("*.py")
+    modules = [".".join(("penstock", *path.relative_to(root).with_suffix("").parts)) for path in files]
+    code = (
+        "import sys; heavy = ('torch', 'deepspeed', 'transformers'); sys.modules.update(dict.fromkeys(heavy));"
+        f"import importlib; [importlib.import_module(m) for m in {modules}]"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_version_names_what_a_bug_report_needs():
+    """Version, interpreter, platform and the libraries that matter."""
+    answer = penstock("version")
+    assert [line.split()[0] for line in answer.stdout.splitlines()][:4] == ["penstock", "python", "platform", "torch"]
+
+
+def test_arguments_arrive_unchanged_and_in_order():
+    """Both habits of overriding reach the service as they were typed."""
+    typed = ["run.toml", "trainer.lr=1e-6", "--trainer.steps", "3", "--data.map.a=b c", "-x"]
+    assert launch.module("penstock.rollout_service", *typed) == [
+        sys.executable,
+        "-P",
+        "-m",
+        "penstock.rollout_service",
+        *typed,
+    ]
+
+
+def test_a_verb_becomes_its_service(tmp_path: Path):
+    """The service's own process answers with its own exit code, whatever lies in the working directory."""
+    for name in ("rollout_service", "penstock", "protocol"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
+    answer = penstock("rollout", "run.toml", "--worker.id", "w 1", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "run.toml" in answer.stderr
+    assert "working directory" not in answer.stdout + answer.stderr
+
+
+def test_train_runs_one_process_by_default(tmp_path: Path):
+    """One rank needs no launcher."""
+    assert launch.train(["trainer.lr=1"], {}) == [
+        sys.executable,
+        "-P",
+        "-m",
+        "penstock.trainer",
+        "train",
+        "trainer.lr=1",
+    ]
+
+
+@pytest.mark.parametrize("source", ["file", "override", "flag", "environment"])
+def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
+    """Wherever num_ranks is said, that many ranks start, and the trainer's own flags are not torchrun's."""
+    file = tmp_path / "run.toml"
+    file.write_text("[trainer]\nnum_ranks = 2\n" if source == "file" else "[trainer]\nnum_ranks = 1\n")
+    arguments = [str(file)]
+    arguments += {"override": ["trainer.num_ranks=2"], "flag": ["--trainer.num-ranks", "2"]}.get(source, [])
+    environ = {"PENSTOCK_TRAINER__NUM_RANKS": "2"} if source == "environment" else {}
+    command = launch.train(arguments, environ)
+    torchrun = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", "--"]
+    rank = [sys.executable, "-P", "-m", "penstock.trainer", "train", *arguments]
+    assert command == [sys.executable, *torchrun, *rank]
+
+
+def test_train_local_starts_the_whole_ring():
+    """--local is ours; the ring gets the rest."""
+    assert launch.train(["run.toml", "--local", "a.b=1"], {})[3:] == [
+        "penstock.deploy.train_local",
+        "run.toml",
+        "a.b=1",
+    ]
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two", "1.5", "true"])
+def test_an_impossible_number_of_ranks_is_refused(ranks: str):
+    """The text says what was expected and where the value came from."""
+    with pytest.raises(ConfigError, match=r"override: trainer.num_ranks: expected a whole number from 1 on"):
+        launch.train([f"trainer.num_ranks={ranks}"], {})
+
+
+def test_a_missing_run_file_is_one_line_on_stderr(tmp_path: Path):
+    """A mistake of the person is no traceback."""
+    answer = penstock("train", "nowhere.toml", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert answer.stderr.strip() == "penstock: nowhere.toml: not readable (No such file or directory)"
+
+
+def test_a_broken_run_file_names_its_line(tmp_path: Path):
+    """TOML that does not parse is shown with file and line."""
+    (tmp_path / "run.toml").write_text("[trainer]\nlr = \n")
+    answer = penstock("train", "run.toml", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "run.toml:2" in answer.stderr
+
+
+def test_watch_of_a_run_without_nats_says_how_to_start_it(tmp_path: Path):
+    """No server: the address, the patience and the command for one machine are in the text."""
+    answer = penstock("watch", "nobody", "nats.url=nats://127.0.0.1:1", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "no NATS server at nats://127.0.0.1:1" in answer.stderr
+    assert "penstock up" in answer.stderr
+
+
+def test_an_unknown_key_gets_a_suggestion(tmp_path: Path):
+    """The console's own sections are as strict as a service's."""
+    answer = penstock("watch", "nobody", "nats.ulr=nats://x", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "did you mean nats.url?" in answer.stderr

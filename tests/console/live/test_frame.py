@@ -1,0 +1,133 @@
+"""What the panel shows, and the lines that stand for it where there is no terminal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from tests.console.record import recorded_run as recorded
+
+from penstock.console.braille import curve
+from penstock.console.durations import clock
+from penstock.console.live.frame import render
+from penstock.console.live.panel import PlainLines
+from penstock.console.live.run_snapshot import Snapshot
+from penstock.console.live.run_view import RunView
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    return recorded.whole_run().snapshot(recorded.START + 31)
+
+
+def drawn(snapshot: Snapshot, width: int = 100) -> str:
+    console = Console(record=True, width=width, force_terminal=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(render(snapshot))
+    console.file.close()
+    return console.export_text()
+
+
+def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
+    """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are there."""
+    text = drawn(snapshot)
+    for expected in (
+        "step 60/60",
+        "100%",
+        "0.90 (+0.41)",
+        "0.55 → 0.95",
+        "v60, 61 published",
+        "2.2k generated, 2.0k trained",
+        "1 behind",
+        "53%",
+        "mean 0.63, max 2",
+        "3+4 to generate, 0+0 to score, 1+6 to train",
+        "rollout 10%, reward 95%, trainer 20%",
+        "generation is the bottleneck",
+        "3 stale",
+        "2880 trained, 25% without signal",
+        "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
+        "0.0002 mean, 0.004 max",
+        "rollout-1 (life 2)",
+        "v22 (-38)",
+        "0:14 killed rollout-1 on purpose",
+        "0:18 rollout-1 is gone: silent for 4 s",
+    ):
+        assert expected in text
+
+
+def test_a_frame_of_nothing_is_still_a_frame():
+    """Before anybody has spoken the panel says whom it waits for."""
+    text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
+    assert "step 0/10" in text
+    assert "waiting for the services" in text
+
+
+def test_a_frame_says_when_nats_is_away(snapshot: Snapshot):
+    """A panel that cannot see says so."""
+    assert "NATS has been away for 7 s" in drawn(replace(snapshot, bus_away_s=7.0))
+
+
+def test_a_dead_worker_is_shown_as_gone(snapshot: Snapshot):
+    """A worker without a heartbeat keeps its line, with the time since its last sign of life."""
+    services = tuple(replace(s, alive=s.service_id != "rollout-0", silent_s=65) for s in snapshot.services)
+    assert "gone, silent for 1:05" in drawn(replace(snapshot, services=services))
+
+
+def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
+    """What a service calls its state cannot colour or break the panel."""
+    services = tuple(replace(s, state="[bold]x[/nonsense]") for s in snapshot.services)
+    assert "[bold]x[/nonsense]" in drawn(replace(snapshot, services=services))
+
+
+def test_no_line_of_a_frame_is_cut(snapshot: Snapshot):
+    """On a terminal of 100 columns nothing ends in an ellipsis."""
+    assert "…" not in drawn(snapshot)
+
+
+def test_plain_lines_say_each_thing_once(snapshot: Snapshot):
+    """Steps come every so many, evaluations and incidents once, whatever is shown how often."""
+    lines: list[str] = []
+    plain = PlainLines(lines.append, every=10)
+    for step in (1, 2, 9, 10, 10, 25, 60):
+        plain.show(replace(snapshot, step=step, eta_s=None))
+    plain.show(snapshot, last=True)
+    assert [text.split()[2] for text in lines if " step " in text and "accuracy" not in text] == [
+        "1/60", "10/60", "25/60", "60/60",
+    ]  # fmt: skip
+    assert sum("held-out accuracy 0.950 after step 60" in text for text in lines) == 1
+    assert sum("killed rollout-1 on purpose" in text for text in lines) == 1
+
+
+def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
+    """A run that ends between two lines still says where it ended."""
+    lines: list[str] = []
+    plain = PlainLines(lines.append, every=50)
+    plain.show(replace(snapshot, step=1))
+    plain.show(replace(snapshot, step=60), last=False)
+    plain.show(replace(snapshot, step=63), last=True)
+    assert lines[-1].startswith("0:31 step 63/60")
+
+
+def test_a_curve_rises_from_the_lower_left_to_the_upper_right():
+    """A straight line touches both corners, with one dot in every column."""
+    lines = curve([0.0, 1.0], width=10, height=3, low=0.0, high=1.0)
+    assert [len(line) for line in lines] == [10, 10, 10]
+    assert lines[-1][0] != "⠀"
+    assert lines[0][-1] != "⠀"
+    assert lines[0][0] == lines[-1][-1] == "⠀"
+
+
+@pytest.mark.parametrize("values", [[], [0.5], [0.1] * 1000, [float(i) for i in range(7)]])
+def test_a_curve_has_its_size_whatever_the_values(values: list[float]):
+    """None, one, equal, too many or values beyond the axis: the drawing keeps its size."""
+    lines = curve(values, width=5, height=2, low=0.0, high=1.0)
+    assert [len(line) for line in lines] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3661, "1:01:01"), (-1, "0:00")]
+)
+def test_durations_read_like_a_clock(seconds: float, text: str):
+    """Minutes and seconds, and hours when there are any."""
+    assert clock(seconds) == text

@@ -1,0 +1,223 @@
+"""What the view makes of what the services say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.console.record import recorded_run as recorded
+
+from penstock.console.live.run_view import RunView
+
+
+def test_a_whole_run_becomes_one_summary():
+    """The summary holds every figure of the run, from the first evaluation to the last step."""
+    summary = recorded.whole_run().summary()
+    assert (summary.accuracy_before, summary.accuracy_after, summary.eval_prompts) == (0.55, 0.95, 128)
+    assert summary.steps == recorded.STEPS
+    assert summary.groups.issued == 48 * 62
+    assert summary.groups.trained == 48 * 60
+    assert summary.groups.dropped == {"stale": 3}
+    assert summary.tokens_trained == sum(summary.staleness_tokens.values()) == 60_000
+    assert summary.staleness_max == 2
+    assert summary.versions_published == 61
+    assert summary.workers["rollout-0"].versions_applied == 60
+    assert summary.wall_s == 31.0
+
+
+def test_what_a_killed_worker_did_stays_in_the_sums():
+    """Tokens and CPU seconds of a worker's first life are added to those of its second."""
+    summary = recorded.whole_run().summary()
+    assert summary.tokens_generated == 1100 * 30 + 1100 * (14 + 11)
+    assert summary.workers["rollout-1"].num_lives == 2
+    first, second, other = 0.5 + 0.8 * 14, 0.5 + 0.8 * 11, 0.5 + 0.8 * 30
+    assert abs(summary.cpu_s_per_role["rollout"] - (first + second + other)) < 1e-9
+
+
+def test_generated_groups_are_those_of_the_training():
+    """Evaluation is left out, and what was scored had been generated, even in a killed worker's last second."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.evaluation(0, 0.5, recorded.START))
+    worker = recorded.beat("rollout", "worker-0", recorded.START, busy_s=1, idle_s=0, cpu_s=1, groups_generated=628)
+    view.fold_heartbeats([worker], recorded.START)
+    assert view.summary().groups.generated == 628 - 128
+    view.fold_event(recorded.step(1, recorded.START + 1, groups={"issued": 600, "scored": 520, "trained": 48}))
+    assert view.summary().groups.generated == 520
+
+
+def test_a_gauge_that_falls_is_no_new_life():
+    """Only totals tell a restart: the trainer's outstanding groups may fall as they like."""
+    view = RunView("r")
+    for at, outstanding in ((0.0, 144), (1.0, 0), (2.0, 96)):
+        beats = [
+            recorded.beat(
+                "trainer", "trainer", at, busy_s=at, idle_s=0.0, cpu_s=10.0 + at, groups_outstanding=outstanding
+            )
+        ]
+        view.fold_heartbeats(beats, at)
+    assert view.snapshot(2.0).services[0].num_lives == 1
+    assert view.summary().cpu_s == 12.0
+
+
+def test_a_kill_and_a_return_are_incidents_in_order():
+    """A worker whose heartbeat stands still is gone; one that beats again is back."""
+    texts = [i.text for i in recorded.whole_run().incidents]
+    assert texts == ["killed rollout-1 on purpose", "rollout-1 is gone: silent for 4 s", "rollout-1 is back"]
+
+
+def test_idle_shares_count_from_the_first_step():
+    """Start-up is nobody's waiting: seconds before the first optimizer step are left out."""
+    view = RunView(recorded.RUN)
+    loading = recorded.beat("trainer", "trainer", recorded.START, busy_s=0.0, idle_s=100.0, cpu_s=1.0)
+    view.fold_heartbeats([loading], recorded.START)
+    view.fold_event(recorded.step(1, recorded.START + 1))
+    later = recorded.beat("trainer", "trainer", recorded.START + 4, busy_s=3.0, idle_s=101.0, cpu_s=4.0)
+    view.fold_heartbeats([later], recorded.START + 1)
+    assert view.summary().idle_share == {"trainer": 0.25}
+
+
+def test_idle_shares_stand_still_after_the_last_step():
+    """Who waits once the training is over does not change the shares."""
+    view = recorded.whole_run()
+    before = view.summary().idle_share
+    idle = [beat.model_copy(update={"at": beat.at + 60, "idle_s": beat.idle_s + 60}) for beat in recorded.fleet(30)]
+    view.fold_heartbeats(idle, recorded.START + 31)
+    assert view.summary().idle_share == before
+    assert abs(before["trainer"] - 0.2) < 1e-9
+
+
+def test_overlap_is_at_least_busy_plus_busy_minus_wall():
+    """Workers busy 90 % and the trainer 80 % of each second work at once for 70 % of it at least."""
+    overlap = recorded.whole_run().summary().overlap
+    assert overlap.trained_stale_share is not None
+    assert overlap.trained_stale_share > 0.5
+    assert abs(overlap.both_working_s - 0.7 * 29) < 1e-6
+
+
+def test_a_step_taken_again_after_a_resume_counts_once():
+    """A trainer that resumes at an older step replaces what it had trained after it."""
+    view = RunView(recorded.RUN)
+    for number in (1, 2, 3, 4, 3):
+        view.fold_event(recorded.step(number, recorded.START + number))
+    summary = view.summary()
+    assert summary.steps == 3
+    assert summary.tokens_trained == 3000
+    assert sum(summary.staleness_tokens.values()) == 3000
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_over():
+    """A finished run that is resumed with more steps is running again, until it says otherwise."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.event("state", recorded.START, text="training", total_steps=1))
+    view.fold_event(recorded.step(1, recorded.START))
+    view.fold_event(recorded.event("state", recorded.START + 1, text="finished", finished=True))
+    assert view.snapshot(recorded.START + 1).finished
+    view.fold_event(recorded.event("state", recorded.START + 60, text="training", total_steps=2))
+    view.fold_event(recorded.step(2, recorded.START + 61))
+    assert not view.snapshot(recorded.START + 61).finished
+
+
+def test_missing_figures_are_missing_and_not_zero():
+    """An event with only its step number still counts, and what it does not say stays unknown."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.event("step", recorded.START, step=1))
+    view.fold_event(recorded.event("eval", recorded.START, step=1))
+    view.fold_event(recorded.event("kind-of-tomorrow", recorded.START, anything=1))
+    summary, snapshot = view.summary(), view.snapshot(recorded.START + 1)
+    assert summary.steps == 1
+    assert summary.accuracy_after is None
+    assert summary.staleness_mean is None
+    assert snapshot.rewards == ()
+    assert snapshot.eta_s is None
+
+
+def test_not_a_number_is_not_a_figure():
+    """A NaN reward is left out of the curve instead of spoiling every mean."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.step(1, recorded.START, reward_mean=float("nan")))
+    view.fold_event(recorded.step(2, recorded.START + 1, reward_mean=0.5))
+    assert view.summary().reward_last == 0.5
+
+
+def test_only_the_first_evaluated_split_is_before_and_after():
+    """Accuracies of another split do not mix with those of the first."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.evaluation(0, 0.5, recorded.START, split="held-out"))
+    view.fold_event(recorded.evaluation(9, 0.7, recorded.START + 1, split="held-out"))
+    view.fold_event(recorded.evaluation(9, 0.1, recorded.START + 2, split="harder"))
+    summary = view.summary()
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.7)
+
+
+def test_nobody_is_lost_while_the_watcher_was_blind():
+    """After the broker was away for half a minute, services that beat again were never gone."""
+    view = RunView(recorded.RUN)
+    view.fold_heartbeats(recorded.fleet(1), recorded.START + 1)
+    view.fold_heartbeats(recorded.fleet(1), recorded.START + 31)
+    view.fold_heartbeats(recorded.fleet(32), recorded.START + 32)
+    assert not view.incidents
+
+
+def test_a_service_that_takes_its_key_away_has_left_in_peace():
+    """A heartbeat that vanishes right after it was renewed is a clean end, no incident."""
+    view = RunView(recorded.RUN)
+    view.fold_heartbeats(recorded.fleet(1), recorded.START + 1)
+    view.fold_heartbeats(recorded.fleet(2)[1:], recorded.START + 2)
+    assert not view.incidents
+    assert [line.alive for line in view.snapshot(recorded.START + 2).services] == [False, True, True, True]
+
+
+def test_a_worker_that_joins_during_the_run_is_named():
+    """A new service id after the first step is worth a line."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.step(1, recorded.START))
+    view.fold_heartbeats(
+        [recorded.beat("rollout", "gpu-7", recorded.START, busy_s=1, idle_s=0, cpu_s=1)], recorded.START
+    )
+    assert [i.text for i in view.incidents] == ["rollout gpu-7 joined"]
+    assert view.summary().idle_share == {"rollout": 0.0}
+
+
+def test_dead_letters_count_groups_by_reason():
+    """Every group that nobody could process is counted under its reason."""
+    view = RunView(recorded.RUN)
+    view.fold_dead_letter(recorded.dead_letter("e0.p1.a0", "e0.p2.a0"), recorded.START)
+    assert view.summary().groups.dead_lettered == {"endpoint_failed": 2}
+
+
+def test_a_failing_reward_is_said_once_for_each_reason():
+    """A thousand groups that wait for the same endpoint make one incident."""
+    view = RunView(recorded.RUN)
+    for _ in range(1000):
+        view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
+    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups come again"]
+
+
+def test_the_eta_follows_the_recent_steps():
+    """Half a second a step and twenty steps to go make ten seconds."""
+    view = RunView(recorded.RUN, total_steps=40)
+    for number in range(1, 21):
+        view.fold_event(recorded.step(number, recorded.START + 0.5 * number))
+    assert view.snapshot(recorded.START + 10).eta_s == 10.0
+
+
+@given(st.lists(st.integers(1, 12), max_size=40))
+def test_the_sums_always_belong_to_the_steps_that_count(numbers: list[int]):
+    """However often a trainer falls back, tokens and histogram are those of the surviving steps."""
+    view = RunView(recorded.RUN)
+    for at, number in enumerate(numbers):
+        view.fold_event(recorded.step(number, recorded.START + at))
+    points = view.points()
+    assert [p.step for p in points] == sorted({p.step for p in points})
+    summary = view.summary()
+    assert summary.tokens_trained == sum(p.tokens_trained for p in points)
+    assert sum(summary.staleness_tokens.values()) == summary.tokens_trained
+
+
+@pytest.mark.parametrize("kind", ["alarm", "evaluation_lost"])
+def test_what_the_trainer_warns_of_is_shown(kind: str) -> None:
+    """An engine that has parted from the trainer, or a hole in the curve, stands among the incidents in its own words."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
+    (incident,) = view.snapshot(recorded.START).incidents
+    assert (incident.text, incident.kind) == ("evaluation lost: version 3: no weights", "lost")

@@ -1,0 +1,246 @@
+"""Watching a run on a real nats-server: the panel's source, and `penstock watch` itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from tests.console.record import recorded_run as recorded
+
+from penstock.console.live.panel import LivePanel
+from penstock.console.live.run_view import RunView
+from penstock.console.live.watch import has_ended, is_cut_off
+from penstock.console.live.watcher import Watcher
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.servers import NatsServer
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import MissingStream
+from penstock.protocol.facts import DeadLetter, Fact, Heartbeat, TaskIssued, encode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+DEADLINE_S = 20.0
+
+
+class Services:
+    """Speaks for the services of a run, through the ordinary bus."""
+
+    def __init__(self, bus: Bus, run_id: str) -> None:
+        self._bus = bus
+        self._run_id = run_id
+        self._number = 0
+        self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+
+    def say(self, *facts: Fact) -> None:
+        for fact in facts:
+            self._number += 1
+            ours = fact.model_copy(update={"run_id": self._run_id})
+            self._bus.publish(self._subject(ours), ours, msg_id=f"{type(fact).__name__}:{self._number}").wait()
+
+    def beat(self, *beats: Heartbeat) -> None:
+        for one in beats:
+            self._live.put(streams.heartbeat_key(one.role, one.service_id), encode(one)).wait()
+
+    def _subject(self, fact: Fact) -> str:
+        by_kind: dict[str, Callable[[], str]] = {
+            "run_event.v1": lambda: subjects.events(self._run_id, fact.kind),  # type: ignore[attr-defined]
+            "weights_published.v1": lambda: subjects.weights_published(self._run_id),
+            "weights_applied.v2": lambda: subjects.weights_applied(self._run_id),
+            "dead_letter.v1": lambda: subjects.dead(self._run_id, "generated"),
+            "task_issued.v1": lambda: subjects.tasks(self._run_id, "train"),
+        }
+        return by_kind[fact.schema_tag]()
+
+
+@pytest.fixture
+def services(bus: Bus, ring_streams: str) -> Services:
+    return Services(bus, ring_streams)
+
+
+def task(run_id: str) -> TaskIssued:
+    return TaskIssued.model_validate(
+        {
+            "run_id": run_id,
+            "pack_id": "p",
+            "tasks": (
+                {
+                    "group_id": "e0.p0.a0",
+                    "prompt_ids": (1,),
+                    "prompt_text": "x",
+                    "group_size": 2,
+                    "sampling": {"max_new_tokens": 4},
+                    "reward": {"name": "exact"},
+                    "split": "train",
+                    "issued_version": 0,
+                },
+            ),
+        }
+    )
+
+
+def until(view: RunView, watcher: Watcher, is_there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_there():
+        assert time.monotonic() < deadline, f"not seen within {DEADLINE_S} s: {view.snapshot(time.time())}"
+        watcher.step()
+        time.sleep(0.02)
+
+
+def test_a_watcher_sees_what_was_said_before_it_came(bus: Bus, ring_streams: str, services: Services):
+    """Steps, weights, dead letters, heartbeats and queues all reach the view, old and new."""
+    services.say(recorded.evaluation(0, 0.5, recorded.START), recorded.step(1, recorded.START + 1))
+    services.say(recorded.published(0), recorded.published(1), recorded.applied("rollout-0", 1), task(ring_streams))
+    view = RunView(ring_streams)
+    watcher = Watcher(bus, view)
+    services.say(recorded.step(2, recorded.START + 2), recorded.dead_letter("e0.p1.a0"))
+    services.beat(*recorded.fleet(1))
+    until(
+        view,
+        watcher,
+        lambda: (
+            len(view.steps) == 2
+            and view.queues.waiting.get("tasks") == 1
+            and len(view.snapshot(time.time()).services) == 4
+            and view.summary().groups.dead_lettered
+        ),
+    )
+    summary = view.summary()
+    assert summary.accuracy_before == 0.5
+    assert summary.versions_published == 2
+    assert summary.workers["rollout-0"].newest_version == 1
+    assert view.queues.held == {"tasks": 0, "generated": 0, "scored": 0}
+
+
+def test_a_watcher_never_takes_a_message_away(bus: Bus, ring_streams: str, services: Services):
+    """Work that waits for the workers still waits for them after somebody has looked."""
+    services.say(task(ring_streams))
+    view = RunView(ring_streams)
+    watcher = Watcher(bus, view)
+    until(view, watcher, lambda: view.queues.waiting.get("tasks") == 1)
+    inbox = bus.inbox(streams.tasks_consumer(ring_streams, "train"), TaskIssued).wait()
+    assert len(inbox.fetch(1, 5.0).wait()) == 1
+
+
+def test_an_unreadable_heartbeat_hides_nobody_else(bus: Bus, ring_streams: str, services: Services):
+    """A service of another build does not blind the panel for the others."""
+    live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
+    live.put("rollout.alien", b"\x00nonsense").wait()
+    services.beat(*recorded.fleet(1))
+    view = RunView(ring_streams)
+    watcher = Watcher(bus, view)
+    until(view, watcher, lambda: len(view.snapshot(time.time()).services) == 4)
+
+
+def test_a_run_that_was_never_bootstrapped_is_refused(bus: Bus):
+    """The panel names the missing stream and how to create it."""
+    with pytest.raises(MissingStream, match=r"never-made-events.*deploy\.bootstrap"), LivePanel("never-made", bus):
+        pass
+
+
+def test_the_panel_ends_with_the_whole_summary(bus: Bus, ring_streams: str, services: Services):
+    """What was said just before the block ended is in the summary, notes included."""
+    out = io.StringIO()
+    with LivePanel(ring_streams, bus, total_steps=40, stream=out) as panel:
+        panel.note("killed rollout-1 on purpose")
+        services.say(recorded.evaluation(0, 0.5, recorded.START))
+        services.say(*(recorded.step(n, recorded.START + n) for n in range(1, 41)))
+        services.say(recorded.evaluation(40, 0.9, recorded.START + 41))
+        services.beat(*recorded.fleet(20))
+    summary = panel.summary()
+    assert summary.steps == 40
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.9)
+    assert summary.tokens_generated == 2 * 1100 * 20
+    assert any("killed rollout-1 on purpose" in text for text in summary.incidents)
+    assert "step 40/40" in out.getvalue()
+    assert "held-out accuracy 0.900 after step 40" in out.getvalue()
+
+
+def test_a_quiet_panel_writes_nothing(bus: Bus, ring_streams: str, services: Services):
+    """Quiet watches and counts, and leaves the terminal alone."""
+    out = io.StringIO()
+    with LivePanel(ring_streams, bus, mode="quiet", stream=out) as panel:
+        services.say(recorded.step(1, recorded.START))
+        assert panel.wait(lambda s: s.step == 1, deadline_s=DEADLINE_S)
+    assert out.getvalue() == ""
+
+
+def test_waiting_ends_at_its_deadline(bus: Bus, ring_streams: str, services: Services):
+    """Waiting for what never comes gives up and says so."""
+    with LivePanel(ring_streams, bus, mode="quiet") as panel:
+        assert not panel.wait(lambda s: s.step == 1, deadline_s=0.1)
+
+
+def test_the_rich_panel_draws_on_a_terminal(bus: Bus, ring_streams: str, services: Services):
+    """Where there is a terminal the frame is drawn, and its last state stays on the screen."""
+    out = io.StringIO()
+    with LivePanel(ring_streams, bus, total_steps=2, mode="rich", stream=out):
+        services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
+    assert "step 2/2" in out.getvalue()
+
+
+def test_the_panel_survives_the_death_of_nats(own_nats: Callable[[], NatsServer], blobs: Blobs):
+    """While NATS is dead the panel says so; when it is back, the run is seen again and nobody was lost."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bootstrap(bus, blobs, "storm")
+        services = Services(bus, "storm")
+        services.say(recorded.step(1, recorded.START))
+        with LivePanel("storm", bus, mode="quiet") as panel:
+            assert panel.wait(lambda s: s.step == 1, deadline_s=DEADLINE_S)
+            server.kill()
+            assert panel.wait(lambda s: s.bus_away_s > 0, deadline_s=DEADLINE_S)
+            server.restart()
+            assert panel.wait(lambda s: s.bus_away_s == 0, deadline_s=DEADLINE_S)
+            services.say(recorded.step(2, recorded.START + 1))
+            assert panel.wait(lambda s: s.step == 2, deadline_s=DEADLINE_S)
+        assert panel.summary().incidents == ()
+
+
+def test_watch_ends_with_the_run_and_prints_one_json_object(
+    bus: Bus, ring_streams: str, services: Services, nats_settings: NatsSettings
+):
+    """`penstock watch --json` writes lines to stderr and nothing but the summary to stdout."""
+    services.say(recorded.event("state", recorded.START, text="training", total_steps=2))
+    services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
+    services.say(recorded.event("state", recorded.START + 2, text="finished", finished=True))
+    command = [sys.executable, "-m", "penstock", "watch", ring_streams, "--json"]
+    command += [
+        f"nats.url={nats_settings.url}",
+        f"nats.user={nats_settings.user}",
+        f"nats.password={nats_settings.secret()}",
+    ]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert len(answer.stdout.strip().splitlines()) == 1
+    assert json.loads(answer.stdout)["steps"] == 2
+    assert "step 2/2" in answer.stderr
+
+
+def test_watching_ends_when_there_is_nothing_to_watch():
+    """The trainer's last word, its departure after the last step, or a minute without NATS end it; nothing else does."""
+    snapshot = recorded.whole_run().snapshot(recorded.START + 31)
+    gone = tuple(replace(line, alive=False) for line in snapshot.services)
+    assert has_ended(replace(snapshot, finished=True))
+    assert has_ended(replace(snapshot, services=gone))
+    assert not has_ended(snapshot)
+    assert not has_ended(replace(snapshot, services=gone, step=59))
+    assert is_cut_off(replace(snapshot, bus_away_s=61.0))
+    assert not is_cut_off(replace(snapshot, bus_away_s=59.0))
+
+
+def test_the_summary_counts_dead_letters_of_a_whole_run(bus: Bus, ring_streams: str, services: Services):
+    """A message buried by the transport itself is among the dead letters of the summary."""
+    spec = streams.generated_consumer(ring_streams)
+    inbox = bus.inbox(spec, DeadLetter).wait()  # reads the wrong fact on purpose: every message is poison
+    bus.publish(subjects.generated(ring_streams, "train"), task(ring_streams), msg_id="poison").wait()
+    assert inbox.fetch(1, 1.0).wait() == []
+    with LivePanel(ring_streams, bus, mode="quiet") as panel:
+        pass
+    assert panel.summary().groups.dead_lettered == {"UnknownSchema": 1}

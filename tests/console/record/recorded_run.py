@@ -1,0 +1,169 @@
+"""A run as its services would tell it: facts in order, for the views to fold. Figures are made up, shapes are not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from penstock.console.live.run_snapshot import QueueDepths
+from penstock.console.live.run_view import RunView
+from penstock.protocol.facts import BlobRef, DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished
+
+RUN = "sorting"
+START = 1_790_000_000.0  # wall-clock seconds
+STEPS = 60
+TOKENS_A_STEP = 1000
+
+
+def event(kind: str, at: float, source: str = "trainer", **data: Any) -> RunEvent:
+    return RunEvent(run_id=RUN, source=source, kind=kind, at=at, data=data)
+
+
+def step(number: int, at: float, **more: Any) -> RunEvent:
+    fresh = 400 if number > 2 else TOKENS_A_STEP
+    histogram = {"0": fresh, "1": TOKENS_A_STEP - fresh - 50, "2": 50} if number > 2 else {"0": fresh}
+    data: dict[str, Any] = {
+        "step": number,
+        "version": number,
+        "loss": 0.01,
+        "reward_mean": 0.4 + 0.5 * (1 - math.exp(-number / 15)) + 0.03 * math.sin(number),
+        "reward_std": 0.2,
+        "staleness_mean": 0.65,
+        "staleness_max": 2,
+        "staleness_tokens": histogram,
+        "tokens_trained": TOKENS_A_STEP,
+        "groups": {
+            "issued": 48 * (number + 2),
+            "scored": 48 * number + 12,
+            "trained": 48 * number,
+            "dropped": {"stale": 3},
+        },
+        "zero_signal_groups": 0.25,
+        "mismatch": {"tokens": 400, "mean_abs": 2e-4, "max_abs": 0.004, "kl_k3": 3e-8},
+        "ratio_percentiles": {"1": 0.91, "50": 1.0, "99": 1.12},
+        "kl_behaviour": 0.0021,
+        "ess_share": 0.98,
+        "clip_fraction": 0.012,
+        "rejected_fraction": 0.002,
+        "rejected_by": {"veto": 0.002},
+        "skipped": {"zero_advantage": 2},
+        "reward_parts": {"correct": 0.4 + number / 200, "correct.has_answer": 0.99, "form": 0.875},
+        "wait_s": 0.1,
+        "step_s": 0.4,
+    }
+    return event("step", at, **{**data, **more})
+
+
+def evaluation(number: int, accuracy: float, at: float, **more: Any) -> RunEvent:
+    return event(
+        "eval", at, step=number, version=number, accuracy=accuracy, reward_mean=accuracy, num_prompts=128, **more
+    )
+
+
+def beat(
+    role: str, service_id: str, at: float, *, busy_s: float, idle_s: float, cpu_s: float, **figures: Any
+) -> Heartbeat:
+    version = figures.pop("version", None)
+    state = figures.pop("state", "working")
+    return Heartbeat(
+        role=role,  # type: ignore[arg-type]
+        service_id=service_id,
+        at=at,
+        state=state,
+        version=version,
+        busy_s=busy_s,
+        idle_s=idle_s,
+        cpu_s=cpu_s,
+        figures={name: float(value) for name, value in figures.items()},
+    )
+
+
+def fleet(second: int) -> list[Heartbeat]:
+    """All services, ``second`` seconds into the run: workers 90 % busy, the trainer 80 %."""
+    at, s = START + second, float(second)
+    workers = [
+        beat(
+            "rollout",
+            f"rollout-{n}",
+            at,
+            busy_s=0.9 * s,
+            idle_s=0.1 * s,
+            cpu_s=0.5 + 0.8 * s,
+            version=2 * second,
+            tokens_generated=1100 * s,
+            groups_generated=50 * s,
+        )
+        for n in (0, 1)
+    ]
+    scorer = beat("reward", "reward", at, busy_s=0.05 * s, idle_s=0.95 * s, cpu_s=0.3 + 0.05 * s, groups_scored=100 * s)
+    trainer = beat("trainer", "trainer", at, busy_s=0.8 * s, idle_s=0.2 * s, cpu_s=2 + 0.9 * s, version=2 * second)
+    return [*workers, scorer, trainer]
+
+
+def published(version: int) -> WeightsPublished:
+    manifest = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
+    return WeightsPublished(run_id=RUN, version=version, step=version, manifest=manifest, num_bytes=500_000)
+
+
+def applied(worker: str, version: int) -> WeightsApplied:
+    return WeightsApplied(
+        run_id=RUN,
+        worker_id=worker,
+        version=version,
+        previous_version=version - 1 if version else None,
+        pause_s=0.02,
+        fetch_s=0.03,
+        num_bytes=500_000,
+        checksum="c",
+        layout="mirror",
+    )
+
+
+def dead_letter(*groups: str) -> DeadLetter:
+    return DeadLetter(
+        run_id=RUN,
+        stage="generated",
+        subject="s",
+        reason="endpoint_failed",
+        detail="500",
+        group_ids=groups,
+        num_delivered=5,
+    )
+
+
+def whole_run() -> RunView:
+    """Sixty steps in thirty seconds; worker 1 is killed at second 15 and comes back five seconds later."""
+    view = RunView(RUN)
+    view.fold_event(event("state", START, text="evaluating version 0", total_steps=STEPS))
+    view.fold_event(evaluation(0, 0.55, START + 1))
+    view.fold_published(published(0))
+    for second in range(1, STEPS // 2 + 1):
+        beats = fleet(second)
+        if 15 <= second < 20:
+            beats[1] = fleet(14)[1]  # the key stays until its time to live is over
+        elif second >= 20:
+            reborn = fleet(second - 19)[1]
+            beats[1] = reborn.model_copy(update={"at": START + second})
+        view.fold_heartbeats(beats, START + second)
+        for number in (2 * second - 1, 2 * second):
+            view.fold_event(step(number, START + second + 0.5 * (number % 2 == 0)))
+            view.fold_published(published(number))
+            for worker in ("rollout-0", "rollout-1"):
+                if worker == "rollout-0" or not 15 <= second < 20:
+                    view.fold_applied(applied(worker, number))
+        if second == 14:
+            view.note(START + 14.5, "killed rollout-1 on purpose")
+    view.fold_event(evaluation(STEPS, 0.95, START + 31))
+    view.fold_queues(QueueDepths(waiting={"tasks": 3, "generated": 0, "scored": 1}, held={"tasks": 4, "scored": 6}))
+    return view
+
+
+def write_metrics(folder: Path) -> None:
+    """Write what the trainer of that run leaves in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    events = [evaluation(0, 0.55, START + 1), *(step(n, START + n / 2) for n in range(1, STEPS + 1))]
+    events += [evaluation(30, 0.81, START + 15), evaluation(STEPS, 0.95, START + 31)]
+    lines = [json.dumps({"kind": e.kind, "at": e.at, **e.data}) for e in events]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")

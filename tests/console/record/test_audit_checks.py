@@ -1,0 +1,206 @@
+"""Every way in which a run's account can be broken is named, with the group that breaks it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.groups import make_generated, make_group, make_scored
+
+from penstock.console.record.audit_checks import AuditInputs, Proof, prove
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.record.lineage import (
+    AccountState,
+    DroppedGroup,
+    EvaluatedGroup,
+    LineageChapter,
+    RecordedGroup,
+    RecordedLife,
+    RecordedStep,
+    SplitTotals,
+)
+
+PACK = BlobRef(key="runs/r/groups/p", size_bytes=1, sha256="0" * 64)
+A, B, C, D, E = (f"e0.p{i}.a0" for i in range(5))
+HELD_OUT = "eval.v1.p0"
+
+
+def recorded(group_id: str, use: int = 1) -> RecordedGroup:
+    group = make_group(group_id, size=2)
+    return RecordedGroup(prompt=0, pack=0, use=use, scored=make_scored(make_generated("r", [group])).groups[0])
+
+
+def step(number: int, *group_ids: str, again: dict[str, int] | None = None) -> RecordedStep:
+    return RecordedStep(
+        epoch=1,
+        step=number,
+        trained_version=number - 1,
+        made_version=number,
+        weights_digest="a" * 64,
+        packs=(PACK,),
+        groups=(
+            *(recorded(group_id) for group_id in group_ids),
+            *(recorded(group_id, use) for group_id, use in (again or {}).items()),
+        ),
+    )
+
+
+TOKENS = recorded(A).num_tokens
+
+
+def chapters() -> list[LineageChapter]:
+    """Two steps of two groups; one group dropped as dead, one in flight; one evaluated."""
+    life = RecordedLife(
+        epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=PACK
+    )
+    first = SplitTotals(issued=3, used=1, used_tokens=TOKENS, in_flight=2)
+    second = SplitTotals(
+        issued=4, used=2, used_tokens=2 * TOKENS, dropped={"dead": 1}, dropped_tokens={"dead": 0}, in_flight=1
+    )
+    held_out = SplitTotals(issued=1, used=1, used_tokens=3)
+    base = {"run_id": "r", "epoch": 1, "weights_digest": "a" * 64}
+    return [
+        LineageChapter(
+            **base,
+            number=1,
+            parent=None,
+            step=1,
+            version=1,
+            lives=(life,),
+            steps=(step(1, A),),
+            issued={"train": (A, B, C)},
+            account=AccountState(totals={"train": first}, in_flight={"train": (B, C)}),
+        ),
+        LineageChapter(
+            **base,
+            number=2,
+            parent=PACK,
+            step=2,
+            version=2,
+            steps=(step(2, B),),
+            issued={"train": (D,), "eval": (HELD_OUT,)},
+            dropped=(DroppedGroup(group_id=C, split="train", reason="dead", num_tokens=0),),
+            evaluated=(EvaluatedGroup(group_id=HELD_OUT, num_tokens=3),),
+            account=AccountState(totals={"train": second, "eval": held_out}, in_flight={"train": (D,)}),
+        ),
+    ]
+
+
+def audit_inputs() -> AuditInputs:
+    return AuditInputs("r", chapters(), waiting={"tasks": {D: 0, E: 0}, "scored": {B: 5}}, dead={C: "RewardFailed"})
+
+
+def breaches(proof: Proof) -> set[tuple[str, str]]:
+    assert not proof.closes
+    return {(breach.kind, breach.group_id) for breach in proof.breaches}
+
+
+def test_a_whole_account_closes():
+    """In groups and tokens, by split; what the record does not know yet, or not any more, is in motion."""
+    proof = prove(audit_inputs())
+    assert proof.closes, proof.breaches
+    train, held_out = proof.splits
+    assert (train.issued, train.used, train.dead, train.in_flight) == (4, 2, 1, {"tasks": 1})
+    assert train.used_tokens == 2 * TOKENS
+    assert (held_out.issued, held_out.used, held_out.used_tokens) == (1, 1, 3)
+    assert proof.moving == {"issued after the checkpoint": 1, "closed, waiting for their acknowledgement": 1}
+
+
+def test_nothing_committed_is_no_breach():
+    """Before the first checkpoint everything is in motion."""
+    proof = prove(AuditInputs("r", waiting={"tasks": {A: 0}}))
+    assert proof.closes
+    assert proof.moving == {"issued after the checkpoint": 1}
+    assert "nothing is committed yet" in proof.notes[0]
+
+
+def test_a_dead_group_that_was_sent_again_may_be_trained():
+    """A chapter that revives it takes its death back; without that it is trained and also a dead letter."""
+    totals = SplitTotals(issued=4, used=3, used_tokens=3 * TOKENS, in_flight=1)
+    third = LineageChapter(
+        run_id="r", epoch=1, weights_digest="a" * 64, number=3, parent=PACK, step=3, version=3, steps=(step(3, C),),
+        revived=(C,),
+        account=AccountState(totals={"train": totals, "eval": SplitTotals(issued=1, used=1, used_tokens=3)},
+                             in_flight={"train": (D,)}),
+    )  # fmt: skip
+    seen = replace(audit_inputs(), chapters=[*chapters(), third])
+    assert prove(seen).closes, prove(seen).breaches
+    untold = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": ()})])
+    assert ("trained and also a dead letter", C) in breaches(prove(untold))
+    alive = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": (B, C)})])
+    assert ("revived but not dead", B) in breaches(prove(alive))
+
+
+def test_a_pack_that_was_to_expire_is_no_breach():
+    """A run that was told to remove trained packs loses its replay, not its account; an altered pack breaks it still."""
+    gone = replace(audit_inputs(), pack_faults={PACK.key: "missing"})
+    assert ("pack missing", A) in breaches(prove(gone))
+    proof = prove(replace(gone, packs_expire=True))
+    assert proof.closes
+    assert any("1 packs are gone, as retention.trained_packs_h says" in note for note in proof.notes)
+    assert not prove(replace(audit_inputs(), pack_faults={PACK.key: "altered"}, packs_expire=True)).closes
+
+
+def changed(**second: object) -> AuditInputs:
+    first, last = chapters()
+    return replace(audit_inputs(), chapters=[first, last.model_copy(update=second)])
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        (changed(steps=(step(2, A),)), ("trained twice", A)),
+        (changed(steps=(step(2, B, C),)), ("trained and also a dead letter", C)),
+        (
+            changed(dropped=(DroppedGroup(group_id=A, split="train", reason="stale", num_tokens=9),)),
+            ("trained and also dropped", A),
+        ),
+        (changed(steps=(step(2, E),)), ("trained but never issued", E)),
+        (changed(issued={"train": (A, D)}), ("issued twice", A)),
+        (changed(issued={"train": (D, E), "eval": (HELD_OUT,)}), ("issued and nowhere", E)),
+        (changed(issued={"train": (D,)}), ("evaluated but never issued", HELD_OUT)),
+        (changed(steps=()), ("issued and nowhere", B)),
+        (changed(steps=(step(3, B),)), ("record broken", "")),
+        (changed(number=3), ("record broken", "")),
+        (changed(account=chapters()[0].account), ("totals differ", "")),
+        (changed(account=chapters()[0].account), ("in flight but closed", C)),
+        (replace(audit_inputs(), waiting={}), ("issued and nowhere", D)),
+        (replace(audit_inputs(), dead={}), ("dropped as dead, without a dead letter", C)),
+        (replace(audit_inputs(), pack_faults={PACK.key: "missing"}), ("pack missing", B)),
+        (replace(audit_inputs(), chapters=chapters()[1:]), ("trained but never issued", B)),
+    ],
+)
+def test_every_breach_is_named(broken: AuditInputs, expected: tuple[str, str]):
+    """The audit fails and names the group."""
+    assert expected in breaches(prove(broken))
+
+
+def test_a_second_use_by_design_closes():
+    """A group that a later step uses again, and says so, counts once in the account, however many uses were planned."""
+    again = changed(steps=(step(2, B, again={A: 2}),))
+    for planned in (2, 3, None):
+        proof = prove(replace(again, max_uses=planned))
+        assert proof.closes, proof.breaches
+        assert proof.splits[0].used == 2
+
+
+@pytest.mark.parametrize(
+    ("again", "planned", "expected"),
+    [
+        ({A: 2}, 1, ("trained more often than planned", A)),
+        ({A: 3}, 3, ("reuse unclear", A)),
+        ({A: 1}, 3, ("trained twice", A)),
+        ({D: 2}, 3, ("reuse unclear", D)),
+        ({E: 1}, 3, ("trained but never issued", E)),
+    ],
+)
+def test_a_second_use_that_was_not_planned_is_named(again: dict[str, int], planned: int, expected: tuple[str, str]):
+    """More uses than the settings allow, a use that is missing, a first use that is a second, a use of nothing trained."""
+    assert expected in breaches(prove(replace(changed(steps=(step(2, B, again=again),)), max_uses=planned)))
+
+
+def test_a_repetition_that_died_is_a_note():
+    """A trained group whose second delivery went to the dead letters has its effect once."""
+    proof = prove(replace(audit_inputs(), dead={C: "x", A: "RewardFailed"}))
+    assert proof.closes
+    assert A in proof.notes[-1]

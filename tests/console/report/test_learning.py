@@ -1,0 +1,45 @@
+"""What panel and report read of a step is what the trainer writes into it."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.console.report import learning
+from penstock.trainer.algorithm.losses import Sequences
+from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
+
+
+def test_a_critic_is_shown_where_there_is_one() -> None:
+    """Its explained variance stands in the panel's line, its loss in the report's table."""
+    figures = learning.read({"explained_variance": 0.125, "value_loss": 0.0625, "baseline_mean": 0.5})
+    assert "critic explains 12%" in learning.in_words(figures)[0]
+    table = {name: mean for name, mean, *_ in learning.rows(learning.spreads([figures]))}
+    assert table["critic's loss"] == "0.0625"
+    assert table["reward of the greedy baselines"] == "0.5"
+
+
+def test_the_trainers_figures_are_understood() -> None:
+    """Every distance that the trainer computes by name is found again, in numbers."""
+    logprobs = torch.tensor([-1.0, -0.5, -2.0])
+    about = (logprobs, logprobs - 0.1, torch.tensor([0.0, 0.0, 1.0]), Sequences.of_lengths(torch.tensor([2, 1])))
+    data = mismatch_figures({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
+    found = learning.read(data)
+    assert {"engine_gap", "engine_gap_max", "engine_kl", "kl_behaviour", "ratio_p1", "ratio_p99", "chi2_token"} <= set(
+        found
+    )
+    assert abs(found["engine_gap"] - 0.1) < 1e-6
+    assert set(found) <= set(learning.LABELS)
+
+
+def test_what_is_not_a_number_is_left_out() -> None:
+    """A figure of a part that is off, or one that is not finite, is not shown."""
+    assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
+    assert learning.in_words({}) == ("–", "–")
+
+
+def test_the_panel_shows_the_parts_of_the_reward() -> None:
+    """Means of the parts stand in one line, without the details of a part; nothing where there are none."""
+    figures = learning.read({"reward_parts": {"correct": 0.25, "correct.has_answer": 1.0, "form": 1.0}})
+    assert learning.reward_parts(figures) == "correct 0.25, form 1.00"
+    assert figures["reward part correct.has_answer"] == 1.0
+    assert learning.reward_parts({}) == ""

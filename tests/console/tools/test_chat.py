@@ -1,0 +1,135 @@
+"""`penstock chat`: talk to a model folder through a real engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.console.cli.test_command import penstock
+
+from penstock.console.tools import chat
+from penstock.console.tools.chat_engine import ChatEngine, ChatEngineError, ChatRefused, has_chat_template
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.errors import ConfigError
+
+needs_engine = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the embedded engine needs torch")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("chat")
+    write_model(root / "runs" / "tiny" / "model", seed=0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def engine(runs: Path) -> Iterator[ChatEngine]:
+    with ChatEngine(runs / "runs" / "tiny" / "model", device="cpu", dtype="float32") as started:
+        yield started
+
+
+@needs_engine
+def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
+    """--prompt prints what the model says, the likeliest answer, and ends."""
+    printed = penstock("chat", "tiny", "--prompt", "sort 31", cwd=runs)
+    assert printed.returncode == 0, printed.stderr
+    expected = engine.answer([{"role": "user", "content": "sort 31"}], temperature=0.0, max_tokens=64)
+    assert printed.stdout == expected + "\n"
+
+
+@needs_engine
+def test_a_conversation_ends_with_its_input(runs: Path):
+    """Every line gets an answer or the reason why not, /new forgets, and the end of the input is the end."""
+    command = [sys.executable, "-m", "penstock", "chat", "tiny", "--keep", "--max-tokens", "4"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    typed = "sort 1\n\n" + "1" * 500 + "\n/new\nsort 2\n"
+    answer = subprocess.run(
+        command, input=typed, capture_output=True, text=True, timeout=60, check=False, cwd=runs, env=environment
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stderr.count("the engine refused") == 1
+    assert len(answer.stdout) >= 2  # an untrained model says something, and be it blank lines
+
+
+@needs_engine
+def test_a_model_without_a_template_continues_text(runs: Path, tmp_path: Path):
+    """A base model has no turns: the text goes in as it is."""
+    write_model(tmp_path / "base", seed=0)
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    with ChatEngine(tmp_path / "base", device="cpu", dtype="float32") as engine:
+        assert not engine.is_chat
+        assert engine.answer([{"role": "user", "content": "sort 1"}], temperature=0.0, max_tokens=4)
+
+
+@needs_engine
+def test_a_refusal_leaves_the_engine_and_the_end_leaves_nothing(runs: Path):
+    """A conversation that is too long is refused by an engine that lives on; no process outlives the conversation."""
+    with ChatEngine(runs / "runs" / "tiny" / "model", device="cpu", dtype="float32") as engine:
+        process = engine._process
+        assert process is not None
+        with pytest.raises(ChatRefused, match="the engine refused"):
+            engine.answer([{"role": "user", "content": "1" * 500}], temperature=0.0, max_tokens=4)
+        assert process.poll() is None
+    assert process.poll() is not None
+
+
+@needs_engine
+def test_a_broken_model_shows_the_engine_s_last_words(tmp_path: Path):
+    """A folder whose weights are missing fails with what the engine said."""
+    folder = tmp_path / "broken"
+    write_model(folder, seed=0)
+    (folder / "model.safetensors").unlink()
+    with (
+        pytest.raises(ChatEngineError, match=r"(?s)the engine ended with code .*the end of its log"),
+        ChatEngine(folder, device="cpu", dtype="float32"),
+    ):
+        pass
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path):
+    """Nothing is started for a folder without config.json."""
+    answer = penstock("chat", "tiny", "--model", str(tmp_path), "--prompt", "x", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "has no config.json" in answer.stderr
+
+
+def test_an_unknown_run_names_the_known_ones(runs: Path):
+    """A wrong run gets the right ones."""
+    answer = penstock("chat", "nosuch", "--prompt", "x", cwd=runs)
+    assert answer.returncode == 1
+    assert "no run nosuch in runs/; there: tiny" in answer.stderr
+
+
+def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):
+    """The text says when the model comes, and how to talk to another."""
+    (tmp_path / "young").mkdir()
+    with pytest.raises(ConfigError, match=r"has no model yet.*--model DIR"):
+        chat.find_model(tmp_path / "young", None)
+
+
+def test_the_model_is_asked_as_it_was_trained(tmp_path: Path):
+    """Dtype and system prompt come from the run's own configuration."""
+    assert chat.trained_with(tmp_path) == ("float32", "")
+    settings = {"model": {"dtype": "bfloat16"}, "data": {"system_prompt": "Be brief."}}
+    (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "origins": {}}))
+    assert chat.trained_with(tmp_path) == ("bfloat16", "Be brief.")
+
+
+def test_an_answer_leaves_room_for_the_question(runs: Path, tmp_path: Path):
+    """A model with a context of 128 tokens answers in 64 at most, a large one in 512."""
+    assert chat.answer_length(runs / "runs" / "tiny" / "model") == 64
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 40960}')
+    assert chat.answer_length(tmp_path) == 512
+
+
+def test_a_template_may_stand_in_either_place(tmp_path: Path):
+    """Newer folders have chat_template.jinja, older ones a key of tokenizer_config.json."""
+    assert not has_chat_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_chat_template(tmp_path)

@@ -1,0 +1,195 @@
+"""Dead letters: listed, read, and sent again so that neither the broker nor the trainer takes them for a repetition."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from tests.console.cli.test_command import penstock
+from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
+
+from penstock.console.tools.resending import Letter, Standing, again, content, refusal
+from penstock.protocol import blob_keys, group_pack, streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import (
+    BlobRef,
+    DeadLetter,
+    Fact,
+    GroupGenerated,
+    GroupScored,
+    Head,
+    RunEvent,
+    TaskIssued,
+    encode,
+)
+from penstock.protocol.record.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedLife
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+AT_4 = Standing(version=4, step=40, total_steps=100, max_staleness=2)
+
+
+def letter(
+    stage: str, fact: Fact, *, split: str = "train", ids: tuple[str, ...] = ("e0.p1.a0",), **more: object
+) -> Letter:
+    dead = DeadLetter(
+        run_id="r", stage=stage, subject=f"penstock.r.{stage}.{split}", reason="RewardFailed", detail="d",
+        group_ids=ids, num_delivered=5, payload=encode(fact),
+    )  # fmt: skip
+    return Letter(7, NOW, dead, **more)  # type: ignore[arg-type]
+
+
+def generated(version: int) -> GroupGenerated:
+    return make_generated("r", [make_group("e0.p1.a0", version=version)])
+
+
+TASKS = make_task_issued("r", "e0.p1.a0.n1.12345678", [make_task("e0.p1.a0")])
+
+
+def test_ids_of_groups_stay_and_everything_the_broker_knows_is_new():
+    """The pack's name and the message id change with every sending; what is generated from it is never a repetition."""
+    first = again(letter("tasks", TASKS))
+    assert first.subject == "penstock.r.tasks.train"
+    assert isinstance(first.fact, TaskIssued)
+    assert first.fact.tasks == TASKS.tasks
+    assert (first.fact.pack_id, first.msg_id) == ("e0.p1.a0.n1.12345678.again7-1", "again:7:1")
+    second = again(letter("tasks", first.fact, times_sent=1))
+    assert (second.fact.pack_id, second.msg_id) == ("e0.p1.a0.n1.12345678.again7-2", "again:7:2")
+
+
+@pytest.mark.parametrize(
+    ("dead", "standing", "reason"),
+    [
+        (letter("generated", generated(1)), AT_4, "sampled by version 1 and the run is at 4: .* at most 2"),
+        (letter("generated", generated(9)), AT_4, "sampled by version 9"),
+        (letter("tasks", TASKS), Standing(4, 100, 100, 2), "the run is over: 100 of 100"),
+        (letter("tasks", TASKS, split="eval"), AT_4, "evaluation"),
+        (letter("scored", make_scored(generated(4))), AT_4, "issued its prompts again by itself"),
+        (letter("tasks", TASKS, times_sent=1, sent_at="noon"), AT_4, "sent again at noon; --once-more"),
+        (letter("tasks", generated(4)), AT_4, "cannot be read by this build: expected task_issued.v1"),
+        (letter("weights", TASKS), AT_4, "stage 'weights' is none of"),
+    ],
+)  # fmt: skip
+def test_what_would_be_in_vain_is_refused_with_the_reason(dead: Letter, standing: Standing, reason: str):
+    """Too old, from the future, over, held out, issued again, sent already, unreadable."""
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(refusal(dead, standing))
+
+
+def test_what_can_still_be_used_is_not_refused():
+    """Tasks have no age; samples within the window, and letters that once were poison, may go."""
+    assert refusal(letter("tasks", TASKS), AT_4) is None
+    assert refusal(letter("generated", generated(2)), AT_4) is None
+    assert refusal(letter("generated", generated(0)), Standing()) is None
+    assert refusal(letter("scored", make_scored(generated(4)), ids=()), AT_4) is None
+    assert refusal(letter("tasks", TASKS, times_sent=1), AT_4, once_more=True) is None
+
+
+@pytest.fixture
+def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
+    """What a person types to say where NATS and S3 are."""
+    return [
+        f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password={nats_settings.secret()}",
+        f"s3.endpoint={s3_settings.endpoint}", f"s3.bucket={s3_settings.bucket}",
+        f"s3.access_key={s3_settings.access_key}", f"s3.secret_key={s3_settings.secret()}",
+    ]  # fmt: skip
+
+
+def bury(bus: Bus, run: str) -> GroupGenerated:
+    """Have the reward service's inbox bury a pack of two groups that the object store does not hold."""
+    pack = make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")])
+    bus.publish(subjects.generated(run, "train"), pack, msg_id=f"g:{pack.pack_id}").wait()
+    (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 5.0).wait()
+    delivery.dead_letter("RewardFailed", "the endpoint answered 500").wait()
+    return pack
+
+
+def test_list_show_and_resend(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
+    """A dead pack is listed with its reason, shown with prompt and answers, and back in the queue after resend."""
+    run = ring_streams
+    groups = [make_group("e0.p1.a0"), make_group("e0.p2.a0")]
+    key = blob_keys.group_pack(run, PolicyVersion(0), "p", "0")
+    ref = blobs.put(key, group_pack.encode(groups))
+    pack = GroupGenerated(
+        run_id=run, pack_id="p", worker_id="w", pack=ref, groups=tuple(g.summary(n) for n, g in enumerate(groups))
+    )
+    bus.publish(subjects.generated(run, "train"), pack, msg_id="g:p").wait()
+    inbox = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait()
+    inbox.fetch(1, 5.0).wait()[0].dead_letter("RewardFailed", "the endpoint answered 500").wait()
+
+    listed = penstock("dead-letters", "list", run, "--json", *typed, cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    (row,) = json.loads(listed.stdout)
+    assert (row["id"], row["stage"], row["reason"], row["times_sent"]) == (1, "generated", "RewardFailed", 0)
+    assert row["group_ids"] == ["e0.p1.a0", "e0.p2.a0"]
+    shown = penstock("dead-letters", "show", run, "1", *typed, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for text in ("the endpoint answered 500", groups[0].prompt_text, groups[1].trajectories[0].completion_text):
+        assert text in shown.stdout
+
+    sent = penstock("dead-letters", "resend", run, "1", *typed, cwd=tmp_path)
+    assert sent.returncode == 0, sent.stderr
+    (delivery,) = inbox.fetch(1, 5.0).wait()
+    assert delivery.fact.groups == pack.groups
+    assert delivery.fact.pack_id == "p.again1-1"
+    refused = penstock("dead-letters", "resend", run, "--all", *typed, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "1: not sent: it was sent again at" in refused.stderr
+
+
+def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> None:
+    """Say that ``steps`` of 10 steps are committed, in a run that takes samples 2 versions old."""
+    config = json.dumps({"settings": {"trainer": {"steps": 10}, "rollout": {"max_staleness": 2}}}).encode()
+    ref = blobs.put(blob_keys.lineage_config(run, "c"), config)
+    life = RecordedLife(
+        epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=ref
+    )
+    last: BlobRef | None = None
+    for number in (1, 2):  # the life is told in the first chapter alone
+        chapter = LineageChapter(
+            run_id=run, number=number, parent=last, epoch=1, step=steps, version=version, weights_digest="a" * 64,
+            lives=(life,) if number == 1 else (), account=AccountState(),
+        )  # fmt: skip
+        last = blobs.put(blob_keys.lineage_chapter(run, number, 1, "x"), encode(chapter))
+    state = bus.key_value(streams.state_bucket(run).bucket).wait()
+    state.put(streams.HEAD_KEY, encode(Head(version=version, step=steps, manifest=ref))).wait()
+    committed = CheckpointCommitted(epoch=1, step=steps, version=version, chapter=2, record=last)
+    state.put(streams.CHECKPOINT_KEY, encode(committed)).wait()
+
+
+def test_how_far_the_run_is_comes_from_its_record(
+    bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path
+):
+    """A stale letter is not sent again, and an object that is gone is named; nor is one that nobody has."""
+    run = ring_streams
+    bury(bus, run)
+    answer = penstock("dead-letters", "resend", run, "2", *typed, cwd=tmp_path)
+    assert "no dead letter 2; there: 1 to 1" in answer.stderr
+    commit(bus, blobs, run, version=9, steps=9)
+    shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
+    assert "no such object" in shown["unreadable"]
+    assert "sampled by version 0 and the run is at 9" in shown["cannot_be_sent_again"]
+
+
+def test_poison_is_shown_as_bytes(bus: Bus, ring_streams: str, typed: list[str], tmp_path: Path):
+    """What this build cannot read is not sent again, and its first bytes are shown."""
+    run = ring_streams
+    event = RunEvent(run_id=run, source="test", kind="log", at=0.0)
+    bus.publish(subjects.scored(run, "train"), event, msg_id="poison").wait()
+    inbox = bus.inbox(streams.scored_consumer(run, "train"), GroupScored).wait()
+    assert inbox.fetch(1, 0.5).wait() == []
+    shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
+    assert "run_event.v1" in shown["unreadable"]
+    assert "expected group_scored.v1" in shown["cannot_be_sent_again"]
+    answer = penstock("dead-letters", "list", run, *typed, cwd=tmp_path)
+    assert "UnknownSchema" in answer.stdout
+
+
+def test_every_stage_has_its_fact():
+    """A letter of each work queue can be read back."""
+    for stage, fact in (("tasks", TASKS), ("generated", generated(1)), ("scored", make_scored(generated(1)))):
+        assert content(letter(stage, fact).fact) == fact

@@ -1,0 +1,136 @@
+"""`penstock doctor`, also where much is broken."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from tests.console.cli.test_command import penstock
+
+from penstock.console.tools import checks
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+
+
+def findings(answer: str) -> dict[str, dict[str, str]]:
+    return {one["name"]: one for one in json.loads(answer)["findings"]}
+
+
+def test_a_healthy_machine_passes(tmp_path: Path):
+    """Where the project's own tests run, nothing is broken and every line has its word."""
+    answer = penstock("doctor", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stdout
+    assert "next: penstock quickstart" in answer.stdout
+    assert "torch" in answer.stdout
+
+
+def test_json_is_one_object_and_agrees_with_the_exit_code(tmp_path: Path):
+    """Machines get one JSON object on stdout."""
+    answer = penstock("doctor", "--json", cwd=tmp_path)
+    assert len(answer.stdout.strip().splitlines()) == 1
+    assert json.loads(answer.stdout)["ok"] is (answer.returncode == 0)
+
+
+def test_services_that_answer_are_ok(tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings):
+    """Configured servers are asked, with the configured credentials."""
+    arguments = [f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
+    arguments += [f"nats.password={nats_settings.secret()}", f"s3.endpoint={s3_settings.endpoint}"]
+    arguments += [f"s3.access_key={s3_settings.access_key}", f"s3.secret_key={s3_settings.secret()}"]
+    arguments += [f"s3.bucket={s3_settings.bucket}"]
+    found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
+    assert found["NATS"]["level"] == found["S3"]["level"] == "ok"
+    assert nats_settings.url in found["NATS"]["detail"]
+
+
+def test_servers_that_are_away_are_failures_with_a_cure(tmp_path: Path):
+    """A dead address makes the exit code 1 and says what to do."""
+    arguments = ["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"]
+    answer = penstock("doctor", "--json", *arguments, cwd=tmp_path)
+    assert answer.returncode == 1
+    found = findings(answer.stdout)
+    for name in ("NATS", "S3"):
+        assert found[name]["level"] == "fail"
+        assert "127.0.0.1:1" in found[name]["detail"]
+        assert "penstock up" in found[name]["fix"]
+
+
+def test_wrong_credentials_are_told_from_a_dead_server(tmp_path: Path, nats_settings: NatsSettings):
+    """NATS that refuses the user is a failure that says so."""
+    arguments = [f"nats.url={nats_settings.url}", "nats.user=nobody", "nats.password=wrong"]
+    found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
+    assert found["NATS"]["level"] == "fail"
+    assert "refused user nobody" in found["NATS"]["detail"]
+
+
+def test_a_lock_of_a_killed_build_is_found(tmp_path: Path):
+    """A lock under torch_extensions hangs every later process without a word; the doctor names it."""
+    (tmp_path / "ext" / "cpu_adam").mkdir(parents=True)
+    lock = tmp_path / "ext" / "cpu_adam" / "lock"
+    lock.touch()
+    answer = penstock("doctor", cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "ext"))
+    assert answer.returncode == 1
+    assert str(lock) in "".join(answer.stdout.split()).replace("→", "") or "cpu_adam" in answer.stdout
+
+
+def test_a_missing_package_names_the_extra_that_brings_it():
+    """What is missing is a warning: not every machine trains."""
+    found = checks.installed("trainer", ("pydantic", "no-such-package"))
+    assert found.level == "warn"
+    assert "no-such-package" in found.detail
+    assert found.fix == "pip install 'penstock[trainer]'"
+
+
+def test_a_missing_program_is_a_warning(tmp_path: Path):
+    """A machine without the local servers can still be a worker."""
+    assert checks.runnable("no-such-program", "nothing").level == "warn"
+
+
+def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A broken binary on PATH is not mistaken for a good one."""
+    program = tmp_path / "broken-server"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks.runnable("broken-server", "nothing").level == "fail"
+
+
+def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Doctor says what holds programs on this machine, found out by attack; without a Python to ask it warns."""
+    found = checks.sandbox()
+    assert (found.level, "programs are run in" in found.detail) == ("ok", True), found
+    monkeypatch.setattr("penstock.console.tools.checks.sys.executable", "/nonexistent")
+    assert checks.sandbox().level == "warn"
+
+
+def test_a_broken_driver_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """nvidia-smi that fails means a GPU that will not work."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks.gpu().level == "fail"
+
+
+def test_a_gpu_without_a_cuda_torch_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A GPU is named as the driver names it; a torch that cannot use it is said."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = checks.gpu()
+    assert "NVIDIA H200" in found.detail
+    assert found.level == ("warn" if "+cpu" in (checks.package_version("torch") or "") else "ok")
+
+
+def test_a_taken_port_is_named_with_its_setting():
+    """A default port in use is a warning that names the key to change."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = checks.port_use(server.getsockname()[1], "reward_service.port")
+    assert found.level == "warn"
+    assert "reward_service.port" in found.fix
+
+
+def test_a_folder_that_does_not_exist_yet_is_judged_by_its_parent(tmp_path: Path):
+    """Space is measured where the folder will be made."""
+    assert checks.disk(tmp_path / "a" / "b" / "runs").level in {"ok", "warn"}

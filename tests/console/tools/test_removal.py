@@ -1,0 +1,173 @@
+"""`penstock runs rm`: everything of one run goes, nothing of another, never under a living service, never unasked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.console.cli.test_command import penstock
+
+from penstock.console.tools.removal import find_holdings, remove_holdings
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.errors import BlobStoreUnreachable
+from penstock.protocol.facts import Heartbeat, RunEvent, encode
+from penstock.protocol.record.rescored import mark_use
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+
+@pytest.fixture
+def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
+    """What a person types to say where NATS and S3 are."""
+    return [
+        f"nats.url={nats_settings.url}",
+        f"nats.user={nats_settings.user}",
+        f"nats.password={nats_settings.secret()}",
+        f"s3.endpoint={s3_settings.endpoint}",
+        f"s3.bucket={s3_settings.bucket}",
+        f"s3.access_key={s3_settings.access_key}",
+        f"s3.secret_key={s3_settings.secret()}",
+    ]
+
+
+@pytest.fixture
+def neighbour(bus: Bus, blobs: Blobs, ring_streams: str) -> Iterator[str]:
+    """Another run, whose name begins alike."""
+    name = f"{ring_streams}-b"
+    bootstrap(bus, blobs, name)
+    blobs.put(f"runs/{name}/groups/x", b"theirs")
+    yield name
+    delete_run(bus, name)
+
+
+def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
+    for number in range(3):
+        blobs.put(f"runs/{run}/groups/v00000000/{number}", b"group")
+        event = RunEvent(run_id=run, source="t", kind="log", at=0.0)
+        bus.publish(subjects.events(run, "log"), event, msg_id=str(number)).wait()
+    (folder / "runs" / run).mkdir(parents=True)
+    (folder / "runs" / run / "config.json").write_text("{}")
+
+
+def test_rm_removes_one_run_and_asks_for_its_folder_apart(
+    bus: Bus, blobs: Blobs, ring_streams: str, neighbour: str, typed: list[str], tmp_path: Path
+):
+    """Unasked nothing goes; with --yes objects, streams and buckets go; the folder only with --folder."""
+    run = ring_streams
+    fill(bus, blobs, run, tmp_path)
+    unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
+    assert unasked.returncode == 1
+    assert "3 objects" in unasked.stdout
+    assert "nobody is here to ask. Say --yes" in unasked.stderr
+    assert len(find_holdings(run, bus, blobs).objects) == 3
+
+    removed = penstock("runs", "rm", run, "--yes", *typed, cwd=tmp_path)
+    assert removed.returncode == 0, removed.stderr
+    assert find_holdings(run, bus, blobs).is_empty
+    assert (tmp_path / "runs" / run).is_dir()
+    assert "--folder removes it too" in removed.stdout
+    again = penstock("runs", "rm", run, "--yes", "--folder", *typed, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "has no streams" in again.stdout
+    assert not (tmp_path / "runs" / run).exists()
+    theirs = find_holdings(neighbour, bus, blobs)
+    assert len(theirs.objects) == 1
+    assert len(theirs.streams) == len(streams.stream_names(neighbour)) + len(streams.run_buckets(neighbour))
+
+
+def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
+    """A heartbeat protects it, and says whom to stop; --force does it all the same."""
+    beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state="training")
+    live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
+    live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
+    over = threading.Event()
+
+    def beat_on() -> None:
+        while not over.wait(2.0):  # it lapses after ten seconds, and the command may need longer to look
+            live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
+
+    heart = threading.Thread(target=beat_on)
+    heart.start()
+    try:
+        refused = penstock("runs", "rm", ring_streams, "--yes", *typed, cwd=tmp_path)
+    finally:
+        over.set()
+        heart.join()
+    assert refused.returncode == 1
+    assert "is alive: trainer-7; stop these services first" in refused.stderr
+    live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
+    assert penstock("runs", "rm", ring_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
+    assert find_holdings(ring_streams, bus, blobs).is_empty
+
+
+def test_an_interrupted_removal_is_repeated(
+    bus: Bus, blobs: Blobs, ring_streams: str, own_s3: Callable, typed: list[str], tmp_path: Path
+):
+    """With the object store away nothing goes, and the run is still listed; the next try removes the rest."""
+    fill(bus, blobs, ring_streams, tmp_path)
+    holdings = find_holdings(ring_streams, bus, blobs)
+    storage = own_s3()
+    away = Blobs(storage.settings, deadline_s=0.5)
+    storage.kill()
+    with pytest.raises(BlobStoreUnreachable, match="delete 3 objects"):
+        remove_holdings(holdings, bus, away)
+    assert find_holdings(ring_streams, bus, blobs) == holdings
+    assert list(holdings.streams)[-1] == f"{ring_streams}-events"
+    blobs.delete(holdings.objects[:2])  # half of it
+    bus.delete_stream(f"{ring_streams}-tasks").wait()
+    answer = penstock("runs", "rm", ring_streams, "--yes", *typed, cwd=tmp_path)
+    assert "1 objects" in answer.stdout
+    assert find_holdings(ring_streams, bus, blobs).is_empty
+
+
+def test_a_run_that_nobody_placed_is_not_guessed(tmp_path: Path):
+    """Without NATS and S3, and without a store in its folder, the command asks where the run is."""
+    answer = penstock("runs", "rm", "nobody", "--yes", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "nobody said where run nobody is stored" in answer.stderr
+
+
+def test_a_local_run_that_is_over_goes_with_its_folder(tmp_path: Path):
+    """Its own servers' data lie in the folder: that is what is removed."""
+    store = tmp_path / "runs" / "mine" / "store"
+    store.mkdir(parents=True)
+    (store / "environment").write_text("PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
+    answer = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
+    assert answer.returncode == 0, answer.stderr
+    assert not (tmp_path / "runs" / "mine").exists()
+
+
+def test_what_other_runs_trained_on_is_not_removed(
+    bus: Bus, blobs: Blobs, run_id: str, typed: list[str], tmp_path: Path
+):
+    """A rescored input goes only when no run with a record stands on it, or by force; the error names them."""
+    name, user, gone = f"{run_id}-input", f"{run_id}-user", f"{run_id}-gone"
+    blobs.put(f"runs/{name}/groups/v00000000/0", b"pack")
+    for run in (user, gone, name):
+        mark_use(name, run, blobs)
+    record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
+    refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert f"{name} is what {user} trained on" in refused.stderr
+    assert "--force" in refused.stderr
+    assert blobs.exists(f"runs/{name}/groups/v00000000/0")
+    blobs.delete([record.key])
+    assert penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path).returncode == 0
+    assert find_holdings(name, bus, blobs).is_empty
+
+
+def test_a_local_store_with_other_runs_in_it_goes_only_by_force(tmp_path: Path):
+    """A rescored input lies in the store of the local run it was made from: removing that folder would take it along."""
+    store = tmp_path / "runs" / "mine" / "store"
+    for run in ("mine", "mine-strict"):
+        (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
+    refused = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "holds mine-strict as well" in refused.stderr
+    assert store.is_dir()
+    assert penstock("runs", "rm", "mine", "--yes", "--folder", "--force", cwd=tmp_path).returncode == 0
+    assert not store.exists()

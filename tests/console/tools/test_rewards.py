@@ -1,0 +1,161 @@
+"""`penstock reward list | test | errors | drain | resume | remove` against a real reward service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.console.cli.test_command import penstock
+from tests.reward_service.processes import Service
+
+from penstock.protocol import subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import DeadLetter, RunEvent
+from penstock.protocol.transport.bus import Bus
+
+
+@pytest.fixture
+def service(
+    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+) -> Iterator[Service]:
+    started = Service(ring_streams, nats_settings, s3_settings, tmp_path)
+    yield started.ready()
+    started.kill()
+
+
+def test_list_test_and_remove(service: Service, tmp_path: Path):
+    """The rewards are listed, tried and removed from the command line."""
+    rows = json.loads(penstock("reward", "list", "--json", "--url", service.url, cwd=tmp_path).stdout)["rewards"]
+    assert {"gsm8k", "math", "exact"} & {row["name"] for row in rows}
+    assert "gsm8k" in penstock("reward", "list", "--url", service.url, cwd=tmp_path).stdout
+
+    tried = penstock(
+        *("reward", "test", "gsm8k", "#### 7", "#### 8", "--ground-truth", "7", "--url", service.url), cwd=tmp_path
+    )
+    assert tried.returncode == 0, tried.stderr
+    lines = tried.stdout.splitlines()
+    assert lines[0].startswith("scored by gsm8k")
+    assert [line.split()[0] for line in lines[1:]] == ["1.000", "0.000"]
+
+    assert service.register("mine", "http://127.0.0.1:9/score").status_code == 201
+    failed = penstock("reward", "test", "mine", "--url", service.url, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert "mine could not score" in failed.stderr
+    assert "would wait and come again" in failed.stderr
+    assert penstock("reward", "remove", "mine", "--url", service.url, cwd=tmp_path).returncode == 0
+    again = penstock("reward", "remove", "mine", "--url", service.url, cwd=tmp_path)
+    assert again.returncode == 1
+    assert "no endpoint 'mine' is registered" in again.stderr
+
+
+def test_an_unknown_reward_is_refused_by_name(service: Service, tmp_path: Path):
+    """A slip in a reward's name is answered with what the service says."""
+    answer = penstock("reward", "test", "gsm9k", "--url", service.url, cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "gsm9k" in answer.stderr
+
+
+def test_no_service_says_how_to_start_one(tmp_path: Path):
+    """Where nobody listens, the address and the next command are in the text."""
+    answer = penstock("reward", "list", "--url", "http://127.0.0.1:1", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "no reward service answers at http://127.0.0.1:1" in answer.stderr
+    assert "penstock reward service" in answer.stderr
+
+
+def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
+    """The file that should hold the token is in the text."""
+    answer = penstock("reward", "list", "--token-file", "nowhere", cwd=tmp_path)
+    assert answer.returncode == 1
+    assert "--token-file nowhere: not readable" in answer.stderr
+
+
+def rows_file(folder: Path, *rows: dict[str, object]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_reward_is_tried_on_rows_of_a_data_file(service: Service, tmp_path: Path):
+    """The table shows what right and wrong answers get; the JSON has every score and their spread."""
+    data = rows_file(tmp_path, *({"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(30)))
+    asked = ("reward", "test", "gsm8k", "--data", data, "-n", "20", "--url", service.url)
+    tried = penstock(*asked, cwd=tmp_path)
+    assert tried.returncode == 0, tried.stderr
+    assert "right answer after ####" in tried.stdout
+    assert "gsm8k on 20 rows: 140 scores, mean 0.143" in tried.stdout
+    found = json.loads(penstock(*asked, "--json", cwd=tmp_path).stdout)
+    assert set(found["by_answer"]["right answer after ####"]) == {1.0}
+    assert set(found["by_answer"]["another row's answer after ####"]) == {0.0}
+    assert len(found["by_answer"]["nothing"]) == 20
+    assert found["spread"]["num_distinct"] == 2
+
+
+def test_scores_that_are_all_equal_are_warned_of(service: Service, tmp_path: Path):
+    """A reward that says the same of right and wrong answers is told before a run is spent on it."""
+    data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))
+    tried = penstock("reward", "test", "format", "--data", data, "--url", service.url, cwd=tmp_path)
+    assert tried.returncode == 1
+    assert "all 21 scores are 0: such a reward teaches nothing" in tried.stderr
+
+
+def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):
+    """A row without a right answer, and a file that is none, are errors with their place."""
+    data = rows_file(tmp_path, {"prompt": "say"})
+    tried = penstock("reward", "test", "gsm8k", "--data", data, "--url", service.url, cwd=tmp_path)
+    assert tried.returncode == 1
+    assert "rows.jsonl:1: BadGroundTruth" in tried.stderr
+    assert "1 of 1 rows could not be scored" in tried.stderr
+    absent = penstock("reward", "test", "gsm8k", "--data", "absent.jsonl", "--url", service.url, cwd=tmp_path)
+    assert absent.returncode == 1
+    assert "absent.jsonl: not readable" in absent.stderr
+
+
+def test_an_endpoint_is_drained_and_resumed(service: Service, tmp_path: Path):
+    """Two commands take an endpoint out of service and into it again."""
+    service.register("drainable", "http://127.0.0.1:9/score")
+    drained = penstock("reward", "drain", "drainable", "--url", service.url, cwd=tmp_path)
+    assert "drainable: EndpointDrained; 0 groups in its calls" in drained.stdout, drained.stderr
+    resumed = penstock("reward", "resume", "drainable", "--url", service.url, cwd=tmp_path)
+    assert "drainable: in service" in resumed.stdout
+    assert penstock("reward", "remove", "drainable", "--url", service.url, cwd=tmp_path).returncode == 0
+
+
+def test_the_errors_of_a_run_are_listed_by_reason(
+    bus: Bus, ring_streams: str, nats_settings: NatsSettings, tmp_path: Path
+):
+    """Groups that waited and groups that died are counted, with what the newest error said."""
+    where = (
+        f"nats.url={nats_settings.url}",
+        f"nats.user={nats_settings.user}",
+        f"nats.password={nats_settings.secret()}",
+    )
+    asked = ("reward", "errors", ring_streams, *where)
+    none = penstock(*asked, cwd=tmp_path)
+    assert "no group of run" in none.stdout, none.stderr
+    for number in range(2):
+        event = RunEvent(
+            run_id=ring_streams,
+            source="r0",
+            kind="reward_error",
+            at=0.0,
+            data={"reason": "EndpointFailed", "detail": f"HTTP 50{number}", "group_ids": ["a", "b"]},
+        )
+        bus.publish(subjects.events(ring_streams, "reward_error"), event, msg_id=f"w{number}").wait()
+    letter = DeadLetter(
+        run_id=ring_streams,
+        stage="generated",
+        subject="s",
+        reason="EndpointFailed",
+        detail="HTTP 503 at last",
+        group_ids=("a",),
+        num_delivered=5,
+    )
+    bus.publish(subjects.dead(ring_streams, "generated"), letter, msg_id="d").wait()
+    found = penstock(*asked, "--json", cwd=tmp_path)
+    assert found.returncode == 1
+    (line,) = json.loads(found.stdout)
+    assert (line["reason"], line["waited"], line["dead"]) == ("EndpointFailed", 4, 1)
+    assert line["newest"] in {"HTTP 501", "HTTP 503 at last"}

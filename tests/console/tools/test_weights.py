@@ -1,0 +1,175 @@
+"""``penstock weights``: the versions of a run with what they cost, and one of them as a model folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.weights_source import WeightsSource
+from transformers import AutoModelForCausalLM
+
+from penstock.console.tools.weights import export, print_versions
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol import subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import RunEvent, WeightsApplied
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
+from penstock.trainer.connections import Connections
+from penstock.trainer.publishing.publish_coordinator import Shares
+from penstock.trainer.publishing.rank_publisher import Share
+from penstock.trainer.publishing.snapshot import Base
+from penstock.trainer.publishing.version_writer import Label, VersionWriter
+from penstock.trainer.publishing.weight_buckets import part_of
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, ring_streams: str) -> list[str]:
+    """How the command reaches the servers."""
+    return [
+        *(
+            f"nats.url={nats_settings.url}",
+            f"nats.user={nats_settings.user}",
+            f"nats.password={nats_settings.password}",
+        ),
+        *(f"s3.endpoint={s3_settings.endpoint}", f"s3.access_key={s3_settings.access_key}"),
+        f"s3.secret_key={s3_settings.secret_key}",
+    ]
+
+
+@pytest.fixture
+def states(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> list[State]:
+    """The weights of versions 0 to 3, published: an anchor and three patches."""
+    folder = tmp_path / "model"
+    write_model(folder, seed=0)
+    source = WeightsSource(bus, blobs, ring_streams, folder, bucket_bytes=100_000)
+    states = [load_file(folder / "model.safetensors")]
+    source.publish(0, states[0])
+    for version in range(1, 4):
+        state = {name: tensor.clone() for name, tensor in states[-1].items()}
+        for tensor in state.values():
+            tensor.view(-1)[version::100] += 0.5
+        states.append(state)
+        source.publish(version, state)
+    return states
+
+
+def test_versions_are_listed(
+    bus: Bus, ring_streams: str, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each with parent, kind, density, bytes and seconds; the head, and who serves which, are named."""
+    applied = WeightsApplied(
+        run_id=ring_streams, worker_id="w0", version=2, previous_version=1, pause_s=0.1, fetch_s=0.1, num_bytes=1,
+        checksum="c", layout="mirror",
+    )  # fmt: skip
+    bus.publish(subjects.weights_applied(ring_streams), applied, msg_id="a").wait()
+    told = RunEvent(
+        run_id=ring_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
+    )
+    bus.publish(subjects.events(ring_streams, "weights"), told, msg_id="e").wait()
+    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
+        (0, None, "anchor"), (1, 0, "patch"), (2, 1, "patch"), (3, 2, "patch"),
+    ]  # fmt: skip
+    assert [row["head"] for row in rows] == [False, False, False, True]
+    assert [row["served_by"] for row in rows] == [[], [], ["w0"], []]
+    assert rows[3]["seconds"] == 0.25
+    assert 0.005 < rows[3]["density"] < 0.02
+    assert rows[3]["bytes"] < 0.1 * rows[0]["bytes"]
+    assert print_versions(ring_streams, arguments, {}, as_json=False) == 0
+    assert f"penstock weights export {ring_streams} --version 3" in capsys.readouterr().out
+
+
+def test_a_version_is_exported_as_a_model_folder(
+    ring_streams: str, states: list[State], arguments: list[str], tmp_path: Path
+) -> None:
+    """Anchor and chain become a folder that transformers loads, bit for bit the published weights."""
+    folder = tmp_path / "v2"
+    assert export(ring_streams, 2, folder, arguments, {}) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
+    with pytest.raises(ConfigError, match="exists; name another folder"):
+        export(ring_streams, 2, folder, arguments, {})
+    with pytest.raises(ConfigError, match="has no version 9"):
+        export(ring_streams, 9, tmp_path / "v9", arguments, {})
+
+
+def test_adapters_are_listed_with_their_base_and_exported_either_way(
+    bus: Bus, blobs: Blobs, ring_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A version upon a base says which; it becomes a merged model that transformers loads, or a folder for PEFT."""
+    folder = tmp_path / "model"
+    write_model(folder, seed=0)
+    source = WeightsSource(bus, blobs, ring_streams, folder)
+    base = Base.of(
+        load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",))
+    )
+    source.publish(0, base.tensors)
+    layer = "model.layers.0.self_attn.q_proj"
+    factors = {
+        published_name(f"{layer}.lora_A.weight"): torch.randn(2, 64),
+        published_name(f"{layer}.lora_B.weight"): torch.randn(128, 2),
+    }
+    source.publish(1, factors, base=base)
+    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["version"], row["parent"], row["kind"], row["base"]) for row in rows] == [
+        (0, None, "anchor", None), (1, 0, "adapter", 0),
+    ]  # fmt: skip
+    assert rows[1]["bytes"] < 0.05 * rows[0]["bytes"]
+    assert print_versions(ring_streams, arguments, {}, as_json=False) == 0
+    assert "adapter on 0" in capsys.readouterr().out
+    assert export(ring_streams, 1, tmp_path / "merged", arguments, {}) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    down, up = factors.values()
+    torch.testing.assert_close(
+        loaded[f"{layer}.weight"], base.tensors[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
+    )
+    assert export(ring_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
+    with pytest.raises(ConfigError, match="is no adapter; export it as a model"):
+        export(ring_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
+
+
+def test_what_a_dead_trainer_left_is_not_taken_for_the_version(
+    bus: Bus, ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A whole version under a number that the head's chain has otherwise is neither listed nor exported."""
+    connections, part = Connections(ring_streams, bus, blobs), part_of(states[3])
+    shares = Shares(Share(blobs, ring_streams))
+    shares.hold(part)
+    stored = shares.store_whole(part.taken, PolicyVersion(2))
+    VersionWriter(connections, tmp_path / "model").whole(
+        Label(PolicyVersion(2), 2, 0), part.layout, (), stored, state_root=part.state_root, parent=None
+    )
+    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["kind"], row["anchor"]) for row in rows] == [("anchor", True), *[("patch", False)] * 3]
+    assert export(ring_streams, 2, tmp_path / "v2", arguments, {}) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
+
+
+def test_a_version_whose_objects_are_damaged_is_not_exported(
+    ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
+) -> None:
+    """The command says what is wrong and leaves no folder."""
+    prefix = f"runs/{ring_streams}/weights/v00000001/"
+    [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
+    blobs.put(pack, b"x" * 100)
+    with pytest.raises(ConfigError, match=r"version 2 .* cannot be put together"):
+        export(ring_streams, 2, tmp_path / "v2", arguments, {})
+    assert not (tmp_path / "v2").exists()
+    assert not (tmp_path / "v2.partial").exists()

@@ -1,0 +1,315 @@
+"""The door to S3, on a real server: everything read is what was promised, and each failure has its name."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from tests.refusing_s3 import RefusingS3
+from tests.servers import wait_for
+
+from penstock.deploy.servers import HOST, S3Server
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from penstock.protocol.transport.blobs import Blobs
+
+
+def test_what_was_stored_comes_back(blobs: Blobs, run_id: str) -> None:
+    """The reference of a stored object fetches the same bytes, the empty object included."""
+    for data in (b"", b"x", bytes(range(256)) * 500):
+        ref = blobs.put(f"runs/{run_id}/{len(data)}", data)
+        assert ref.size_bytes == len(data)
+        assert blobs.get(ref) == data
+        assert blobs.exists(ref.key)
+
+
+def test_files_of_many_parts_come_back(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
+    """A file above the part size is stored in parts and fetched whole, under its own name only when verified."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(bytes(range(256)) * 4 * 1024 * 12)  # 12 MiB: three parts
+    ref = blobs.put_file(f"runs/{run_id}/big", source)
+    blobs.get_file(ref, target)
+    assert target.read_bytes() == source.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
+
+
+def tampered_path(server: S3Server, settings: S3Settings, key: str) -> Path:
+    return server.store / settings.bucket / key
+
+
+def test_an_altered_object_is_corrupt(blobs: Blobs, s3_server: S3Server, run_id: str, tmp_path: Path) -> None:
+    """One changed byte below the server is found out on reading, with key, sizes and hashes; no file is left."""
+    ref = blobs.put(f"runs/{run_id}/x", b"payload of a group")
+    tampered_path(s3_server, s3_server.settings, ref.key).write_bytes(b"payload of a grouq")
+    with pytest.raises(BlobCorrupt, match=rf"{ref.key}: expected 18 bytes with sha256 {ref.sha256[:12]}.*got 18 bytes"):
+        blobs.get(ref)
+    with pytest.raises(BlobCorrupt, match=ref.key):
+        blobs.get_file(ref, tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_of_another_size_is_corrupt(blobs: Blobs, run_id: str) -> None:
+    """An object that is shorter or longer than its message promised is refused, and no more than promised is read."""
+    ref = blobs.put(f"runs/{run_id}/x", b"payload")
+    for size in (6, 8, 0):
+        with pytest.raises(BlobCorrupt, match=f"expected {size} bytes"):
+            blobs.get(ref.model_copy(update={"size_bytes": size}))
+
+
+def test_a_large_file_is_verified_too(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
+    """A file too large for memory is hashed on disk before it gets its name."""
+    source = tmp_path / "source"
+    with source.open("wb") as file:
+        file.truncate(65 * 1024 * 1024)
+    ref = blobs.put_file(f"runs/{run_id}/large", source)
+    blobs.get_file(ref, tmp_path / "target")
+    assert (tmp_path / "target").stat().st_size == ref.size_bytes
+    with pytest.raises(BlobCorrupt, match="does not have sha256"):
+        blobs.get_file(ref.model_copy(update={"sha256": "0" * 64}), tmp_path / "wrong")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_a_missing_object_is_named(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
+    """A key that does not exist is BlobMissing at once, for every way of reading."""
+    ref = blobs.put(f"runs/{run_id}/x", b"x")
+    blobs.delete([ref.key])
+    with pytest.raises(BlobMissing, match=rf"get {ref.key}: no such object in bucket penstock"):
+        blobs.get(ref)
+    with pytest.raises(BlobMissing, match=ref.key):
+        blobs.get_file(ref.model_copy(update={"size_bytes": 2**27}), tmp_path / "target")
+    assert not blobs.exists(ref.key)
+
+
+def test_a_part_of_an_object_is_verified_by_itself(blobs: Blobs, run_id: str) -> None:
+    """A range is fetched alone; one that was altered, or that the object is too short for, is corrupt."""
+    data = bytes(range(256)) * 10
+    ref = blobs.put(f"runs/{run_id}/ranged", data)
+    digest = hashlib.sha256(data[100:200]).hexdigest()
+    assert blobs.get_range(ref, 100, 100, digest) == data[100:200]
+    with pytest.raises(BlobCorrupt, match="expected 100 bytes at 101"):
+        blobs.get_range(ref, 101, 100, digest)
+    blobs.put(ref.key, data[:50])
+    with pytest.raises(BlobCorrupt, match="ranged"):
+        blobs.get_range(ref, 100, 100, digest)
+
+
+@pytest.mark.parametrize(("says_partial", "num_gets"), [(True, 3), (False, 4)])
+def test_a_server_that_has_no_partial_answers_is_asked_for_one_once(
+    s3_settings: S3Settings, run_id: str, says_partial: bool, num_gets: int
+) -> None:
+    """Parts come by one request each, but for the first from a server that answers a range as if it were the whole."""
+    data = bytes(range(256)) * 10
+    with RefusingS3(s3_settings) as proxy:
+        proxy.says_partial = says_partial
+        blobs = Blobs(proxy.settings)
+        ref = blobs.put(f"runs/{run_id}/parts", data)
+        for offset, size in ((100, 100), (256, 700), (0, len(data))):
+            digest = hashlib.sha256(data[offset : offset + size]).hexdigest()
+            assert blobs.get_range(ref, offset, size, digest) == data[offset : offset + size]
+        assert proxy.num_gets == num_gets
+
+
+def test_a_listing_holds_what_lies_below_its_prefix(blobs: Blobs, run_id: str) -> None:
+    """Objects are listed with sizes and times, at any depth, and deleted ones are gone."""
+    before = datetime.now(UTC)
+    prefix = f"runs/{run_id}/"
+    for name in ("a", "b/c", "b/d/e"):
+        blobs.put(prefix + name, name.encode())
+    found = list(blobs.list(prefix))
+    assert [(stat.key, stat.size_bytes) for stat in found] == [
+        (prefix + "a", 1),
+        (prefix + "b/c", 3),
+        (prefix + "b/d/e", 5),
+    ]
+    assert all(abs((stat.modified - before).total_seconds()) < 60 for stat in found)
+    assert blobs.delete([prefix + "a", prefix + "b/c", prefix + "never-there"]) == 3
+    assert [stat.key for stat in blobs.list(prefix)] == [prefix + "b/d/e"]
+    assert list(blobs.list(f"runs/{run_id}-nothing/")) == []
+    assert blobs.delete([]) == 0
+
+
+def test_many_threads_share_one_client(blobs: Blobs, run_id: str) -> None:
+    """Concurrent writers below a fresh prefix all succeed, and each reads its own bytes."""
+
+    def travel(number: int) -> bool:
+        data = str(number).encode() * 1000
+        return blobs.get(blobs.put(f"runs/{run_id}/fresh/{number % 7}/{number}", data)) == data
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(travel, range(100)))
+
+
+# ── refusals ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("wrong", [{"secret_key": "wrong"}, {"access_key": "nobody"}])
+def test_wrong_credentials_are_refused_at_once(s3_settings: S3Settings, wrong: dict[str, str]) -> None:
+    """A wrong key is not retried, and the text names key and settings."""
+    blobs = Blobs(s3_settings.model_copy(update=wrong))
+    who = wrong.get("access_key", "penstock")
+    with pytest.raises(BlobStoreRefused, match=rf"refused access key {who}.*check s3\.access_key and s3\.secret_key"):
+        blobs.put("runs/x/y", b"data")
+    with pytest.raises(BlobStoreRefused, match=who):
+        blobs.check()
+
+
+def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blobs: Blobs, run_id: str) -> None:
+    """Without the bucket every call says how to create it; ensure_bucket does, any number of times."""
+    other = Blobs(s3_settings.model_copy(update={"bucket": f"other-{run_id}"}))
+    with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*deploy\.bootstrap"):
+        other.check()
+    with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*deploy\.bootstrap"):
+        other.put("x", b"data")
+    other.ensure_bucket()
+    other.ensure_bucket()
+    other.check()
+
+
+def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server]) -> None:
+    """Without a server a call fails at its deadline and names the endpoint."""
+    server = own_s3()
+    server.stop()
+    with pytest.raises(
+        BlobStoreUnreachable, match=rf"put x: {server.settings.endpoint} gave no usable answer within 1"
+    ):
+        Blobs(server.settings, deadline_s=1.0).put("x", b"data")
+
+
+def test_a_server_that_never_answers_is_an_error_within_the_deadline(s3_settings: S3Settings) -> None:
+    """A server that takes the connection and stays silent is given up at the deadline."""
+    with socket.create_server((HOST, 0)) as silent:
+        settings = s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{silent.getsockname()[1]}"})
+        with pytest.raises(BlobStoreUnreachable, match="gave no usable answer within 1"):
+            Blobs(settings, deadline_s=1.0).put("x", b"data")
+
+
+def test_a_server_that_comes_back_is_waited_for(own_s3: Callable[[], S3Server]) -> None:
+    """A call that meets a dead server goes on when it is back, and what was stored before is there."""
+    server = own_s3()
+    blobs = Blobs(server.settings)
+    ref = blobs.put("runs/x/y", b"stored")
+    server.kill()
+    starter = threading.Timer(0.2, server.restart)
+    starter.start()
+    assert blobs.get(ref) == b"stored"
+    starter.join()
+
+
+class _Front(BaseHTTPRequestHandler):
+    """Answers 500 to the first requests of each method, then hands everything to the real server."""
+
+    protocol_version = "HTTP/1.1"
+    upstream = ""
+    failures: dict[str, int]
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if self.failures.get(self.command, 0) > 0:
+            self.failures[self.command] -= 1
+            self._answer(500, {"content-type": "text/plain"}, b"try again")
+            return
+        upstream = http.client.HTTPConnection(self.upstream)
+        upstream.request(self.command, self.path, body, dict(self.headers.items()))
+        answer = upstream.getresponse()
+        data = answer.read()
+        kept = {k: v for k, v in answer.getheaders() if k.lower() not in {"content-length", "transfer-encoding"}}
+        self._answer(answer.status, kept, data)
+        upstream.close()
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve  # noqa: N815 - the base class's names
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def flaky(s3_settings: S3Settings) -> Iterator[Callable[[dict[str, int]], S3Settings]]:
+    """Settings of a front that fails the given number of requests of each method first."""
+    fronts: list[ThreadingHTTPServer] = []
+
+    def front(failures: dict[str, int]) -> S3Settings:
+        handler = type("Front", (_Front,), {"upstream": urlsplit(s3_settings.endpoint).netloc, "failures": failures})
+        fronts.append(ThreadingHTTPServer((HOST, 0), handler))
+        threading.Thread(target=fronts[-1].serve_forever, daemon=True).start()
+        return s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{fronts[-1].server_port}"})
+
+    yield front
+    for server in fronts:
+        server.shutdown()
+        server.server_close()
+
+
+def test_internal_errors_of_the_server_are_retried(flaky: Callable[[dict[str, int]], S3Settings], run_id: str) -> None:
+    """A PUT and a GET that are answered 500 twice succeed the third time."""
+    failures = {"PUT": 2, "GET": 2}
+    blobs = Blobs(flaky(failures))
+    assert blobs.get(blobs.put(f"runs/{run_id}/x", b"data")) == b"data"
+    assert failures == {"PUT": 0, "GET": 0}
+
+
+def test_a_server_that_only_fails_is_given_up(flaky: Callable[[dict[str, int]], S3Settings]) -> None:
+    """Endless 500s end at the deadline with what the server said."""
+    with pytest.raises(BlobStoreUnreachable, match=r"gave no usable answer within 1 s.*500"):
+        Blobs(flaky({"PUT": 10_000}), deadline_s=1.0).put("x", b"data")
+
+
+# ── a server that refuses what writes ─────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
+    """The session's S3 server, behind a proxy that can refuse writes."""
+    with RefusingS3(s3_settings) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("refusal", [(507, "InsufficientStorage"), (403, "RequestTimeTooSkewed")])
+def test_a_write_outlasts_a_store_that_is_full_or_finds_the_clocks_apart(
+    refusing: RefusingS3, run_id: str, refusal: tuple[int, str]
+) -> None:
+    """It is tried again until there is room, or the clock is set right; reading goes on meanwhile."""
+    blobs = Blobs(refusing.settings, deadline_s=30.0)
+    before = blobs.put(f"runs/{run_id}/before", b"here")
+    refusing.refusal = refusal
+    writing = threading.Thread(target=blobs.put, args=(f"runs/{run_id}/x", b"payload"))
+    writing.start()
+    wait_for(lambda: refusing.num_refused >= 2, "two refusals")
+    assert blobs.get(before) == b"here"
+    assert not blobs.exists(f"runs/{run_id}/x")
+    refusing.refusal = None
+    writing.join(20.0)
+    assert blobs.exists(f"runs/{run_id}/x")
+
+
+def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> None:
+    """After the deadline the error says which store, which object, and what it answered."""
+    refusing.refusal = (507, "InsufficientStorage")
+    with pytest.raises(
+        BlobStoreUnreachable, match=rf"put runs/{run_id}/x: {refusing.settings.endpoint}.*InsufficientStorage"
+    ):
+        Blobs(refusing.settings, deadline_s=0.5).put(f"runs/{run_id}/x", b"payload")
+
+
+def test_a_forbidden_write_is_refused_at_once(refusing: RefusingS3, run_id: str) -> None:
+    """403 is nobody's to wait for: each client asks once, and the error says which key to check."""
+    blobs = Blobs(refusing.settings, deadline_s=30.0)
+    refusing.refusal = (403, "AccessDenied")
+    with pytest.raises(BlobStoreRefused, match=r"AccessDenied; check s3\.access_key"):
+        blobs.put(f"runs/{run_id}/x", b"payload")
+    assert refusing.num_refused <= 2

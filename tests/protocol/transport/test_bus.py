@@ -1,0 +1,783 @@
+"""The door to NATS, on real servers: what a caller can rely on, and what each failure looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
+from tests.servers import wait_for
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.servers import NatsServer
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import (
+    BusRefused,
+    BusUnreachable,
+    CompareAndSwapFailed,
+    MessageTooLarge,
+    MissingStream,
+    StreamFull,
+)
+from penstock.protocol.facts import (
+    DeadLetter,
+    Fact,
+    GroupGenerated,
+    GroupScored,
+    RunEvent,
+    TaskIssued,
+    WeightsPublished,
+    decode,
+    encode,
+)
+from penstock.protocol.streams import ConsumerSpec, StreamLimits, StreamSpec
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.fact_publisher import Receipt
+from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.transport.pending import Pending
+
+SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
+
+
+@pytest.fixture
+def short_run(bus: Bus, blobs: Blobs, run_id: str) -> str:
+    """A run whose messages come again half a second after their reader died."""
+    bootstrap(bus, blobs, run_id, SHORT)
+    return run_id
+
+
+def issue(bus: Bus, run: str, number: int, *, split: str = "train") -> bool:
+    """Publish task pack ``number``; returns whether the server knew it already."""
+    fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
+    return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}").wait().duplicate
+
+
+def task_inbox(bus: Bus, run: str, limits: StreamLimits | None = None) -> Inbox[TaskIssued]:
+    return bus.inbox(streams.tasks_consumer(run, "train", limits), TaskIssued).wait()
+
+
+def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[TaskIssued]:
+    found: list[Delivery[TaskIssued]] = []
+    wait_for(lambda: found.extend(inbox.fetch(1, 1.0).wait()) or found, "a message", deadline_s)
+    return found[0]
+
+
+# ── messages ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_acknowledged_message_is_gone_from_its_queue(bus: Bus, ring_streams: str) -> None:
+    """What was published is delivered as it was, and an acknowledged message leaves the work queue."""
+    issue(bus, ring_streams, 1)
+    inbox = task_inbox(bus, ring_streams)
+    delivery = take_one(inbox)
+    assert delivery.fact == make_task_issued(ring_streams, "p1", [make_task("e0.p1.a0")])
+    assert (delivery.num_delivered, inbox.num_held) == (1, 1)
+    delivery.ack().wait()
+    assert inbox.num_held == 0
+    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0
+
+
+def test_a_queue_is_read_without_taking_from_it(bus: Bus, ring_streams: str) -> None:
+    """All messages are read, in several batches, held ones too; they still come to who fetches them."""
+    stream = f"{ring_streams}-tasks"
+    assert bus.read_stream(stream).wait() == []
+    for number in range(700):
+        issue(bus, ring_streams, number)
+    delivery = take_one(task_inbox(bus, ring_streams))
+    found = bus.read_stream(stream).wait()
+    assert [message.sequence for message in found] == list(range(1, 701))
+    assert decode(found[0].data, TaskIssued) == delivery.fact
+    assert found[0].subject == subjects.tasks(ring_streams, "train")
+    delivery.ack().wait()
+    assert len(bus.read_stream(stream).wait()) == 699
+    with pytest.raises(MissingStream, match=r"no-such-tasks.*deploy\.bootstrap"):
+        bus.read_stream("no-such-tasks").wait()
+
+
+def test_the_trace_travels_with_the_message(bus: Bus, ring_streams: str) -> None:
+    """The traceparent of the publication is the traceparent of the delivery."""
+    trace = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+    fact = make_task_issued(ring_streams)
+    bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1", traceparent=trace).wait()
+    assert take_one(task_inbox(bus, ring_streams)).traceparent == trace
+
+
+def test_the_same_message_id_is_stored_once(bus: Bus, ring_streams: str) -> None:
+    """A repeated publication is acknowledged as a duplicate and not stored again."""
+    assert issue(bus, ring_streams, 1) is False
+    assert issue(bus, ring_streams, 1) is True
+    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 1
+
+
+def test_a_fetch_returns_what_is_there_without_waiting_for_more(bus: Bus, ring_streams: str) -> None:
+    """A fetch of many ends with the few that are there, long before its time is up."""
+    for number in range(3):
+        issue(bus, ring_streams, number)
+    inbox = task_inbox(bus, ring_streams)
+    started = time.monotonic()
+    assert [d.fact.pack_id for d in inbox.fetch(50, 60.0).wait()] == ["p0", "p1", "p2"]
+    assert time.monotonic() - started < 30.0
+
+
+def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, ring_streams: str) -> None:
+    """A fetch of many that found nothing ends as soon as one message comes."""
+    inbox = task_inbox(bus, ring_streams)
+    pending = inbox.fetch(50, 60.0)
+    started = time.monotonic()
+    issue(bus, ring_streams, 1)
+    assert [d.fact.pack_id for d in pending.wait()] == ["p1"]
+    assert time.monotonic() - started < 30.0
+
+
+def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, ring_streams: str) -> None:
+    """When nothing comes in time, the result is an empty list."""
+    inbox = task_inbox(bus, ring_streams)
+    assert inbox.fetch(1, 0.1).wait() == []
+    assert inbox.fetch(10, 0.1).wait() == []
+
+
+def test_an_ended_fetch_takes_no_message_away_from_others(
+    bus: Bus, ring_streams: str, nats_settings: NatsSettings
+) -> None:
+    """A message that comes after a fetch's time goes to whoever fetches then."""
+    first = task_inbox(bus, ring_streams)
+    assert first.fetch(10, 0.1).wait() == []
+    with Bus.connect(nats_settings, name="other") as other:
+        second = task_inbox(other, ring_streams)
+        issue(bus, ring_streams, 1)
+        assert len(second.fetch(10, 10.0).wait()) == 1
+
+
+def test_splits_have_consumers_of_their_own(bus: Bus, ring_streams: str) -> None:
+    """An evaluation task is not delivered to the consumer of training tasks."""
+    issue(bus, ring_streams, 1, split="eval")
+    assert task_inbox(bus, ring_streams).fetch(1, 0.1).wait() == []
+    evaluation = bus.inbox(streams.tasks_consumer(ring_streams, "eval"), TaskIssued).wait()
+    assert len(evaluation.fetch(1, 5.0).wait()) == 1
+
+
+def test_every_call_can_be_awaited(bus: Bus, ring_streams: str) -> None:
+    """Coroutines on another event loop await the same calls that threads wait for."""
+
+    async def travel() -> str:
+        inbox = await bus.inbox(streams.tasks_consumer(ring_streams, "train"), TaskIssued)
+        fact = make_task_issued(ring_streams, "p7")
+        await bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="p7")
+        (delivery,) = await inbox.fetch(1, 5.0)
+        await delivery.ack()
+        return delivery.fact.pack_id
+
+    assert asyncio.run(travel()) == "p7"
+
+
+# ── redelivery ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_messages_of_a_dead_reader_come_again(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
+    """What a reader held when it went away is delivered to another one, counted as a redelivery."""
+    issue(bus, short_run, 1)
+    with Bus.connect(nats_settings, name="reader") as reader:
+        take_one(task_inbox(reader, short_run, SHORT))
+    again = take_one(task_inbox(bus, short_run, SHORT))
+    assert again.fact.pack_id == "p1"
+    assert again.num_delivered == 2
+
+
+def test_a_held_message_is_not_delivered_to_others(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
+    """Keep-alives hold a message for longer than its ack wait, while its reader's own thread is busy."""
+    issue(bus, short_run, 1)
+    delivery = take_one(task_inbox(bus, short_run, SHORT))
+    with Bus.connect(nats_settings, name="rival") as rival:
+        assert task_inbox(rival, short_run, SHORT).fetch(1, 4 * SHORT.ack_wait_s).wait() == []
+    delivery.ack().wait()
+    assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
+
+
+def test_a_redelivered_message_that_is_still_held_is_not_handed_out_twice(bus: Bus, short_run: str) -> None:
+    """A redelivery renews the handle of the delivery at hand, and its acknowledgement counts."""
+    issue(bus, short_run, 1)
+    spec = streams.tasks_consumer(short_run, "train", SHORT)
+    inbox = task_inbox(bus, short_run, SHORT)
+    delivery = take_one(inbox)
+    bus.reset_consumer(spec).wait()
+    assert inbox.fetch(1, 0.3).wait() == []
+    state = bus.consumer_state(spec).wait()
+    assert (state.num_pending, state.num_ack_pending, inbox.num_held) == (0, 1, 1)
+    delivery.ack().wait()
+    assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
+
+
+def test_a_reader_that_starts_anew_gets_its_messages_at_once(
+    bus: Bus, ring_streams: str, nats_settings: NatsSettings
+) -> None:
+    """After a reset, all unacknowledged messages come without waiting for their ack wait."""
+    issue(bus, ring_streams, 1)
+    with Bus.connect(nats_settings, name="first life") as reader:
+        take_one(task_inbox(reader, ring_streams))
+    bus.reset_consumer(streams.tasks_consumer(ring_streams, "train")).wait()
+    assert len(task_inbox(bus, ring_streams).fetch(1, 2.0).wait()) == 1
+
+
+def test_a_message_given_back_comes_again_after_its_delay(bus: Bus, ring_streams: str) -> None:
+    """A message that was given back is delivered again, not before its delay is over."""
+    issue(bus, ring_streams, 1)
+    inbox = task_inbox(bus, ring_streams)
+    delivery = take_one(inbox)
+    started = time.monotonic()
+    delivery.give_back(0.5).wait()
+    assert inbox.num_held == 0
+    again = take_one(inbox, 5.0)
+    assert time.monotonic() - started >= 0.5
+    assert again.num_delivered == 2
+
+
+def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams: str) -> None:
+    """Without delay the same inbox gets the message again, every time."""
+    issue(bus, ring_streams, 1)
+    inbox = task_inbox(bus, ring_streams)
+    for _ in range(20):
+        take_one(inbox, 5.0).give_back(0.0).wait()
+    assert take_one(inbox, 5.0).num_delivered == 21
+
+
+def test_a_message_that_comes_back_at_once_is_held_again(bus: Bus, ring_streams: str) -> None:
+    """What comes back while it is still being given back is held, and so kept alive, like any other."""
+    issue(bus, ring_streams, 1)
+    inbox = task_inbox(bus, ring_streams)
+    delivery = take_one(inbox)
+    for _ in range(20):
+        waiting = inbox.fetch(1, 5.0)
+        delivery.give_back(0.0).wait()
+        (delivery,) = waiting.wait()
+        assert inbox.num_held == 1
+
+
+# ── dead letters ──────────────────────────────────────────────────────────────────────────────────
+
+
+def dead_letters(bus: Bus, run: str, count: int) -> list[DeadLetter]:
+    letters: list[DeadLetter] = []
+    bus.tail(f"{run}-dead", subjects.dead(run), DeadLetter, letters.append, from_start=True).wait()
+    wait_for(lambda: len(letters) >= count, f"{count} dead letters")
+    return letters
+
+
+def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
+    """A message of another kind is stored with reason and bytes, acknowledged, and not handed out."""
+    event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
+    bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="1").wait()
+    inbox = task_inbox(bus, ring_streams)
+    assert inbox.fetch(1, 0.2).wait() == []
+    (letter,) = dead_letters(bus, ring_streams, 1)
+    assert (letter.stage, letter.reason, letter.num_delivered) == ("tasks", "UnknownSchema", 1)
+    assert "expected task_issued.v1, got 'run_event.v1'" in letter.detail
+    assert decode(letter.payload, RunEvent) == event
+    wait_for(lambda: bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0, "the poison to be gone")
+
+
+@pytest.mark.parametrize(
+    ("stage", "consumer", "kind"),
+    [
+        ("tasks", lambda run: streams.tasks_consumer(run, "train"), TaskIssued),
+        ("generated", streams.generated_consumer, GroupGenerated),
+        ("scored", lambda run: streams.scored_consumer(run, "train"), GroupScored),
+    ],
+)
+def test_poison_of_every_kind_ends_in_every_queue(
+    bus: Bus, ring_streams: str, stage: str, consumer: Callable, kind: type[Fact]
+) -> None:
+    """Garbage, another tag and another run's message: each is a dead letter with its reason and bytes, delivered once."""
+    run = ring_streams
+    subject = f"penstock.{run}.{stage}.train"
+    foreign = {
+        "tasks": make_task_issued("other", "p"),
+        "generated": make_generated("other", [make_group()]),
+        "scored": make_scored(make_generated("other", [make_group()])),
+    }[stage]
+    poison = [
+        b"\xc1 garbage \x00\xff" * 9,
+        b"",
+        encode(RunEvent(run_id=run, source="t", kind="log", at=0.0)),
+        encode(foreign),
+    ]
+    for data in poison:
+        bus._connection.call(bus._connection.js.publish(subject, data), "poison").wait()
+    inbox = bus.inbox(consumer(run), kind).wait()
+    wait_for(
+        lambda: not inbox.fetch(9, 0.1).wait() and bus.stream_state(f"{run}-{stage}").wait().num_messages == 0,
+        "the poison to be gone",
+    )
+    letters = dead_letters(bus, run, len(poison))
+    assert sorted(letter.payload for letter in letters) == sorted(poison)
+    assert {letter.reason for letter in letters} == {"MalformedFact", "UnknownSchema"}
+    assert all((letter.num_delivered, letter.stage) == (1, stage) for letter in letters)
+    assert any("a message of run 'other'" in letter.detail for letter in letters)
+
+
+def test_poison_does_not_hold_up_the_messages_beside_it(bus: Bus, ring_streams: str) -> None:
+    """Good messages of the same fetch are handed out."""
+    event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
+    issue(bus, ring_streams, 1)
+    bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="poison").wait()
+    issue(bus, ring_streams, 2)
+    assert [d.fact.pack_id for d in task_inbox(bus, ring_streams).fetch(10, 5.0).wait()] == ["p1", "p2"]
+
+
+def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
+    """A message that nobody can process ends with its reason, its groups and its payload."""
+    issue(bus, ring_streams, 1)
+    delivery = take_one(task_inbox(bus, ring_streams))
+    delivery.dead_letter("reward_unknown", "no reward is called 'exactly'").wait()
+    (letter,) = dead_letters(bus, ring_streams, 1)
+    assert (letter.reason, letter.detail) == ("reward_unknown", "no reward is called 'exactly'")
+    assert letter.group_ids == ("e0.p1.a0",)
+    assert decode(letter.payload, TaskIssued) == delivery.fact
+    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0
+
+
+def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -> None:
+    """The largest message that can be published can also be buried, whole: it may be sent again."""
+    tasks = [make_task(f"e0.p{i}.{'x' * 150}", prompt_text="long " * 10) for i in range(100)]
+    fact = make_task_issued(ring_streams, "p1", tasks)
+    bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
+    take_one(task_inbox(bus, ring_streams)).dead_letter("too_hard", "x" * 10_000).wait()
+    (letter,) = dead_letters(bus, ring_streams, 1)
+    assert decode(letter.payload, TaskIssued) == fact
+    assert letter.group_ids[0] == tasks[0].group_id
+
+
+# ── limits ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_oversized_fact_is_refused_with_advice(bus: Bus, ring_streams: str) -> None:
+    """A fact above the limit is refused before it is sent, and the text says what to do."""
+    fact = make_task_issued(ring_streams, "p1", [make_task(prompt_text="x" * 70_000)])
+    with pytest.raises(MessageTooLarge, match="groups_per_message"):
+        bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
+
+
+def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """Back-pressure: a refused publication goes on when a reader has made room, and nothing is lost."""
+    bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=3))
+    for number in range(3):
+        issue(bus, run_id, number)
+    fourth = bus.publish(
+        subjects.tasks(run_id, "train"), make_task_issued(run_id, "p3", [make_task("e0.p3.a0")]), msg_id="p3"
+    )
+    inbox = task_inbox(bus, run_id)
+    held = inbox.fetch(10, 5.0).wait()
+    assert not fourth.done()
+    held[0].ack().wait()
+    assert fourth.wait().duplicate is False
+    for delivery in held[1:]:
+        delivery.ack().wait()
+    assert take_one(inbox).fact.pack_id == "p3"
+
+
+def test_a_stream_that_stays_full_is_an_error_in_the_end(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """Back-pressure beyond its deadline says which subject is full and who is to blame."""
+    bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
+    issue(bus, run_id, 1)
+    fact = make_task_issued(run_id, "p2")
+    with pytest.raises(StreamFull, match=rf"penstock\.{run_id}\.tasks\.train stayed full.*its readers"):
+        bus.publish(subjects.tasks(run_id, "train"), fact, msg_id="2", full_deadline_s=0.3).wait()
+
+
+def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> None:
+    """Publishing and binding to a run that was not bootstrapped says how to do that."""
+    with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
+        issue(bus, run_id, 1)
+    with pytest.raises(MissingStream, match=rf"no consumer rollout-train.*deploy\.bootstrap --run {run_id}"):
+        task_inbox(bus, run_id)
+    with pytest.raises(MissingStream, match=rf"no bucket {run_id}-state"):
+        bus.key_value(streams.state_bucket(run_id).bucket).wait()
+    with pytest.raises(MissingStream, match=rf"no stream {run_id}-tasks"):
+        bus.stream_state(f"{run_id}-tasks").wait()
+    with pytest.raises(MissingStream, match=rf"no stream {run_id}-events"):
+        bus.tail(f"{run_id}-events", subjects.events(run_id), RunEvent, print).wait()
+
+
+@pytest.mark.parametrize("max_messages", [1, 10])
+def test_a_stream_deleted_under_its_reader_is_an_error(bus: Bus, ring_streams: str, max_messages: int) -> None:
+    """A fetch from a stream that was deleted says so instead of waiting for ever."""
+    inbox = task_inbox(bus, ring_streams)
+    assert bus.delete_stream(f"{ring_streams}-tasks").wait() is True
+    with pytest.raises(MissingStream, match="no consumer rollout-train"):
+        inbox.fetch(max_messages, 5.0).wait()
+    assert bus.delete_stream(f"{ring_streams}-tasks").wait() is False
+
+
+def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, ring_streams: str) -> None:
+    """A fetch that already waits ends with the error too."""
+    pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
+    wait_for(lambda: bus.consumer_state(streams.tasks_consumer(ring_streams, "train")).wait().num_pending == 0, "bind")
+    bus.delete_stream(f"{ring_streams}-tasks").wait()
+    with pytest.raises(MissingStream, match="no consumer rollout-train"):
+        pending.wait()
+
+
+# ── the broker's figures ──────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_in_flight_is_read_from_the_broker(bus: Bus, ring_streams: str) -> None:
+    """Waiting and held messages are counted by the broker."""
+    for number in range(5):
+        issue(bus, ring_streams, number)
+    held = task_inbox(bus, ring_streams).fetch(2, 5.0).wait()
+    state = bus.consumer_state(streams.tasks_consumer(ring_streams, "train")).wait()
+    assert (state.num_pending, state.num_ack_pending) == (3, 2)
+    held[0].ack().wait()
+    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 4
+
+
+# ── key-value ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_key_moves_only_from_the_revision_one_knows(bus: Bus, ring_streams: str) -> None:
+    """Compare-and-swap: the first writer wins, the second is told, nothing is overwritten."""
+    store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    assert store.get("head").wait() is None
+    first = store.swap("head", b"1", None).wait()
+    with pytest.raises(CompareAndSwapFailed, match="head"):
+        store.swap("head", b"x", None).wait()
+    second = store.swap("head", b"2", first).wait()
+    with pytest.raises(CompareAndSwapFailed, match=f"expected revision {first}"):
+        store.swap("head", b"x", first).wait()
+    entry = store.get("head").wait()
+    assert entry is not None
+    assert (entry.value, entry.revision) == (b"2", second)
+
+
+def test_a_deleted_key_can_be_made_again(bus: Bus, ring_streams: str) -> None:
+    """After a deletion the key reads as absent, is not listed, and may be created."""
+    store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    store.put("a", b"1").wait()
+    store.put("b.c", b"2").wait()
+    store.delete("a").wait()
+    assert store.get("a").wait() is None
+    assert [(e.key, e.value) for e in store.entries().wait()] == [("b.c", b"2")]
+    store.swap("a", b"3", None).wait()
+    entries = {e.key: e for e in store.entries().wait()}
+    assert {key: e.value for key, e in entries.items()} == {"a": b"3", "b.c": b"2"}
+    assert store.get("a").wait() == entries["a"]
+
+
+def test_an_empty_bucket_has_no_entries(bus: Bus, ring_streams: str) -> None:
+    """Listing a bucket without keys gives nothing, at once."""
+    store = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
+    assert store.entries().wait() == []
+
+
+# ── tails ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def event(run: str, number: int) -> RunEvent:
+    return RunEvent(run_id=run, source="test", kind="log", at=float(number))
+
+
+def publish_event(bus: Bus, run: str, number: int) -> None:
+    bus.publish(subjects.events(run, "log"), event(run, number), msg_id=f"e{number}").wait()
+
+
+def test_a_tail_sees_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
+    """What was there before and what comes later arrives once and in order; unreadable things are skipped."""
+    for number in range(5):
+        publish_event(bus, ring_streams, number)
+    bus.publish(subjects.events(ring_streams, "log"), make_task_issued(ring_streams), msg_id="odd").wait()
+    seen: list[float] = []
+    bus.tail(
+        f"{ring_streams}-events",
+        subjects.events(ring_streams),
+        RunEvent,
+        lambda fact: seen.append(fact.at),
+        from_start=True,
+    ).wait()
+    wait_for(lambda: len(seen) == 5, "the old events")
+    for number in range(5, 10):
+        publish_event(bus, ring_streams, number)
+    wait_for(lambda: len(seen) == 10, "the new events")
+    assert seen == [float(n) for n in range(10)]
+
+
+def test_a_tail_from_now_on_sees_only_what_comes_later(bus: Bus, ring_streams: str) -> None:
+    """Without from_start nothing old is delivered, and nothing published after the call is missed."""
+    publish_event(bus, ring_streams, 1)
+    seen: list[float] = []
+    bus.tail(
+        f"{ring_streams}-events", subjects.events(ring_streams), RunEvent, lambda fact: seen.append(fact.at)
+    ).wait()
+    publish_event(bus, ring_streams, 2)
+    wait_for(lambda: seen, "the new event")
+    assert seen == [2.0]
+
+
+def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, ring_streams: str) -> None:
+    """Facts of other subjects of the same stream are not delivered."""
+    seen: list[WeightsPublished] = []
+    bus.tail(
+        f"{ring_streams}-weights",
+        subjects.weights_published(ring_streams),
+        WeightsPublished,
+        seen.append,
+        from_start=True,
+    ).wait()
+    bus.publish(subjects.weights_applied(ring_streams), event(ring_streams, 1), msg_id="1").wait()
+    from penstock.protocol.facts import BlobRef
+
+    fact = WeightsPublished(
+        run_id=ring_streams,
+        version=1,
+        step=1,
+        manifest=BlobRef(key="k", size_bytes=1, sha256="0" * 64),
+        num_bytes=1,
+    )
+    bus.publish(subjects.weights_published(ring_streams), fact, msg_id="2").wait()
+    wait_for(lambda: seen, "the published version")
+    assert seen == [fact]
+
+
+# ── a server that dies ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
+    """Three SIGKILLs among 600 publications: afterwards every message is there exactly once."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bus.ensure_stream(
+            StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10_000, 50_000_000)
+        ).wait()
+        pending: list[Pending[Receipt]] = []
+
+        def num_done() -> int:
+            return sum(p.done() for p in pending)
+
+        for life in range(3):
+            pending += [
+                bus.publish(
+                    subjects.tasks(run_id, "train"),
+                    make_task_issued(run_id, f"p{number}", [make_task(f"e0.p{number}.a0")]),
+                    msg_id=f"p{number}",
+                )
+                for number in range(200 * life, 200 * life + 200)
+            ]
+            wait_for(lambda enough=200 * life + 20: num_done() > enough, "some acknowledgements")
+            server.kill()
+            wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
+            server.restart()
+        receipts = [p.wait() for p in pending]
+        assert len({receipt.sequence for receipt in receipts}) == 600
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 600
+        assert bus.down_s == 0.0
+        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
+        bus.ensure_consumer(spec).wait()
+        inbox = bus.inbox(spec, TaskIssued).wait()
+        seen: list[str] = []
+        while len(seen) < 600:
+            found = inbox.fetch(100, 5.0).wait()
+            assert found, f"only {len(seen)} of 600 messages"
+            seen += [d.fact.pack_id for d in found]
+            for ack in [d.ack() for d in found]:
+                ack.wait()
+        assert sorted(seen) == sorted(f"p{n}" for n in range(600))
+
+
+def test_acknowledgements_outlast_a_server_that_dies_under_them(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
+    """What was acknowledged one by one or together is confirmed and gone, also when the server dies in the middle."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.streams(run_id):
+            bus.ensure_stream(spec).wait()
+        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
+        bus.ensure_consumer(spec).wait()
+        for number in range(90):
+            issue(bus, run_id, number)
+        inbox = bus.inbox(spec, TaskIssued).wait()
+        found = inbox.fetch(90, 5.0).wait()
+        assert len(found) == 90
+        Delivery.ack_all(found[:30])
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 60
+        Delivery.ack_all([])
+        pending = [delivery.ack() for delivery in found[30:60]]
+        server.kill()
+        pending += [delivery.ack() for delivery in found[60:]]
+        server.restart()
+        for ack in pending:
+            ack.wait()
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 0
+        assert inbox.num_held == 0
+
+
+def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A consumer that lost its record with its server confirms what was held, and gives out the rest once."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.streams(run_id):
+            bus.ensure_stream(spec).wait()
+        spec = ConsumerSpec(f"{run_id}-tasks", "reader", subjects.tasks(run_id), 30.0, 1000, run_id, "tasks")
+        bus.ensure_consumer(spec).wait()
+        for number in range(12):
+            issue(bus, run_id, number)
+        inbox = bus.inbox(spec, TaskIssued).wait()
+        held = inbox.fetch(10, 5.0).wait()
+        assert len(held) == 10
+        server.kill()
+        for record in server.store.rglob("obs/reader/o.dat"):
+            record.unlink()
+        server.restart()
+        Delivery.ack_all(held[3:])
+        Delivery.ack_all(held[:3])
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 2
+        rest = inbox.fetch(5, 5.0).wait()
+        assert len(rest) == 2
+        Delivery.ack_all(rest)
+        assert inbox.num_held == 0
+
+
+def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A waiting fetch, a tail, a held message and a key-value bucket go on when the server is back."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.streams(run_id, SHORT):
+            bus.ensure_stream(spec).wait()
+        for spec in streams.buckets(run_id):
+            bus.ensure_bucket(spec).wait()
+        for spec in streams.consumers(run_id, SHORT):
+            bus.ensure_consumer(spec).wait()
+        seen: list[float] = []
+        bus.tail(
+            f"{run_id}-events",
+            subjects.events(run_id),
+            RunEvent,
+            lambda fact: seen.append(fact.at),
+            from_start=True,
+        ).wait()
+        publish_event(bus, run_id, 1)
+        wait_for(lambda: seen, "the first event")
+        store = bus.key_value(f"{run_id}-state").wait()
+        revision = store.put("head", b"1").wait()
+        inbox = task_inbox(bus, run_id, SHORT)
+        issue(bus, run_id, 1)
+        held = take_one(inbox)
+        waiting = inbox.fetch(5, 60.0)
+        server.kill()
+        wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
+        assert not waiting.done()
+        server.restart()
+        publish_event(bus, run_id, 2)
+        issue(bus, run_id, 2)
+        assert [d.fact.pack_id for d in waiting.wait()] == ["p2"]
+        held.ack().wait()
+        assert store.swap("head", b"2", revision).wait() > revision
+        wait_for(lambda: seen == [1.0, 2.0], "the second event")
+        assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
+
+
+def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A read that was under way when the server was killed is asked again, and answered by its next life."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        for spec in streams.buckets(run_id):
+            bus.ensure_bucket(spec).wait()
+        store = bus.key_value(streams.state_bucket(run_id).bucket).wait()
+        revision = store.put("head", b"1").wait()
+        sent = bus._connection.client.stats["out_msgs"]
+        os.kill(server.child.pid, signal.SIGSTOP)
+        reads = [store.get("head") for _ in range(3)]
+        listing = store.entries()
+        wait_for(lambda: bus._connection.client.stats["out_msgs"] >= sent + 4, "the requests to be under way")
+        server.kill()
+        server.restart()
+        found = {(entry.value, entry.revision) for read in reads if (entry := read.wait()) is not None}
+        assert found == {(b"1", revision)}
+        assert [entry.key for entry in listing.wait()] == ["head"]
+
+
+def test_a_fetch_while_the_server_is_away_is_empty_after_its_time(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
+    """The reader's loop goes on, and the bus says for how long the server has been away."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
+        bus.ensure_consumer(streams.tasks_consumer(run_id, "train")).wait()
+        inbox = task_inbox(bus, run_id)
+        assert bus.down_s == 0.0
+        server.kill()
+        wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
+        assert inbox.fetch(1, 0.1).wait() == []
+        assert inbox.fetch(5, 0.1).wait() == []
+        with pytest.raises(BusUnreachable, match=r"publication to .* within 1 s.*has been away for"):
+            bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1", deadline_s=1.0).wait()
+
+
+# ── connecting and closing ────────────────────────────────────────────────────────────────────────
+
+
+def test_wrong_credentials_are_refused_at_once(nats_settings: NatsSettings) -> None:
+    """A wrong password is not retried, and the text names user and settings."""
+    started = time.monotonic()
+    with pytest.raises(BusRefused, match=r"refused user penstock: check nats\.user and nats\.password"):
+        Bus.connect(nats_settings.model_copy(update={"password": "wrong"}), name="test", deadline_s=60.0)
+    assert time.monotonic() - started < 30.0
+
+
+def test_no_server_is_an_error_within_the_deadline(own_nats: Callable[[], NatsServer]) -> None:
+    """Without a server the connection fails at its deadline, naming the URL and the remedy."""
+    server = own_nats()
+    server.stop()
+    with pytest.raises(BusUnreachable, match=rf"no NATS server at {server.settings.url} within 1 s.*penstock up"):
+        Bus.connect(server.settings, name="test", deadline_s=1.0)
+
+
+def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServer]) -> None:
+    """Services may be started before NATS is."""
+    server = own_nats()
+    server.stop()
+    starter = threading.Thread(target=server.restart)
+    starter.start()
+    with Bus.connect(server.settings, name="test", deadline_s=20.0) as bus:
+        assert bus.down_s == 0.0
+    starter.join()
+
+
+def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, ring_streams: str) -> None:
+    """Whoever waits for a call when the bus is closed is told, and later calls are refused."""
+    bus = Bus.connect(nats_settings, name="test")
+    pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
+    bus.close()
+    with pytest.raises(BusUnreachable, match="closed meanwhile"):
+        pending.wait()
+    with pytest.raises(BusUnreachable, match="bus is closed"):
+        bus.stream_state("x")
+    bus.close()
+
+
+def test_a_denied_publication_says_so(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A user without the right to publish gets the server's reason, not a timeout."""
+    server = own_nats()
+    config = server.store / "nats.conf"
+    text = config.read_text()
+    start = text.index("authorization {")
+    config.write_text(
+        text[:start]
+        + 'authorization { users: [ { user: "reader", password: "r", permissions: { publish: { allow: ["$JS.API.>"] } } } ] }\n'
+    )
+    os.kill(server.child.pid, signal.SIGHUP)
+    wait_for(lambda: "Reloaded server configuration" in server.child.log_tail(), "the new rights")
+    settings = server.settings.model_copy(update={"user": "reader", "password": "r"})
+    with Bus.connect(settings, name="test") as bus:
+        bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
+        with pytest.raises(BusRefused, match=r"(?i)publication to .* was refused.*permissions violation"):
+            issue(bus, run_id, 1)

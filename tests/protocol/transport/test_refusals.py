@@ -1,0 +1,114 @@
+"""What NATS refuses is told in words: which stream or bucket, by which limit, and what is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nats.js import api
+from nats.js.errors import APIError
+from tests import servers
+
+from penstock.deploy.servers import NatsServer
+from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, NoRoom, PenstockError
+from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.refusals import refusal
+
+
+@pytest.fixture
+def small_nats(tmp_path: Path) -> Iterator[NatsServer]:
+    """A nats-server whose store takes 10 MB."""
+    server = servers.start_nats(tmp_path, max_store_gb=0.01)
+    yield server
+    server.stop()
+
+
+def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: str) -> None:
+    """A new key is refused by name, limit and remedy; old keys stay and can be written again, and with more room the key goes in."""
+    js = bus._connection.js
+    name = f"{run_id}-small"
+    config = api.KeyValueConfig(bucket=name, max_bytes=2000, direct=True)
+    bus._connection.call(js.create_key_value(config), "create").wait()
+    bucket = bus.key_value(name).wait()
+    keys = [f"k{number}" for number in range(20)]
+    written: list[str] = []
+
+    def fill() -> None:
+        for key in keys:
+            bucket.put(key, b"x" * 200).wait()
+            written.append(key)
+
+    with pytest.raises(NoRoom) as refused:
+        fill()
+    text = str(refused.value)
+    for part in (name, f"k{len(written)}", "maximum bytes exceeded", "of its 2000 bytes", "--max-bytes", f"KV_{name}"):
+        assert part in text
+    with pytest.raises(NoRoom):
+        bucket.swap("other", b"x" * 200, None).wait()
+    found = {entry.key: entry.value for entry in bucket.entries().wait()}
+    assert found == dict.fromkeys(written, b"x" * 200)
+    bucket.put("k0", b"y" * 200).wait()  # in place of what is there
+    wider = bus._connection.call(js.stream_info(f"KV_{name}"), "look").wait().config
+    bus._connection.call(js.update_stream(wider.evolve(max_bytes=4000)), "widen").wait()
+    bucket.put(keys[len(written)], b"x").wait()
+    bus.delete_stream(f"KV_{name}").wait()
+
+
+def test_a_store_without_room_for_a_run_says_so(small_nats: NatsServer, run_id: str) -> None:
+    """Error 10047: streams and buckets that reserve more than the store has are refused with the limit to raise."""
+    with Bus.connect(small_nats.settings, name="test") as bus:
+        for create in (
+            lambda: bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 512 * 1024 * 1024)).wait(),
+            lambda: bus.ensure_bucket(BucketSpec(f"{run_id}-large")).wait(),
+        ):
+            with pytest.raises(NoRoom, match=rf"{run_id}.*10047.*penstock runs rm RUN.*max_file_store"):
+                create()
+
+
+def test_what_is_not_there_is_named(bus: Bus, run_id: str) -> None:
+    """Errors 10059 and 10014: the stream, or the consumer of a stream that is there, with how to make it."""
+    with pytest.raises(MissingStream, match=rf"stream {run_id}.*deploy.bootstrap"):
+        bus.stream_state(run_id).wait()
+    bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
+    with pytest.raises(MissingStream, match=rf"consumer reader of {run_id}.*deploy.bootstrap"):
+        bus.consumer_state(ConsumerSpec(run_id, "reader", f"{run_id}.>", 1.0, 1, run_id, "tasks")).wait()
+    bus.delete_stream(run_id).wait()
+
+
+def test_streams_that_want_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
+    """Error 10065: the second stream names what is in its way."""
+    bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
+    with pytest.raises(BusError, match=rf"{run_id}-too.*10065.*another stream takes these subjects"):
+        bus.ensure_stream(StreamSpec(f"{run_id}-too", (f"{run_id}.a",), "limits", 10, 1024)).wait()
+    bus.delete_stream(run_id).wait()
+
+
+def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, run_id: str) -> None:
+    """Errors of a request's form, whichever they are, come as ours and with the server's words."""
+    with pytest.raises(PenstockError, match=rf"stream {run_id}.*NATS at nats://.* says: .*error 100\d\d"):
+        bus.ensure_stream(StreamSpec(run_id, ("a..b",), "limits", 10, 1024)).wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "kind", "says"),
+    [
+        (400, 10002, NoRoom, "max_file_store and max_mem_store"),
+        (503, 10023, NoRoom, "max_file_store"),
+        (400, 10026, NoRoom, "max_consumers"),
+        (400, 10027, NoRoom, "max_streams"),
+        (503, 10008, BusUnreachable, "try again"),
+        (503, 10039, BusRefused, "enable JetStream"),
+        (400, 10003, BusError, "2.12"),
+        (400, 10013, BusError, "remove it"),
+        (404, 19999, MissingStream, "deploy.bootstrap"),
+        (500, 19999, BusError, "error 19999"),
+    ],
+)
+def test_every_refusal_is_an_error_of_ours(code: int, number: int, kind: type[BusError], says: str) -> None:
+    """Each code becomes the error that a caller knows how to take, and its text names request, server and remedy."""
+    err = refusal(APIError(code=code, err_code=number, description="no"), "stream r-tasks", "nats://h:1")
+    assert type(err) is kind
+    assert str(err).startswith(f"stream r-tasks: NATS at nats://h:1 says: no (error {number})")
+    assert says in str(err)

@@ -1,0 +1,254 @@
+"""A run's published weights in memory: what a publisher stores and a mirror does, by the protocol's rules alone."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights import bucket_codec
+from penstock.protocol.weights.adapter_format import ADAPTER_CONFIG, AdapterConfig, published_name
+from penstock.protocol.weights.layout import TensorSpec, bucket_digests, build_layout, shard_header, state_root
+from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, ModelFile, StoredRange, VersionManifest
+from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_layout
+
+SPECS = [
+    TensorSpec("embed.weight", "bfloat16", (50, 8)),
+    TensorSpec("layers.0.w", "bfloat16", (300,)),
+    TensorSpec("layers.0.norm", "float32", (8,)),
+    TensorSpec("layers.1.w", "bfloat16", (700,)),
+    TensorSpec("scales", "float8_e4m3fn", (33,)),
+]
+LAYOUT = build_layout(SPECS, bucket_bytes=1000)
+ADAPTER = AdapterConfig(r=2, lora_alpha=8.0, target_modules=("embed",))
+ADAPTER_LAYOUT = build_layout(
+    [
+        TensorSpec(published_name("embed.lora_A.weight"), "bfloat16", (2, 8)),
+        TensorSpec(published_name("embed.lora_B.weight"), "bfloat16", (50, 2)),
+    ]
+)
+
+State = list[np.ndarray]  # uint8, one for each bucket
+
+
+def random_state(rng: np.random.Generator) -> State:
+    """Draw raw bytes for every bucket."""
+    return [rng.integers(0, 256, bucket.num_bytes, dtype=np.uint8) for bucket in LAYOUT.buckets]
+
+
+def changed_state(state: State, rng: np.random.Generator, density: float) -> State:
+    """Return a copy in which each word was redrawn with this probability."""
+    after = [bucket.copy() for bucket in state]
+    for raw, bucket in zip(after, LAYOUT.buckets, strict=True):
+        words = raw.reshape(bucket.num_words, bucket.word_bytes)
+        hit = rng.random(len(words)) < density
+        words[hit] = rng.integers(0, 256, (int(hit.sum()), bucket.word_bytes), dtype=np.uint8)
+    return after
+
+
+def root_of(state: State) -> str:
+    """Return the state's root."""
+    return state_root(LAYOUT, [raw.data for raw in state])
+
+
+def ref_of(key: str, data: bytes) -> BlobRef:
+    """Return the reference of an object."""
+    return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+class WrongBytes(Exception):
+    """A hash is not the one that was promised."""
+
+
+class PublishedWeights:
+    """Stores versions as objects by key, and brings states to the head as a mirror would."""
+
+    def __init__(self, run_id: str = "r1") -> None:
+        self.run_id = run_id
+        self.objects: dict[str, bytes] = {}
+        self.head: VersionManifest | None = None
+        self.head_ref: BlobRef | None = None
+        self.anchor: AnchorRef | None = None
+        self.state: State = []
+        self.num_fetched = 0
+
+    def put(self, key: str, data: bytes) -> BlobRef:
+        """Store an object."""
+        self.objects[key] = data
+        return ref_of(key, data)
+
+    def publish_anchor(self, state: State, *, epoch: int = 1) -> VersionManifest:
+        """Publish a version that is an anchor."""
+        version = 0 if self.head is None else self.head.version + 1
+        manifest, ref = self._anchor(version, state, epoch, self._ancestor())
+        self.head, self.head_ref, self.state = manifest, ref, state
+        return manifest
+
+    def add_anchor(self) -> VersionManifest:
+        """Write an anchor beside the head, which stays a patch."""
+        assert self.head is not None
+        return self._anchor(self.head.version, self.state, self.head.epoch, self.head.parent)[0]
+
+    def publish(self, state: State, *, epoch: int = 1) -> VersionManifest:
+        """Publish a version as a patch."""
+        assert self.head is not None
+        assert self.anchor is not None
+        version, pack, buckets = self.head.version + 1, b"", []
+        for number, (old, new) in enumerate(zip(self.state, state, strict=True)):
+            bucket = LAYOUT.buckets[number]
+            encoded = bucket_codec.encode(old, new, bucket.word_bytes, bucket=number)
+            stored = None
+            if encoded.codec != "none":
+                digest = hashlib.sha256(encoded.data).hexdigest()
+                stored = StoredRange(object=0, offset=len(pack), size_bytes=len(encoded.data), sha256=digest)
+                pack += encoded.data
+            buckets.append(
+                BucketState(
+                    codec=encoded.codec,
+                    stored=stored,
+                    num_words=bucket.num_words,
+                    num_changed=encoded.num_changed,
+                    base_xxh3=bucket_codec.bucket_xxh3(old),
+                    new_xxh3=bucket_codec.bucket_xxh3(new),
+                )
+            )
+        manifest = VersionManifest(
+            kind="patch",
+            run_id=self.run_id,
+            version=version,
+            step=version,
+            epoch=epoch,
+            parent=self._ancestor(),
+            anchor=self.anchor,
+            layout=self.put("layout", LAYOUT.to_json()),
+            objects=(self.put(f"p{version}", pack),) if pack else (),
+            buckets=tuple(buckets),
+            state_root=root_of(state),
+        )
+        self.head, self.head_ref, self.state = manifest, self.put(f"m{version}", manifest.to_json()), state
+        return manifest
+
+    def publish_adapter(self, raw: np.ndarray, *, epoch: int = 1) -> VersionManifest:
+        """Publish a version that is an adapter upon the newest anchor; ``raw`` is its one bucket."""
+        assert self.head is not None
+        version, bucket = self.head.version + 1, ADAPTER_LAYOUT.buckets[0]
+        blob = self.put(f"l{version}", shard_header(bucket) + raw.tobytes())
+        stored = StoredRange(object=0, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256)
+        manifest = VersionManifest(
+            kind="adapter",
+            run_id=self.run_id,
+            version=version,
+            step=version,
+            epoch=epoch,
+            parent=self._ancestor(),
+            anchor=self.anchor,
+            layout=self.put("adapter layout", ADAPTER_LAYOUT.to_json()),
+            objects=(blob,),
+            buckets=(
+                BucketState(
+                    codec="safetensors",
+                    stored=stored,
+                    num_words=bucket.num_words,
+                    num_changed=bucket.num_words,
+                    new_xxh3=bucket_codec.bucket_xxh3(raw),
+                ),
+            ),
+            state_root="0" * 64,
+            model_files=(ModelFile(name=ADAPTER_CONFIG, blob=self.put("adapter config", ADAPTER.to_json())),),
+        )
+        manifest = manifest.model_copy(update={"state_root": manifest.root_of(bucket_digests(bucket, raw.data))})
+        self.head, self.head_ref = manifest, self.put(f"m{version}", manifest.to_json())
+        return manifest
+
+    def plan(self, held: Held | None, *, max_hops: int = 256) -> CatchUp:
+        """Fetch manifests until there is a plan."""
+        assert self.head is not None
+        fetched: dict[str, VersionManifest] = {}
+        while True:
+            step = plan_catch_up(self.head, fetched, held, max_hops=max_hops)
+            if isinstance(step, CatchUp):
+                return step
+            assert isinstance(step, FetchManifest)
+            assert step.ref.sha256 not in fetched, "asked twice for one manifest"
+            self.num_fetched += 1
+            fetched[step.ref.sha256] = VersionManifest.from_json(self.objects[step.ref.key])
+
+    def carry_out(self, plan: CatchUp, state: State) -> State:
+        """Apply a plan bucket by bucket, in one pass each, and compare each bucket once, at the end.
+
+        Raises WrongBytes, SegmentRefused or ChainBroken; then nothing is served.
+        """
+        layout = ADAPTER_LAYOUT if plan.target.kind == "adapter" else LAYOUT
+        for manifest in (plan.target, *plan.manifests):
+            verify_layout(manifest, layout)
+        result = []
+        for number, bucket in enumerate(layout.buckets):
+            raw = state[number].copy() if state else np.zeros(bucket.num_bytes, np.uint8)
+            for manifest, change in plan.changes_of(number):
+                assert change.stored is not None
+                data = self.stored_bytes(manifest, change.stored)
+                if change.codec == "safetensors":
+                    raw[:] = np.frombuffer(data[len(shard_header(bucket)) :], np.uint8)
+                    continue
+                parsed = bucket_codec.parse(
+                    change.codec, data, num_words=bucket.num_words, word_bytes=bucket.word_bytes, bucket=number
+                )
+                bucket_codec.apply(parsed, raw)
+            if bucket_codec.bucket_xxh3(raw) != plan.target.buckets[number].new_xxh3:
+                raise WrongBytes(f"bucket {number}")
+            result.append(raw)
+        return result
+
+    def stored_bytes(self, manifest: VersionManifest, stored: StoredRange) -> bytes:
+        """Read a range of an object and verify it, as a mirror does; raises WrongBytes."""
+        whole = self.objects.get(manifest.stored_blob(stored).key, b"")
+        data = whole[stored.offset : stored.offset + stored.size_bytes]
+        if hashlib.sha256(data).hexdigest() != stored.sha256:
+            raise WrongBytes("stored bytes")
+        return data
+
+    def _ancestor(self) -> Ancestor | None:
+        if self.head is None or self.head_ref is None:
+            return None
+        return Ancestor(version=self.head.version, manifest=self.head_ref, state_root=self.head.state_root)
+
+    def _anchor(
+        self, version: int, state: State, epoch: int, parent: Ancestor | None
+    ) -> tuple[VersionManifest, BlobRef]:
+        blobs, buckets = [], []
+        for number, (bucket, raw) in enumerate(zip(LAYOUT.buckets, state, strict=True)):
+            blob = self.put(f"a{version}.{number}", shard_header(bucket) + raw.tobytes())
+            blobs.append(blob)
+            buckets.append(
+                BucketState(
+                    codec="safetensors",
+                    stored=StoredRange(object=number, offset=0, size_bytes=blob.size_bytes, sha256=blob.sha256),
+                    num_words=bucket.num_words,
+                    num_changed=bucket.num_words,
+                    new_xxh3=bucket_codec.bucket_xxh3(raw),
+                )
+            )
+        manifest = VersionManifest(
+            kind="anchor",
+            run_id=self.run_id,
+            version=version,
+            step=version,
+            epoch=epoch,
+            parent=parent,
+            layout=self.put("layout", LAYOUT.to_json()),
+            objects=tuple(blobs),
+            buckets=tuple(buckets),
+            state_root=root_of(state),
+        )
+        ref = self.put(f"am{version}", manifest.to_json())
+        self.anchor = AnchorRef(
+            version=version, manifest=ref, state_root=manifest.state_root, num_bytes=manifest.num_bytes
+        )
+        return manifest, ref
+
+
+def held_of(manifest: VersionManifest) -> Held:
+    """Return what a mirror that is at this version holds."""
+    return Held(PolicyVersion(manifest.version), manifest.state_root)

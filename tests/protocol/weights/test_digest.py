@@ -1,0 +1,89 @@
+"""The name of a set of weights: one value for the same tensors, whoever computes it and in whatever order."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+
+from penstock.protocol.errors import MalformedWeights
+from penstock.protocol.weights.digest import TensorDigest, safetensors_digests, tensor_digest, weights_digest
+
+TENSORS = {
+    "b.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "a.weight": torch.ones(4, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.0),
+}
+
+
+def digests() -> list[TensorDigest]:
+    return safetensors_digests(save(TENSORS))
+
+
+def test_a_file_and_its_tensors_have_the_same_digest():
+    """Reading safetensors bytes gives what hashing the tensors themselves gives."""
+    direct = [
+        tensor_digest(name, str(t.dtype).removeprefix("torch."), t.shape, t.view(torch.uint8).numpy().tobytes())
+        for name, t in {**TENSORS, "scale": TENSORS["scale"].reshape(1)}.items()
+    ]
+    direct[-1] = TensorDigest("scale", "float32", (), direct[-1].xxh3)
+    assert weights_digest(direct) == weights_digest(digests())
+
+
+def test_the_order_of_the_tensors_does_not_matter():
+    """The root is over sorted names."""
+    assert weights_digest(reversed(digests())) == weights_digest(digests())
+
+
+def test_the_value_is_fixed_for_ever():
+    """Recorded runs are compared with it: a change of the formula would break every replay."""
+    tensor = tensor_digest("w", "float32", (2,), np.array([1.0, 2.0], dtype="<f4").tobytes())
+    assert tensor.xxh3 == "4533ce61c4655ba3c3e077b25dd1d769"
+    assert weights_digest([tensor]) == "97302fe1efcc2d8a74255ad317049c6fae36fba74dba377ad11831545cf159e3"
+
+
+@pytest.mark.parametrize("change", ["name", "dtype", "shape", "xxh3"])
+def test_everything_about_a_tensor_is_in_the_digest(change: str):
+    """Another name, dtype, shape or content is another digest."""
+    one = TensorDigest("w", "float32", (2, 3), "0" * 32)
+    others = {"name": "v", "dtype": "int32", "shape": (3, 2), "xxh3": "1" * 32}
+    fields = {"name": one.name, "dtype": one.dtype, "shape": one.shape, "xxh3": one.xxh3, change: others[change]}
+    assert weights_digest([TensorDigest(**fields)]) != weights_digest([one])
+
+
+def test_a_name_that_could_be_mistaken_is_refused():
+    """Twice the same name, or one that contains a separator."""
+    one = TensorDigest("w", "float32", (), "0" * 32)
+    with pytest.raises(ValueError, match="unique"):
+        weights_digest([one, one])
+    with pytest.raises(ValueError, match="line break"):
+        weights_digest([TensorDigest("w\nv", "float32", (), "0" * 32)])
+
+
+def damaged(**entry: object) -> bytes:
+    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **entry}
+    header = json.dumps({"w": whole}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 20,
+        struct.pack("<Q", 4) + b"nope",
+        struct.pack("<Q", 2) + b"[]",
+        damaged(dtype="F7"),
+        damaged(shape=[3]),
+        damaged(shape=[-2]),
+        damaged(shape="2"),
+        damaged(data_offsets=[8, 16]),
+        damaged(data_offsets=[0, 8, 16]),
+    ],
+)
+def test_what_is_not_safetensors_is_refused(data: bytes):
+    """Damaged and hostile bytes are an error that says so, never a digest."""
+    with pytest.raises(MalformedWeights, match="not safetensors"):
+        safetensors_digests(data)

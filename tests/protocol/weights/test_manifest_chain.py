@@ -1,0 +1,230 @@
+"""Chains of versions: every verified way to the head ends at the same bytes, and no broken link is followed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from tests.protocol.weights.published_weights import LAYOUT, PublishedWeights, changed_state, held_of, random_state
+
+from penstock.protocol.errors import ChainBroken, MalformedFact
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.layout import TensorSpec, build_layout
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.manifest_chain import (
+    CatchUp,
+    Held,
+    plan_catch_up,
+    verify_anchor,
+    verify_head,
+    verify_layout,
+    verify_link,
+)
+
+DENSITIES = st.sampled_from([0.0, 0.001, 0.02, 0.3, 0.9])
+
+
+def a_run(num_patches: int, *, seed: int = 0, density: float = 0.02) -> tuple[PublishedWeights, list[VersionManifest]]:
+    """Publish an anchor and patches."""
+    rng = np.random.default_rng(seed)
+    run = PublishedWeights()
+    manifests = [run.publish_anchor(random_state(rng))]
+    manifests.extend(run.publish(changed_state(run.state, rng, density)) for _ in range(num_patches))
+    return run, manifests
+
+
+@given(st.integers(0, 2**32), st.lists(st.tuples(DENSITIES, st.sampled_from("pppaA")), min_size=1, max_size=8))
+@examples(60)
+def test_every_way_to_the_head_ends_at_the_same_bytes(seed: int, history: list[tuple[float, str]]):
+    """From nothing, and from every version ever published, a mirror reaches exactly the trainer's bytes."""
+    rng = np.random.default_rng(seed)
+    run = PublishedWeights()
+    versions = [(run.publish_anchor(random_state(rng)), run.state)]
+    for density, kind in history:
+        state = changed_state(run.state, rng, density)
+        manifest = run.publish_anchor(state) if kind == "A" else run.publish(state)
+        if kind == "a":
+            run.add_anchor()
+        versions.append((manifest, state))
+    starts = [(None, []), *((held_of(manifest), state) for manifest, state in versions)]
+    for held, state in starts:
+        plan = run.plan(held)
+        reached = run.carry_out(plan, state)
+        assert all(np.array_equal(got, want) for got, want in zip(reached, run.state, strict=True))
+        assert plan.num_bytes <= run.plan(None).num_bytes
+
+
+def test_a_mirror_one_behind_reads_one_patch_and_asks_for_no_manifest():
+    """The ordinary step needs nothing but the head's manifest."""
+    run, manifests = a_run(5)
+    plan = run.plan(held_of(manifests[-2]))
+    assert (plan.anchor, [m.version for m in plan.patches], run.num_fetched) == (None, [5], 0)
+    assert run.plan(held_of(manifests[-1])).manifests == ()
+
+
+def test_an_empty_mirror_starts_from_the_anchor():
+    """A late joiner gets the anchor and every patch after it, in order."""
+    run, _ = a_run(4)
+    plan = run.plan(None)
+    assert plan.anchor is not None
+    assert [m.version for m in plan.manifests] == [0, 1, 2, 3, 4]
+
+
+def test_a_long_way_of_patches_gives_way_to_an_anchor():
+    """Behind a later anchor, patches are followed while they are the smaller download."""
+    rng = np.random.default_rng(0)
+    run = PublishedWeights()
+    start = run.publish_anchor(random_state(rng))
+    for _ in range(8):
+        recent = run.publish(changed_state(run.state, rng, 0.4))
+    run.add_anchor()
+    for _ in range(2):
+        run.publish(changed_state(run.state, rng, 0.02))
+    far = run.plan(held_of(start))
+    assert far.anchor is not None
+    assert [m.version for m in far.manifests] == [8, 9, 10]
+    assert [m.version for m in run.plan(held_of(recent)).manifests] == [9, 10]
+
+
+def test_an_anchor_as_head_is_enough_alone():
+    """When the head is an anchor, nothing before it is read."""
+    run, manifests = a_run(3)
+    run.publish_anchor(run.state)
+    plan = run.plan(held_of(manifests[1]))
+    assert [m.version for m in plan.manifests] == [4]
+    assert run.num_fetched == 0
+
+
+def test_a_mirror_with_other_bytes_starts_from_the_anchor():
+    """The right number with another root, or a version of another life of the run, is not built upon."""
+    run, manifests = a_run(3)
+    for held in (
+        Held(PolicyVersion(2), "0" * 64),
+        Held(PolicyVersion(3), "0" * 64),
+        Held(PolicyVersion(99), manifests[1].state_root),
+    ):
+        plan = run.plan(held)
+        assert plan.anchor is not None
+        assert plan.anchor.version == 0
+
+
+def test_a_chain_without_end_is_cut():
+    """More parents than allowed without an anchor are an error that says what to do."""
+    run, _ = a_run(6)
+    with pytest.raises(ChainBroken, match="no anchor within 4 parents; publish an anchor"):
+        run.plan(None, max_hops=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"version": 1}, "parent"),
+        ({"state_root": "0" * 64}, "parent"),
+        ({"epoch": 9}, "lease 1 after its parent's 9"),
+        ({"run_id": "other"}, "run and layout"),
+        ({"layout": BlobRef(key="l", size_bytes=1, sha256="1" * 64)}, "run and layout"),
+        ({"buckets": ()}, "number of buckets"),
+    ],
+)
+def test_a_link_that_does_not_fit_is_not_followed(fields: dict, match: str):
+    """A parent of another version, state, lease, run, layout or size is refused."""
+    _, manifests = a_run(3)
+    verify_link(manifests[3], manifests[2])
+    with pytest.raises(ChainBroken, match=match):
+        verify_link(manifests[3], manifests[2].model_copy(update=fields))
+
+
+def test_a_patch_on_another_base_is_not_followed():
+    """A bucket of the parent that is not the base of the patch is refused and named."""
+    run, manifests = a_run(3)
+    other = manifests[2].buckets[1].model_copy(update={"new_xxh3": "0" * 32})
+    buckets = (manifests[2].buckets[0], other, *manifests[2].buckets[2:])
+    with pytest.raises(ChainBroken, match="bucket 1 of version 2"):
+        verify_link(manifests[3], manifests[2].model_copy(update={"buckets": buckets}))
+    forged = manifests[2].model_copy(update={"buckets": buckets})
+    head = manifests[3]
+    assert head.parent is not None
+    with pytest.raises(ChainBroken, match="bucket 1"):
+        plan_catch_up(head, {head.parent.manifest.sha256: forged}, None)
+    assert run.anchor is not None
+    with pytest.raises(ChainBroken, match="anchor"):
+        verify_anchor(manifests[1], run.anchor, manifests[1])
+    with pytest.raises(ChainBroken, match="continues nothing"):
+        verify_link(manifests[0], manifests[0])
+
+
+def test_a_manifest_speaks_of_the_buckets_of_its_layout():
+    """Another layout, or another size of a bucket, is refused before anything is decoded."""
+    _, (_, patch) = a_run(1)
+    verify_layout(patch, LAYOUT)
+    with pytest.raises(ChainBroken, match="layout"):
+        verify_layout(patch, build_layout([TensorSpec("a", "bfloat16", (4,))]))
+    with pytest.raises(ChainBroken, match="words by bucket"):
+        verify_layout(patch.model_copy(update={"buckets": patch.buckets[1:]}), LAYOUT)
+
+
+def test_the_head_must_be_what_was_announced():
+    """Another run, another version, or a trainer that lost its lease is refused."""
+    _, (_, manifest) = a_run(1)
+    verify_head(manifest, run_id="r1", version=PolicyVersion(1), epoch=1)
+    for fields in ({"run_id": "r2"}, {"version": PolicyVersion(2)}, {"epoch": 2}):
+        expected: dict = {"run_id": "r1", "version": PolicyVersion(1), "epoch": 1} | fields
+        with pytest.raises(ChainBroken, match=r"announced|lease"):
+            verify_head(manifest, **expected)
+
+
+def test_a_manifest_says_how_much_changed():
+    """Density and bytes follow from the buckets; what is stored for a version is listed once."""
+    run, (anchor, patch) = a_run(1)
+    assert anchor.density == 1.0
+    assert anchor.num_words == LAYOUT.num_words == patch.num_words
+    assert 0 < patch.density < 0.1
+    assert patch.num_bytes == len(run.objects["p1"])
+    assert [blob.key for blob in patch.references()] == ["layout", "p1"]
+    assert patch.layout_id == LAYOUT.layout_id
+    assert isinstance(run.plan(None), CatchUp)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"kind": "anchor"}, "every bucket of a patch is a change, and none of another kind"),
+        ({"parent": None}, "a parent is needed"),
+        ({"version": 0}, "cannot build on version 0"),
+        ({"objects": ()}, "object 0 of 0"),
+        ({"objects": ({"key": "p", "size_bytes": 3, "sha256": "0" * 64},)}, "of an object of 3"),
+        ({"surprise": 1}, "surprise"),
+        ({"version": -1}, "version"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(fields: dict, match: str):
+    """Kind, ancestors and ranges must agree; the text names the field."""
+    _, (_, patch) = a_run(1)
+    assert VersionManifest.from_json(patch.to_json()) == patch
+    with pytest.raises(MalformedFact, match=match):
+        VersionManifest.from_json(json.dumps(json.loads(patch.to_json()) | fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"codec": "none"}, "has no stored bytes"),
+        ({"stored": None}, "needs stored bytes"),
+        ({"num_changed": 10**9}, "words changed"),
+        ({"base_xxh3": None}, "a patch has a base"),
+        ({"codec": "none", "stored": None}, "must be equal"),
+        ({"codec": "lzma"}, "codec"),
+    ],
+)
+def test_a_bucket_that_contradicts_itself_is_refused(fields: dict, match: str):
+    """Codec, stored bytes, counts and hashes must agree."""
+    _, (_, patch) = a_run(1)
+    wire = json.loads(patch.to_json())
+    wire["buckets"][0] |= fields
+    with pytest.raises(MalformedFact, match=match):
+        VersionManifest.from_json(json.dumps(wire).encode())

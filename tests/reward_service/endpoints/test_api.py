@@ -1,0 +1,267 @@
+"""The HTTP API: registering, listing, testing and scoring by hand, and who may do so."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.reward_service.conftest import Wire
+from tests.reward_service.processes import Behaviour, EndpointServer, Service, good, raw
+from tests.servers import wait_for
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.servers import NatsServer
+from penstock.protocol import streams
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+
+def test_an_endpoint_is_registered_shown_tested_and_unregistered(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """The life of a registration, as a person with curl sees it."""
+    service = start_service()
+    endpoint = start_endpoint(good(0.5))
+    name = f"mine-{wire.run_id}"
+    answer = service.register(name, endpoint.url, timeout_s=3, version="2")
+    assert answer.status_code == 201
+    assert answer.json()["endpoint"] == {
+        "name": name,
+        "url": endpoint.url,
+        "dialect": "penstock",
+        "options": {},
+        "timeout_s": 3.0,
+        "retries": 3,
+        "concurrency": 8,
+        "batch_size": 16,
+        "rate_per_s": None,
+        "hedge_after_s": None,
+        "version": "2",
+        "min_score": -1e6,
+        "max_score": 1e6,
+        "data_sources": [],
+        "needs_ground_truth": False,
+        "returns_parts": [],
+        "health_url": None,
+        "lease_s": None,
+        "owner": "",
+        "secret_id": "",
+    }
+    tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json={}, timeout=60).json()
+    assert tried["ok"] is True
+    assert [score["score"] for score in tried["results"][0]["scores"]] == [0.5] * 3
+    live = service.get(f"/v1/endpoints/{name}")["live"]
+    assert (live["calls"], live["errors"]) == (1, 0)
+    assert live["latency_p99_s"] >= live["latency_p50_s"] > 0
+
+    assert service.register(name, endpoint.url, timeout_s=3, version="2").status_code == 201, "the same again is fine"
+    taken = service.register(name, "http://127.0.0.1:9/")
+    assert taken.status_code == 409
+    assert "set replace" in taken.json()["detail"]
+    assert service.register(name, "http://127.0.0.1:9/", replace=True).status_code == 201
+    url = f"{service.url}/v1/endpoints/{name}"
+    assert httpx.delete(url, params={"url": endpoint.url}, timeout=60).status_code == 409, "not ours any more"
+    assert httpx.delete(url, timeout=60).status_code == 204
+    assert httpx.delete(url, timeout=60).status_code == 404
+    assert httpx.get(url, timeout=60).status_code == 404
+    assert httpx.post(f"{url}/test", json={}, timeout=60).status_code == 404
+
+
+def test_a_failing_endpoint_is_told_apart_by_its_test(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """Testing a broken endpoint shows the same reason that a dead letter would carry."""
+    service = start_service()
+    name = f"broken-{wire.run_id}"
+    service.register(name, start_endpoint(raw("nonsense")).url)
+    rows = {"groups": [{"group_id": "g", "prompt": "p", "completions": ["a"], "ground_truth": {"x": [1]}}]}
+    tried = httpx.post(f"{service.url}/v1/endpoints/{name}/test", json=rows, timeout=60).json()
+    assert tried["ok"] is False
+    assert tried["results"][0]["error"]["reason"] == "EndpointNonsense"
+    assert name in tried["results"][0]["error"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("ftp://127.0.0.1/x", "only http:// and https://"),
+        ("http://169.254.169.254/latest/meta-data", "never called"),
+        ("http://[fe80::1]/", "never called"),
+        ("http://[::ffff:169.254.169.254]/", "never called"),
+        ("http://8.8.8.8/score", "allowed_targets"),
+        ("http://user:pw@127.0.0.1/", "no user name or password"),
+        ("http://", "no host"),
+        ("http://127.0.0.1:99999/", "not a URL"),
+    ],
+)
+def test_targets_that_are_not_allowed_are_refused(url: str, text: str, wire: Wire, shared_service: Service) -> None:
+    """A registration whose URL may not be called is refused with the rule it breaks."""
+    answer = shared_service.register(f"x-{wire.run_id}", url)
+    assert answer.status_code == 422
+    assert text in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "exact_match"},
+        {"name": "auto"},
+        {"name": "a b"},
+        {"name": ""},
+        {"timeout_s": 0},
+        {"timeout_s": "soon"},
+        {"concurrency": 0},
+        {"batch_size": 0},
+        {"min_score": 2, "max_score": 1},
+        {"time_out": 3},
+    ],
+)
+def test_registrations_that_break_a_rule_are_refused(change: dict[str, Any], shared_service: Service) -> None:
+    """Names of built-ins, values out of range and unknown fields are refused."""
+    answer = httpx.post(
+        f"{shared_service.url}/v1/endpoints", json={"name": "fine", "url": "http://127.0.0.1:9/", **change}, timeout=60
+    )
+    assert answer.status_code == 422
+
+
+def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> None:
+    """POST /v1/score scores by any reward, and reports an error where there is no score."""
+    groups = [
+        {"group_id": "a", "completions": ["#### 42", "x"], "ground_truth": "42"},
+        {"group_id": "b", "completions": ["#### 42"]},
+    ]
+    answer = httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm8k", "groups": groups}, timeout=60).json()
+    assert answer["ok"] is False
+    first, second = answer["results"]
+    assert first["scorer"] == "gsm8k"
+    assert first["scores"] == [
+        {"score": 1.0, "parts": {"has_answer": 1.0}},
+        {"score": 0.0, "parts": {"has_answer": 0.0}},
+    ]
+    assert second["scores"] == []
+    assert second["error"]["reason"] == "BadGroundTruth"
+    assert second["error"]["permanent"] is True
+    unknown = httpx.post(
+        f"{shared_service.url}/v1/score", json={"reward": "gsm9k", "groups": groups[:1]}, timeout=60
+    ).json()
+    assert "did you mean gsm8k" in unknown["results"][0]["error"]["detail"]
+    assert (
+        httpx.post(f"{shared_service.url}/v1/score", json={"reward": "a b", "groups": groups}, timeout=60).status_code
+        == 422
+    )
+    assert (
+        httpx.post(f"{shared_service.url}/v1/score", json={"reward": "gsm8k", "groups": []}, timeout=60).status_code
+        == 422
+    )
+
+
+def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
+    """GET /v1/rewards names every reward a task may ask for and which data set gets which."""
+    answer = shared_service.get("/v1/rewards")
+    assert {"auto", "exact_match", "format", "gsm8k", "math"} <= {row["name"] for row in answer["rewards"]}
+    assert answer["by_source"]["openai/gsm8k"] == "gsm8k"
+
+
+def test_the_contract_is_published(shared_service: Service) -> None:
+    """The OpenAPI document describes every route of the API."""
+    paths = shared_service.get("/openapi.json")["paths"]
+    assert {"/v1/endpoints", "/v1/endpoints/{name}", "/v1/endpoints/{name}/test", "/v1/score", "/v1/rewards"} <= set(
+        paths
+    )
+
+
+def test_a_token_guards_every_call_but_health(
+    wire: Wire, start_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    """With a token file, calls without the token are refused."""
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    service = start_service(f"reward_service.token_file={token}")
+    name = f"x-{wire.run_id}"
+    assert service.register(name, "http://127.0.0.1:9/").status_code == 401
+    for path in ("/v1/endpoints", "/v1/rewards", "/metrics"):
+        assert httpx.get(service.url + path, timeout=60).status_code == 401
+    assert httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200
+    allowed = httpx.get(f"{service.url}/v1/rewards", headers={"authorization": "Bearer s3cret"}, timeout=60)
+    assert allowed.status_code == 200
+
+
+def test_a_door_open_to_others_needs_a_token(
+    nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str
+) -> None:
+    """Listening on another address than loopback without a token is refused at the start."""
+    service = Service(run_id, nats_settings, s3_settings, tmp_path, ["reward_service.host=0.0.0.0"])
+    assert service.wait(30) == 1
+    assert "reward_service.token_file" in service.output
+
+
+def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """Many people registering at two replicas at once lose nobody's endpoint."""
+    services = [start_service(replica="r0"), start_service(replica="r1")]
+    names = [f"many{i}-{wire.run_id}" for i in range(12)]
+
+    def register(number: int) -> int:
+        return services[number % 2].register(names[number], f"http://127.0.0.1:{1000 + number}/").status_code
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(register, range(12))) == [201] * 12
+    for service in services:
+        known = {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
+        assert set(names) <= known
+
+
+def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """A registration made before SIGKILL is there in the next life."""
+    name = f"kept-{wire.run_id}"
+    first = start_service()
+    first.register(name, "http://127.0.0.1:9/")
+    first.kill()
+    second = start_service()
+    assert name in {row["endpoint"]["name"] for row in second.get("/v1/endpoints")}
+    stored = wire.bus.key_value(streams.registry_bucket().bucket).wait().get("endpoints").wait()
+    assert stored is not None
+    assert name in {row["name"] for row in json.loads(stored.value)["endpoints"]}
+
+
+def test_health_turns_red_while_nats_is_away(
+    own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
+) -> None:
+    """/healthz answers 503 while NATS is gone, and 200 again once it is back; the service lives on."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bootstrap(bus, Blobs(s3_settings), run_id)
+    service = Service(run_id, server.settings, s3_settings, tmp_path).ready()
+    try:
+        server.kill()
+        wait_for(lambda: httpx.get(f"{service.url}/healthz", timeout=60).status_code == 503, "health to turn red")
+        server.restart()
+        wait_for(lambda: httpx.get(f"{service.url}/healthz", timeout=60).status_code == 200, "health to turn green")
+        assert service.alive()
+    finally:
+        service.kill()
+
+
+def test_neither_the_runs_servers_nor_endless_bodies_get_through(
+    wire: Wire, start_service: Callable[..., Service], nats_settings: NatsSettings, s3_settings: S3Settings
+) -> None:
+    """An endpoint at NATS or the object store is refused; a body beyond the limit is a 413, announced or not."""
+    service = start_service("reward_service.max_request_bytes=2000")
+    for url in (nats_settings.url.replace("nats://", "http://"), s3_settings.endpoint):
+        answer = service.register(f"own-{wire.run_id}", url + "/score")
+        assert answer.status_code == 422
+        assert "of this run" in answer.json()["detail"]
+    group = {"completions": ["1" * 3000], "ground_truth": "1"}
+    body = json.dumps({"reward": "gsm8k", "groups": [group]}).encode()
+    headers = {"content-type": "application/json"}
+    for content in (body, iter([body[:1000], body[1000:]])):
+        answer = httpx.post(service.url + "/v1/score", content=content, headers=headers, timeout=60)
+        assert answer.status_code == 413
+        assert "max_request_bytes" in answer.json()["detail"]
+    small = {"reward": "gsm8k", "groups": [{"completions": ["#### 1"], "ground_truth": "1"}]}
+    assert service.post("/v1/score", small).json()["results"][0]["scores"][0]["score"] == 1.0

@@ -1,0 +1,157 @@
+"""The parts of a robust call, each by itself: breaker, rate, signature, leases, tokens."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.reward_service.api.api_models import Registration
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.access import ANYBODY, Access, Role, read_tokens
+from penstock.reward_service.endpoints.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALLS, Breaker, BreakerState
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_lease import Leases, key
+from penstock.reward_service.endpoints.token_bucket import TokenBucket
+from penstock.reward_service.errors import NotAllowed
+
+
+def tripped(now: float = 0.0) -> Breaker:
+    breaker = Breaker()
+    for _ in range(MIN_CALLS):
+        breaker.record(now, failed=True)
+    return breaker
+
+
+def test_a_breaker_opens_only_when_most_of_enough_calls_failed() -> None:
+    """Four failures say nothing, five open it; a third of failures among many does not."""
+    breaker = Breaker()
+    assert [breaker.record(0.0, failed=True) for _ in range(MIN_CALLS)] == [False] * (MIN_CALLS - 1) + [True]
+    assert breaker.state(0.0) is BreakerState.OPEN
+    assert not breaker.admit(0.5 * FIRST_PAUSE_S)
+    mostly_good = Breaker()
+    assert not any(mostly_good.record(0.0, failed=number % 3 == 2) for number in range(60))
+    assert mostly_good.admit(0.0)
+
+
+def test_a_half_open_breaker_lets_one_call_through() -> None:
+    """After its pause one call goes through; success closes it, failure doubles the pause up to a bound."""
+    breaker = tripped()
+    assert breaker.state(FIRST_PAUSE_S) is BreakerState.HALF_OPEN
+    assert breaker.admit(FIRST_PAUSE_S)
+    assert not breaker.admit(FIRST_PAUSE_S)
+    breaker.withdraw()
+    assert breaker.admit(FIRST_PAUSE_S), "a call that was not made after all frees the place"
+    now = FIRST_PAUSE_S
+    for _ in range(10):
+        breaker.record(now, failed=True)
+        assert breaker.state(now) is BreakerState.OPEN
+        assert breaker.retry_in_s(now) <= LONGEST_PAUSE_S
+        now += breaker.retry_in_s(now)
+        assert breaker.admit(now)
+    breaker.record(now, failed=False)
+    assert breaker.state(now) is BreakerState.CLOSED
+    assert breaker.retry_in_s(now) == 0.0
+
+
+def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
+    """Answers of calls that were under way when it opened neither close nor prolong it."""
+    breaker = tripped()
+    breaker.record(0.1, failed=False)
+    assert breaker.state(0.2) is BreakerState.OPEN
+    breaker.record(0.2, failed=True)
+    assert breaker.state(FIRST_PAUSE_S) is BreakerState.HALF_OPEN
+
+
+@given(st.floats(0.5, 100.0), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=200))
+def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None:
+    """Whatever the rhythm of asking, no more than the rate and one second's worth go through."""
+    bucket, now, passed = TokenBucket(rate, 0.0), 0.0, 0
+    for pause in pauses:
+        now += pause
+        passed += bucket.take(now) == 0.0
+    assert passed <= max(1.0, rate) + rate * now + 1e-6
+    wait = bucket.take(now)
+    assert wait == 0.0 or bucket.take(now + wait + 1e-9) == 0.0
+
+
+def test_a_signature_is_the_specifications_own() -> None:
+    """The known answer of the Standard Webhooks reference implementations, alone and beside a second key's."""
+    secret, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
+    given = {"message_id": "msg_p5jXN8AQM9LWM0D4loKWxJek", "timestamp": 1614265330, "body": body}
+    expected = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert signature.headers([secret], **given) == {
+        "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
+        "webhook-timestamp": "1614265330",
+        "webhook-signature": expected,
+    }
+    other = signature.PREFIX + base64.b64encode(b"x" * 32).decode()
+    both = signature.headers([other, secret], **given)["webhook-signature"].split()
+    assert both[1] == expected
+    assert both[0] != expected
+
+
+@pytest.mark.parametrize("secret", ["", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_%%%", "whsec_c2hvcnQ="])
+def test_a_signing_secret_that_is_none_is_refused_without_showing_it(secret: str) -> None:
+    """The text says what a secret looks like, and does not repeat what was given."""
+    with pytest.raises(ValueError, match="whsec_ and the base64 of 24 to 64") as err:
+        Registration.model_validate({"name": "x", "url": "http://127.0.0.1/", "secrets": [secret]})
+    assert not secret or f"input_value='{secret}" not in str(err.value)
+
+
+def test_a_lease_lives_by_the_readers_clock() -> None:
+    """A lease is over when its revision stood still for its time; a new revision, or a first sight, starts it anew."""
+    endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
+    leases = Leases()
+    assert leases.over_for_s(endpoint, 1.0) > 0, "never seen"
+    leases.saw({key(endpoint): 3}, 10.0)
+    leases.saw({key(endpoint): 3}, 14.0)
+    assert leases.over_for_s(endpoint, 14.0) == 0.0
+    assert leases.over_for_s(endpoint, 16.0) == pytest.approx(1.0)
+    leases.saw({key(endpoint): 4}, 16.0)
+    assert leases.over_for_s(endpoint, 20.0) == 0.0
+    leases.saw({}, 20.0)
+    assert leases.over_for_s(endpoint, 20.0) > 0, "taken away"
+    assert leases.over_for_s(endpoint.model_copy(update={"lease_s": None}), 99.0) == 0.0
+    assert key(endpoint) != key(endpoint.model_copy(update={"version": "2"}))
+
+
+def test_tokens_have_names_and_roles() -> None:
+    """A token opens what its role may; nobody's token opens nothing; without any token everything is open."""
+    access = Access(
+        read_tokens(
+            "# ours\n\nann admin aaaaaaaaaaaaaaaa\n  bob register bbbbbbbbbbbbbbbb\neve READ cccccccccccccccc\n"
+        )
+    )
+    bob, ann = access.caller("b" * 16), access.caller("a" * 16)
+    assert bob is not None
+    assert ann is not None
+    assert (bob.name, bob.role) == ("bob", Role.REGISTER)
+    assert access.caller("b" * 15) is None
+    assert access.caller(None) is None
+    assert Access([]).caller(None) == ANYBODY
+    hers = Endpoint(name="x", url="http://127.0.0.1/", owner="ann")
+    ann.check_owns(hers)
+    with pytest.raises(NotAllowed, match="belongs to 'ann', and you are 'bob'"):
+        bob.check_owns(hers)
+    bob.check_owns(hers.model_copy(update={"owner": "bob"}))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ann admin",
+        "ann boss aaaaaaaaaaaaaaaa",
+        "a/b read aaaaaaaaaaaaaaaa",
+        "ann admin short",
+        "a read aaaaaaaaaaaaaaaa\na read bbbbbbbbbbbbbbbb",
+    ],
+)
+def test_a_wrong_line_of_tokens_is_named_without_its_token(line: str) -> None:
+    """The error has the number of the line and never the token."""
+    with pytest.raises(ValueError, match="line ") as err:
+        read_tokens(line)
+    assert "aaaaaaaaaaaaaaaa" not in str(err.value)
+    assert "bbbbbbbbbbbbbbbb" not in str(err.value)

@@ -1,0 +1,300 @@
+"""Every foreign dialect against a server as that library's users write it, over real HTTP through the service's client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from tests.reward_service.processes import EndpointServer, raw
+
+from penstock.reward_service.api import web_server
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.reward_service.endpoints.wire import GroupToScore
+from penstock.reward_service.errors import RewardError
+from penstock.reward_service.scores import GroupScores, Outcome
+
+GROUPS = [
+    GroupToScore(
+        group_id="a",
+        prompt="2+2=",
+        completions=["4", "five"],
+        data_source="sums",
+        ground_truth="4",
+        extra_info={"level": 3, "index": 7},
+    ),
+    GroupToScore(group_id="b", prompt="3+3=", completions=["6"], data_source="sums", ground_truth="6"),
+]
+
+
+class Sample(BaseModel):
+    prompt: str
+    response: str
+    label: str
+
+
+class Content(BaseModel):
+    type: str
+    text: str
+    annotations: list[Any]
+
+
+class Message(BaseModel):
+    id: str
+    type: str
+    role: str
+    status: str
+    content: list[Content]
+
+
+class Response(BaseModel):
+    id: str
+    created_at: float
+    model: str
+    object: str
+    output: list[Message]
+    parallel_tool_calls: bool
+    tool_choice: str
+    tools: list[Any]
+
+
+class VerifyRequest(BaseModel):
+    responses_create_params: dict[str, Any]
+    response: Response
+    expected_answer: str
+    level: int = 0
+
+
+async def ask(url: str, dialect: str, groups: Sequence[GroupToScore] = GROUPS, **options: Any) -> list[Outcome]:
+    endpoint = Endpoint(name="far", url=url, dialect=dialect, options=options, retries=0, timeout_s=20)  # type: ignore[arg-type]
+    async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
+        return await client.line(endpoint).stand(groups, attempt=1)
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, path: str) -> AsyncIterator[str]:
+    with web_server.listen("127.0.0.1", 0, key="port") as bound:
+        done = asyncio.Event()
+        running = asyncio.create_task(web_server.serve(app, bound, done))
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}{path}"
+        finally:
+            done.set()
+            await running
+
+
+def rewards(outcomes: Sequence[Outcome]) -> list[tuple[float, ...]]:
+    for outcome in outcomes:
+        assert isinstance(outcome, GroupScores), str(outcome)
+    return [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)]
+
+
+def parts(outcome: Outcome) -> dict[str, tuple[float, ...]]:
+    assert isinstance(outcome, GroupScores), str(outcome)
+    return outcome.parts
+
+
+async def test_verl_functions_behind_one_line_of_http() -> None:
+    """``compute_score(**body)`` gets verl's four arguments; a number, a bool and a dict with ``score`` are answers."""
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        if data_source != "sums":
+            raise NotImplementedError(data_source)
+        if ground_truth == "6":
+            return solution_str == ground_truth
+        return {"score": float(solution_str == ground_truth), "level": extra_info["level"], "pred": solution_str}
+
+    app = FastAPI()
+
+    @app.post("/score")
+    async def score(request: Request) -> Any:
+        return compute_score(**await request.json())
+
+    async with serving(app, "/score") as url:
+        outcomes = await ask(url, "verl")
+    assert rewards(outcomes) == [(1.0, 0.0), (1.0,)]
+    assert parts(outcomes[0]) == {"level": (3.0, 3.0)}
+
+
+async def test_verl_batch_functions_get_four_lists() -> None:
+    """The batch manager's arguments carry every completion of several groups in one call."""
+    sizes = []
+
+    def compute_score(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]:
+        sizes.append((len(data_sources), len(extra_infos)))
+        return [float(a == b) for a, b in zip(solution_strs, ground_truths, strict=True)]
+
+    app = FastAPI()
+
+    @app.post("/score")
+    async def score(request: Request) -> Any:
+        return compute_score(**await request.json())
+
+    async with serving(app, "/score") as url:
+        assert rewards(await ask(url, "verl-batch")) == [(1.0, 0.0), (1.0,)]
+    assert sum(rows for rows, _ in sizes) == 3
+    assert all(rows == infos for rows, infos in sizes)
+
+
+async def test_trl_functions_get_prompts_completions_and_columns() -> None:
+    """The function sees lists of one length, the row's columns by name; None says that it does not apply."""
+
+    def reward_func(prompts: Any, completions: Any, level: Any = None, **kwargs: Any) -> list[float | None]:
+        assert len(prompts) == len(completions) == len(kwargs["ground_truth"])
+        if level is None:
+            return [None] * len(completions)
+        return [
+            float(c[0]["content"] == t) * n for c, t, n in zip(completions, kwargs["ground_truth"], level, strict=True)
+        ]
+
+    app = FastAPI()
+
+    @app.post("/score")
+    async def score(request: Request) -> Any:
+        return reward_func(**await request.json())
+
+    async with serving(app, "/score") as url:
+        scored, skipped = await ask(url, "trl", conversational=True)
+    assert rewards([scored]) == [(3.0, 0.0)]
+    assert isinstance(skipped, RewardError)
+    assert "body[0] = null" in str(skipped)
+
+
+async def test_slime_servers_answer_one_sample() -> None:
+    """``{prompt, response, label}`` goes out; the number may stand under slime's reward key."""
+    app = FastAPI()
+
+    @app.post("/rm")
+    async def plain(sample: Sample) -> float:
+        return float(sample.response == sample.label)
+
+    @app.post("/keyed")
+    async def keyed(sample: Sample) -> dict[str, float]:
+        return {"acc": float(sample.response == sample.label), "length": len(sample.prompt)}
+
+    async with serving(app, "") as url:
+        assert rewards(await ask(url + "/rm", "slime")) == [(1.0, 0.0), (1.0,)]
+        outcomes = await ask(url + "/keyed", "slime", reward_key="acc")
+        (unkeyed,) = await ask(url + "/keyed", "slime", GROUPS[1:])
+    assert rewards(outcomes) == [(1.0, 0.0), (1.0,)]
+    assert parts(outcomes[0]) == {"length": (4.0, 4.0)}
+    assert "reward_key" in str(unkeyed)
+
+
+async def test_openrlhf_servers_answer_batches() -> None:
+    """A server like its ``serve_rm`` reads query, prompts and labels, and answers rewards, scores, extra_logs."""
+    app = FastAPI()
+
+    @app.post("/get_reward")
+    async def get_reward(request: Request) -> JSONResponse:
+        data = await request.json()
+        queries, prompts, labels = data["query"], data["prompts"], data["labels"]
+        found = [float(q == p + label) for q, p, label in zip(queries, prompts, labels, strict=True)]
+        return JSONResponse({"rewards": found, "scores": found, "extra_logs": {"long": [len(q) for q in queries]}})
+
+    @app.post("/bare")
+    async def bare(request: Request) -> JSONResponse:
+        return JSONResponse({"rewards": [0.25] * len((await request.json()).get("query"))})
+
+    async with serving(app, "") as url:
+        outcomes = await ask(url + "/get_reward", "openrlhf")
+        assert rewards(await ask(url + "/bare", "openrlhf")) == [(0.25, 0.25), (0.25,)]
+    assert rewards(outcomes) == [(1.0, 0.0), (1.0,)]
+    assert parts(outcomes[0]) == {"scores": (1.0, 0.0), "long": (5.0, 8.0)}
+
+
+async def test_nemo_gym_servers_verify_a_response() -> None:
+    """A resources server gets the row's columns beside an OpenAI response, and answers the request with ``reward``."""
+    app = FastAPI()
+
+    @app.post("/verify")
+    async def verify(body: VerifyRequest) -> dict[str, Any]:
+        text = "".join(content.text for message in body.response.output for content in message.content)
+        assert body.responses_create_params["input"][0]["role"] == "user"
+        right = float(text == body.expected_answer)
+        return {**body.model_dump(), "reward": right, "reward_components": {"right": right, "level": body.level}}
+
+    async with serving(app, "/verify") as url:
+        outcomes = await ask(url, "nemo-gym")
+    assert rewards(outcomes) == [(1.0, 0.0), (1.0,)]
+    assert parts(outcomes[0]) == {"right": (1.0, 0.0), "level": (3.0, 3.0)}
+
+
+async def test_openai_graders_are_run_once_a_completion() -> None:
+    """The grader, the row as item and the sample go out; a flagged error is no score, whatever the reward says."""
+    app = FastAPI()
+
+    @app.post("/v1/fine_tuning/alpha/graders/run")
+    async def run(request: Request) -> dict[str, Any]:
+        body = await request.json()
+        assert body["grader"]["type"] == "string_check"
+        right = float(body["model_sample"] == body["item"]["reference_answer"])
+        flags = {"formula_parse_error": False, "model_grader_server_error": "level" not in body["item"]}
+        metadata = {"errors": flags | {"model_grader_server_error_details": "overloaded"}, "name": "g", "type": "s"}
+        return {"reward": right, "sub_rewards": {"same": right}, "metadata": metadata}
+
+    grader = {
+        "type": "string_check",
+        "name": "g",
+        "operation": "eq",
+        "input": "{{sample.output_text}}",
+        "reference": "x",
+    }
+    async with serving(app, "/v1/fine_tuning/alpha/graders/run") as url:
+        scored, failed = await ask(url, "openai-grader", grader=grader)
+    assert rewards([scored]) == [(1.0, 0.0)]
+    assert parts(scored) == {"same": (1.0, 0.0)}
+    assert "model_grader_server_error" in str(failed)
+    assert "overloaded" in str(failed)
+
+
+MALFORMED = [
+    ("verl", "yes", "not JSON"),
+    ("verl", '"1.0"', "body = '1.0', which is no number"),
+    ("verl", '{"acc": 1}', "without 'score' at body"),
+    ("verl", '{"score": 1, "acc": NaN}', "body.acc = nan, which is not finite"),
+    ("verl", "1e999", "body = inf, which is not finite"),
+    ("verl", "null", "body = null"),
+    ("verl-batch", "[1]", "1 values at body for 2 completions"),
+    ("verl-batch", '[1, "x"]', "body[1] = 'x', which is no number"),
+    ("trl", "1.0", "body = 1.0, which is no list"),
+    ("trl", "[1, null]", "body[1] = null"),
+    ("slime", "[1]", "body = [1], which is no number"),
+    ("openrlhf", '{"scores": [1, 1]}', "no object with 'rewards'"),
+    ("openrlhf", '{"rewards": [1, 2, 3]}', "3 values at rewards for 2 completions"),
+    ("openrlhf", '{"rewards": [1, 2], "scores": [1]}', "1 values at scores"),
+    ("openrlhf", '{"rewards": [1, 2], "extra_logs": {"n": [1]}}', "1 values at extra_logs.n"),
+    ("nemo-gym", '{"score": 1}', "no object with 'reward'"),
+    ("nemo-gym", '{"reward": "high"}', "reward = 'high', which is no number"),
+    ("openai-grader", "[]", "no object with 'reward'"),
+    ("openai-grader", '{"reward": null}', "reward = null"),
+]
+
+
+@pytest.mark.parametrize(("dialect", "said", "place"), MALFORMED)
+async def test_a_malformed_answer_is_an_error_that_names_the_place(dialect: str, said: str, place: str) -> None:
+    """No dialect turns nonsense, null or a short list into a reward; the error says where, and in which dialect."""
+    server = EndpointServer(raw(said))
+    options = {"grader": {"type": "string_check"}} if dialect == "openai-grader" else {}
+    try:
+        (outcome,) = await ask(server.url, dialect, GROUPS[:1], **options)
+    finally:
+        server.close()
+    assert isinstance(outcome, RewardError)
+    assert place in str(outcome)
+    assert "null" in place or f"(dialect {dialect})" in str(outcome)
+
+
+def test_options_are_checked_at_registration() -> None:
+    """An OpenAI grader without its grader, and an unknown option, are refused before anything is asked."""
+    with pytest.raises(ValueError, match="dialect openai-grader: grader: Field required"):
+        Endpoint(name="x", url="http://127.0.0.1:1/", dialect="openai-grader")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="dialect verl: reward_key"):
+        Endpoint(name="x", url="http://127.0.0.1:1/", dialect="verl", options={"reward_key": "a"})  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""Dialects: bodies in, scores out, and the client that cuts groups to what a dialect carries."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+import pytest
+from tests.reward_service.processes import EndpointServer
+
+from penstock.reward_service.endpoints.dialects import spoken
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.penstock import PenstockDialect
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.scores import GroupScores
+
+GROUPS = [
+    GroupToScore(group_id="a", completions=["x", "yy"], ground_truth=1),
+    GroupToScore(group_id="b", completions=["zzz"]),
+]
+
+
+def answer(*groups: tuple[str, list[Any]]) -> bytes:
+    return json.dumps({"results": [{"group_id": name, "scores": scores} for name, scores in groups]}).encode()
+
+
+def test_our_own_dialect_matches_results_by_group() -> None:
+    """Results may come in any order; a score without a number carries its error."""
+    call = Call("mine", "id-1", GROUPS)
+    sent = json.loads(PenstockDialect().request(call).body)
+    assert (sent["reward"], sent["request_id"]) == ("mine", "id-1")
+    assert [group["completions"] for group in sent["groups"]] == [["x", "yy"], ["zzz"]]
+    read = PenstockDialect().read(call, answer(("b", [{"error": "no"}]), ("a", [{"score": 1}, {"score": 0.5}])))
+    assert [[score.score for score in scores] for scores in read] == [[1.0, 0.5], [None]]
+    assert read[1][0].error == "no"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [b"", b"[]", b"{}", answer(("a", [])), answer(("a", []), ("a", []), ("b", [])), answer(("a", []), ("c", []))],
+)
+def test_an_answer_for_other_groups_is_refused(wrong: bytes) -> None:
+    """Missing, doubled and foreign groups, and what is no JSON, are bad answers."""
+    with pytest.raises(BadAnswer):
+        PenstockDialect().read(Call("mine", "id-1", GROUPS), wrong)
+
+
+def test_options_a_dialect_does_not_know_are_refused() -> None:
+    """A registration cannot carry an option that nobody would read."""
+    with pytest.raises(ValueError, match="options of dialect penstock: temperature"):
+        Endpoint(name="x", url="http://127.0.0.1:1/", options={"temperature": 1})
+
+
+class LengthDialect(Dialect):
+    """Asks for one number at a time; the shape of many reward servers."""
+
+    carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
+
+    def request(self, call: Call) -> Payload:
+        (group,) = call.groups
+        (text,) = group.completions
+        return Payload(json.dumps({"response": text, "label": group.ground_truth}).encode())
+
+    def read(self, call: Call, answer: bytes) -> list[list[Score]]:
+        return [[Score(score=float(answer))]]
+
+
+async def test_a_dialect_for_single_completions_is_asked_for_each_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client cuts groups into completions, asks for each, and joins the scores in their order."""
+    monkeypatch.setitem(spoken._DIALECTS, spoken.DialectName.PENSTOCK, LengthDialect)
+    server = EndpointServer(lambda body: (200, {}, str(len(body["response"])).encode()))
+    try:
+        endpoint = Endpoint(name="length", url=server.url)
+        async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=1000) as client:
+            outcomes = await client.line(endpoint).stand(GROUPS, attempt=1)
+    finally:
+        server.close()
+    assert [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)] == [(1.0, 2.0), (3.0,)]
+    assert len(server.keys) == len(set(server.keys)) == 3

@@ -1,0 +1,293 @@
+"""The line before one endpoint, on real HTTP: batches that adapt, hedges, rates, breakers, signatures."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.reward_service.processes import Answer, Behaviour, EndpointServer, good, raw
+
+from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.breaker import MIN_CALLS, BreakerState
+from penstock.reward_service.endpoints.endpoint import Endpoint
+from penstock.reward_service.endpoints.endpoint_client import EndpointClient
+from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
+from penstock.reward_service.endpoints.endpoint_queue import Line
+from penstock.reward_service.endpoints.secret_store import EndpointSecrets
+from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
+from penstock.reward_service.endpoints.wire import GroupToScore
+from penstock.reward_service.errors import (
+    BadGroundTruth,
+    BreakerOpen,
+    EndpointBusy,
+    EndpointFailed,
+    EndpointNonsense,
+    RewardUnavailable,
+)
+from penstock.reward_service.scores import GroupScores, Outcome
+
+MakeLine = Callable[..., Line]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Behaviour], EndpointServer]]:
+    """A factory of endpoints, closed after the test."""
+    started: list[EndpointServer] = []
+
+    def start(behaviour: Behaviour) -> EndpointServer:
+        started.append(EndpointServer(behaviour))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+@pytest.fixture
+async def line() -> AsyncIterator[MakeLine]:
+    """A factory of lines, closed after the test."""
+    http = EndpointHttp(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=100_000)
+    made: list[Line] = []
+
+    def make(server: EndpointServer, secrets: EndpointSecrets | None = None, **limits: Any) -> Line:
+        made.append(Line(Endpoint(name="e", url=server.url, **limits), secrets, http))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+    await http.close()
+
+
+_numbers = itertools.count()
+
+
+def groups(number: int, **more: Any) -> list[GroupToScore]:
+    return [GroupToScore(group_id=f"g{next(_numbers)}", completions=["a", "b"], **more) for _ in range(number)]
+
+
+def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
+    assert all(isinstance(outcome, GroupScores) for outcome in outcomes), outcomes
+    return [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)]
+
+
+async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
+    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+) -> None:
+    """While one call is under way, whoever comes waits, and then goes in one call, whatever pack it is of."""
+    started, release = threading.Event(), threading.Event()
+
+    def slow(request: dict[str, Any]) -> Answer:
+        started.set()
+        release.wait(20)
+        return good(0.5)(request)
+
+    server = serve(slow)
+    one = line(server, concurrency=1, batch_size=16)
+    first = asyncio.create_task(one.stand(groups(1), attempt=1))
+    await asyncio.to_thread(started.wait, 10)
+    of_packs = [groups(3) for _ in range(4)]
+    packs = [asyncio.create_task(one.stand(pack, attempt=1)) for pack in of_packs]
+    again = asyncio.create_task(one.stand(of_packs[0][:1], attempt=1))
+    await asyncio.sleep(0)
+    release.set()
+    for outcomes in await asyncio.gather(first, *packs, again):
+        rewards(outcomes)
+    assert [len(request["groups"]) for request in server.requests] == [1, 12, 1], "a group goes once into a call"
+
+
+async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
+    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+) -> None:
+    """An endpoint that cannot take sixteen groups at once is soon asked for fewer, and later for more again."""
+
+    def small(request: dict[str, Any]) -> Answer:
+        return raw("too large", 413)(request) if len(request["groups"]) > 4 else good(0.5)(request)
+
+    one = line(serve(small), concurrency=1, batch_size=16)
+    outcomes = await one.stand(groups(28), attempt=1)
+    assert [isinstance(outcome, EndpointFailed) for outcome in outcomes] == [True] * 24 + [False] * 4
+    assert one.figures().batch_limit == 5
+    assert one.figures().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
+
+
+async def test_a_full_line_turns_groups_away(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+    """What does not fit into the line is told so at once, and is no failure of the endpoint."""
+    release = threading.Event()
+
+    def slow(request: dict[str, Any]) -> Answer:
+        release.wait(20)
+        return good(0.5)(request)
+
+    one = line(serve(slow), concurrency=1, batch_size=2)
+    waiting = asyncio.create_task(one.stand(groups(2), attempt=1))
+    await asyncio.sleep(0)
+    more = [asyncio.create_task(one.stand(groups(1), attempt=1)) for _ in range(6)]
+    done, _ = await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)
+    turned_away = [task.result()[0] for task in done]
+    assert all(isinstance(outcome, EndpointBusy) for outcome in turned_away)
+    release.set()
+    outcomes = [await task for task in more]
+    await waiting
+    assert sum(isinstance(outcome, EndpointBusy) for (outcome,) in outcomes) == one.figures().turned_away == 2
+    assert (one.figures().errors, one.idle) == (0, True)
+
+
+async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+    """When the first request stalls, a second one with the same idempotency key is sent and its answer taken."""
+    numbers, release = itertools.count(), threading.Event()
+
+    def first_stalls(request: dict[str, Any]) -> Answer:
+        if next(numbers) == 0:
+            release.wait(20)
+        return good(0.5)(request)
+
+    server = serve(first_stalls)
+    one = line(server, hedge_after_s=0.1, timeout_s=15)
+    assert rewards(await one.stand(groups(1), attempt=1)) == [(0.5, 0.5)]
+    assert one.figures().hedges == 1
+    assert len(set(server.keys)) == 1
+    release.set()
+
+
+async def test_a_failing_endpoint_is_left_alone_and_tried_again(
+    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+) -> None:
+    """After five failed calls groups are told at once; after its pause one group tries it, and all goes on."""
+    server = serve(raw("out of order", 500))
+    one = line(server, concurrency=8, batch_size=1, retries=0)
+    outcomes = await one.stand(groups(MIN_CALLS), attempt=1)
+    assert all(isinstance(outcome, EndpointFailed) for outcome in outcomes)
+    asked = len(server.requests)
+    (refused,) = await one.stand(groups(1), attempt=1)
+    assert isinstance(refused, BreakerOpen)
+    assert "HTTP 500: out of order" in str(refused)
+    assert 0 < refused.retry_in_s <= 1.0
+    assert len(server.requests) == asked
+    server.behaviour = good(0.5)
+    deadline = time.monotonic() + 20
+    while one.breaker.state(time.monotonic()) is BreakerState.OPEN:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    assert rewards(await one.stand(groups(1), attempt=1)) == [(0.5, 0.5)]
+    assert one.figures().breaker is BreakerState.CLOSED
+    assert one.figures().breaker_opened == 1
+
+
+async def test_health_checks_open_and_close_the_way(
+    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+) -> None:
+    """An endpoint whose health check fails is left alone, and asked again as soon as one passes."""
+    one = line(serve(good(0.5)))
+    one.unhealthy("HTTP 503")
+    (refused,) = await one.stand(groups(1), attempt=1)
+    assert isinstance(refused, BreakerOpen)
+    assert "health check: HTTP 503" in str(refused)
+    one.healthy()
+    assert rewards(await one.stand(groups(1), attempt=1)) == [(0.5, 0.5)]
+
+
+async def test_a_rate_is_kept(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+    """Twelve calls at ten a second, of which ten may go at once, take at least the time of the other two."""
+    server = serve(good(0.5))
+    one = line(server, rate_per_s=10, batch_size=1, concurrency=32)
+    started = time.monotonic()
+    await one.stand(groups(12), attempt=1)
+    assert time.monotonic() - started >= 0.19
+    assert len(server.requests) == 12
+
+
+async def test_requests_are_signed_and_carry_the_api_key(
+    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+) -> None:
+    """The endpoint can check every try by Standard Webhooks: id, time and body under its key."""
+    key = b"k" * 32
+    secret = signature.PREFIX + base64.b64encode(key).decode()
+    answers = [raw("busy", 503), good(1.0)]
+    server = serve(lambda request: answers.pop(0)(request))  # noqa: PLW0108 a behaviour is taken at each request
+    one = line(server, EndpointSecrets((secret,), "sk-123"))
+    await one.stand(groups(1), attempt=1)
+    assert len(server.headers) == 2
+    for headers, body in zip(server.headers, server.bodies, strict=True):
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+        assert headers["webhook-signature"] == f"v1,{expected}"
+        assert headers["webhook-id"] == headers["idempotency-key"]
+        assert headers["authorization"] == "Bearer sk-123"
+        assert abs(int(headers["webhook-timestamp"]) - time.time()) < 60
+    assert server.keys[0] == server.keys[1]
+
+
+async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
+    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
+) -> None:
+    """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
+    server = serve(good(0.5))
+    (refused,) = await line(server, needs_ground_truth=True).stand(groups(1), attempt=1)
+    assert isinstance(refused, BadGroundTruth)
+    assert not server.requests
+    (nonsense,) = await line(server, returns_parts=("length", "style")).stand(groups(1, ground_truth=1), attempt=1)
+    assert isinstance(nonsense, EndpointNonsense)
+    assert "missing: style" in str(nonsense)
+
+
+async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls(
+    serve: Callable[[Behaviour], EndpointServer],
+) -> None:
+    """Replaced in mid-work: the call under way is scored by the old version, the line by the new; each group once."""
+    started, release = threading.Event(), threading.Event()
+
+    def slow(request: dict[str, Any]) -> Answer:
+        started.set()
+        release.wait(20)
+        return good(0.25)(request)
+
+    old, new = serve(slow), serve(good(0.75))
+    limits: dict[str, Any] = {"concurrency": 1, "batch_size": 2}
+    first = Endpoint(name="e", version="1", url=old.url, **limits)
+    second = Endpoint(name="e", version="2", url=new.url, **limits)
+    async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
+        under_way = asyncio.create_task(client.line(first).stand(groups(2), attempt=1))
+        await asyncio.to_thread(started.wait, 10)
+        in_line = asyncio.create_task(client.line(first).stand(groups(3), attempt=1))
+        await asyncio.sleep(0)
+        client.follow({"e": second})
+        assert rewards(await in_line) == [(0.75, 0.75)] * 3
+        assert client.figures(second).finishing == {"e@1": 2}
+        release.set()
+        outcomes = await under_way
+        assert rewards(outcomes) == [(0.25, 0.25)] * 2
+        assert [outcome.scorer for outcome in outcomes if isinstance(outcome, GroupScores)] == ["e@1"] * 2
+        assert client.figures(second).finishing == {}
+
+
+async def test_who_waits_for_an_endpoint_that_is_unregistered_is_told(
+    serve: Callable[[Behaviour], EndpointServer],
+) -> None:
+    """The call under way ends as it may; who stands in line comes again."""
+    started, release = threading.Event(), threading.Event()
+
+    def slow(request: dict[str, Any]) -> Answer:
+        started.set()
+        release.wait(20)
+        return good(0.25)(request)
+
+    endpoint = Endpoint(name="e", url=serve(slow).url, concurrency=1, batch_size=1)
+    async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
+        under_way = asyncio.create_task(client.line(endpoint).stand(groups(1), attempt=1))
+        await asyncio.to_thread(started.wait, 10)
+        in_line = asyncio.create_task(client.line(endpoint).stand(groups(1), attempt=1))
+        await asyncio.sleep(0)
+        client.follow({})
+        (outcome,) = await in_line
+        assert isinstance(outcome, RewardUnavailable)
+        release.set()
+        assert rewards(await under_way) == [(0.25, 0.25)]

@@ -1,0 +1,86 @@
+"""Grader processes: who is to blame when one does not come to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.reward_service.errors import GraderFailed
+from penstock.reward_service.graders.grader_pool import GraderPool
+from penstock.reward_service.rewards import math_answer
+from penstock.reward_service.rewards.math_answer import Graded
+
+BOMB = "10^{10^{10}}"
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[GraderPool]:
+    """Two graders that grant an answer half a second of CPU time."""
+    pool = GraderPool(2, cpu_s=0.5)
+    yield pool
+    await pool.close()
+
+
+async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: GraderPool) -> None:
+    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others go on."""
+    completions = (f"\\boxed{{{BOMB}}}", "\\boxed{x+1}", "\\boxed{x}")
+    verdicts = await math_answer.judge(completions, "1+x", pool.equal)
+    assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
+    assert [verdict.parts["timeout"] for verdict in verdicts] == [1.0, 0.0, 0.0]
+
+
+async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) -> None:
+    """When the truth itself cannot be evaluated no answer is called wrong."""
+    with pytest.raises(GraderFailed, match="while grading the ground truth"):
+        await math_answer.judge(("\\boxed{x+1}",), BOMB, pool.equal)
+
+
+async def test_a_grader_killed_by_somebody_is_no_verdict(pool: GraderPool) -> None:
+    """A grader that dies of another cause is replaced; if that happens twice it is an error, never a 0."""
+    assert await pool.equal("x+1", "1+x") is Graded.RIGHT
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGKILL)
+    assert await pool.equal("x+2", "2+x") is Graded.RIGHT, "the next question gets a fresh grader"
+
+    async def kill_them_all() -> None:
+        while True:
+            for grader in pool.pids:
+                os.kill(grader, signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+    killer = asyncio.create_task(kill_them_all())
+    with pytest.raises(GraderFailed, match="SIGKILL"):
+        await pool.equal("x+3", "3+x")
+    killer.cancel()
+    assert await pool.equal("x+4", "4+x") is Graded.RIGHT
+
+
+async def test_a_cancelled_question_leaves_no_grader_behind(pool: GraderPool) -> None:
+    """Cancelling in mid-answer kills that grader, so that its late answer belongs to no other question."""
+    await pool.equal("x+1", "1+x")
+    asking = asyncio.create_task(pool.equal("5", BOMB))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert await pool.equal("x+5", "5+x") is Graded.RIGHT
+    assert await pool.equal("x+5", "6+x") is Graded.WRONG
+
+
+async def test_a_truth_that_does_not_parse_is_reported(pool: GraderPool) -> None:
+    """A truth that math-verify cannot read is the data's error."""
+    assert await pool.equal("\\,", "5") is Graded.GOLD_UNREADABLE
+
+
+async def test_graders_end_with_their_pool() -> None:
+    """Closing a pool leaves no process behind."""
+    pool = GraderPool(1, cpu_s=5.0)
+    await pool.equal("x+1", "1+x")
+    (pid,) = pool.pids
+    await pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,145 @@
+"""``python -m penstock.reward_service serve FILE.py`` as its user runs it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.groups import make_group
+from tests.reward_service.conftest import Wire
+from tests.reward_service.processes import Process, Service
+from tests.servers import wait_for
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
+    """A factory of served files, killed after the test."""
+    started: list[Process] = []
+
+    def start(*arguments: str) -> Process:
+        started.append(Process(["penstock.reward_service", "serve", *arguments], tmp_path / f"serve{len(started)}.log"))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def url_of(process: Process) -> str:
+    """Where a served file listens, from the line it prints."""
+    wait_for(lambda: " Next: " in process.output or not process.alive(), "the line that says what to type next")
+    assert process.alive(), process.output
+    return next(word for word in process.output.split() if word.startswith("http")).rstrip(".,")
+
+
+def test_a_file_with_compute_score_scores_a_run(
+    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
+) -> None:
+    """One command serves the example file, registers it, and a task that names it is scored by it."""
+    service = start_service("reward_service.endpoint_attempts=50")
+    name = f"mine-{wire.run_id}"
+    served = serve("examples/my_reward.py", "--name", name, "--register", service.url)
+    url_of(served)
+    assert f"Next: penstock train run.toml reward.name={name}" in served.output
+    wire.announce([make_group("g", size=2, texts=["1 2 3", "1 3 2"], reward_name=name)])
+    scored = wire.wait_scored("g")["g"][0]
+    assert scored.rewards == (1.0, 0.0)
+    assert scored.parts["share_right"] == (1.0, pytest.approx(1 / 3))
+    assert scored.scorer.startswith(f"{name}@")
+
+    served.signal(signal.SIGTERM)
+    assert served.wait() == 0, served.output
+    assert name not in {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
+
+
+def test_the_next_life_of_a_served_file_takes_its_name_over(
+    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
+) -> None:
+    """After SIGKILL of the served file its groups wait; started again, on another port, it scores them."""
+    service = start_service("reward_service.endpoint_attempts=50")
+    name = f"mine-{wire.run_id}"
+    first = serve("examples/my_reward.py", "--name", name, "--register", service.url)
+    url_of(first)
+    first.kill()
+    wire.announce([make_group("g", size=1, texts=["1 2 3"], reward_name=name)])
+    wait_for(lambda: any(event.kind == "reward_error" for event in wire.events), "the group to wait")
+    url_of(serve("examples/my_reward.py", "--name", name, "--register", service.url))
+    assert wire.wait_scored("g")["g"][0].rewards == (1.0,)
+    assert not wire.dead
+
+
+def test_user_code_runs_where_alarms_work_and_its_errors_name_the_line(
+    tmp_path: Path, serve: Callable[..., Process]
+) -> None:
+    """The function runs on the main thread, one score's exception is that score's error with file and line."""
+    file = tmp_path / "alarming.py"
+    file.write_text(
+        "import signal\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "    return 1 / len(solution_str)\n"
+    )
+    url = url_of(serve(str(file)))
+    body = {"reward": "alarming", "groups": [{"group_id": "g", "completions": ["ab", ""], "ground_truth": "x"}]}
+    (result,) = httpx.post(url, json=body, timeout=60).raise_for_status().json()["results"]
+    assert result["scores"][0]["score"] == 0.5
+    assert result["scores"][1]["score"] is None
+    assert "ZeroDivisionError" in result["scores"][1]["error"]
+    assert "alarming.py, line 4, in compute_score" in result["scores"][1]["error"]
+
+
+def test_a_registration_that_is_refused_ends_the_command(
+    wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process], tmp_path: Path
+) -> None:
+    """A wrong token, a built-in's name and a file without a reward end the command with one line, no traceback."""
+    service = start_service("reward_service.token=right")
+    token = tmp_path / "token"
+    token.write_text("wrong")
+    example = "examples/my_reward.py"
+    refusals = {
+        "401": serve(example, "--register", service.url, "--token-file", str(token)),
+        "letters, digits": serve(example, "--name", "a b"),
+        "no such file": serve("examples/absent.py"),
+    }
+    for text, process in refusals.items():
+        assert process.wait() == 1
+        assert text in process.output
+        assert "Traceback" not in process.output
+    token.write_text("right\n")
+    named = serve(example, "--name", "exact_match", "--register", service.url, "--token-file", str(token))
+    assert named.wait() == 1
+    assert "built-in" in named.output
+    assert wire.run_id
+
+
+def test_a_second_signal_ends_a_function_that_never_returns(tmp_path: Path, serve: Callable[..., Process]) -> None:
+    """The user's endless loop does not outlive two Ctrl-C."""
+    file, seen = tmp_path / "endless.py", tmp_path / "seen"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        f"    open({str(seen)!r}, 'w').close()\n"
+        "    while True:\n        pass\n"
+    )
+    process = serve(str(file))
+    url = url_of(process)
+    body = {"reward": "endless", "groups": [{"completions": ["a"]}]}
+    with pytest.raises(httpx.TransportError):
+        httpx.post(url, json=body, timeout=1)
+    wait_for(seen.exists, "the function to start")
+
+    def interrupted() -> bool:
+        process.signal(signal.SIGINT)
+        return not process.alive()
+
+    wait_for(interrupted, "the process to end")
+
+
+def test_rewards_are_listed_on_the_command_line(tmp_path: Path) -> None:
+    """``python -m penstock.reward_service rewards`` names the built-in rewards and their data sets."""
+    listing = Process(["penstock.reward_service", "rewards"], tmp_path / "rewards.log")
+    assert listing.wait() == 0
+    for name in ("exact_match", "format", "gsm8k", "math", "openai/gsm8k"):
+        assert name in listing.output

@@ -1,0 +1,258 @@
+"""Rewards made of parts in the real service: what is stored, what an error in a part does, what is refused at the start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.groups import make_group
+from tests.reward_service.conftest import Wire
+from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
+
+from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import RewardRequest
+from penstock.protocol.group_pack import GroupTexts
+from penstock.protocol.trajectory import Group
+from penstock.reward_service.errors import BadGroundTruth, EndpointBusy, EndpointFailed, GraderFailed, RewardError
+from penstock.reward_service.registry import definitions
+from penstock.reward_service.registry.built_in import BUILT_INS
+from penstock.reward_service.registry.composed import ComposedReward
+from penstock.reward_service.rewards.data_sources import BY_SOURCE
+from penstock.reward_service.scores import GroupScores, Outcome
+
+RIGHT, WRONG, BARE = "<think>t</think><answer>4</answer>", "<think>t</think><answer>5</answer>", "4"
+
+RUN_FILE = """
+[reward.define.mine.parts.correct]
+reward = "numeric"
+parameters.relative = 0.01
+
+[reward.define.mine.parts.form]
+reward = "tags"
+weight = 0.2
+needs = 1.0
+otherwise = -0.5
+
+[reward.define.mine.parts.length]
+reward = "overlong"
+parameters.longest = 100
+parameters.buffer = 50
+
+[reward.define.mixed.parts.correct]
+reward = "auto"
+
+[reward.define.mixed.parts.style]
+reward = "judge-RUN"
+weight = 0.5
+"""
+
+
+def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group:
+    """A generated group whose row asks for a reward."""
+    group = make_group(group_id, size=len(texts), texts=list(texts))
+    return replace(group, reward=RewardRequest(name=reward, data_source="math_reasoning", ground_truth=truth))
+
+
+def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
+    wire: Wire,
+    start_service: Callable[..., Service],
+    start_endpoint: Callable[[Behaviour], EndpointServer],
+    tmp_path: Path,
+) -> None:
+    """Built-ins and an endpoint add up, gates hold, every part is kept; a part without a score leaves no reward."""
+    (tmp_path / "run.toml").write_text(RUN_FILE.replace("RUN", wire.run_id))
+    service = start_service(str(tmp_path / "run.toml"), "reward_service.endpoint_attempts=1")
+    endpoint = start_endpoint(good(0.5))
+    wire.announce(
+        [
+            asking("own", "mine", RIGHT, WRONG, BARE),
+            asking("early", "mixed", RIGHT, BARE),
+            asking("truthless", "mine", RIGHT, truth='"many"'),
+        ]
+    )
+    (own,) = wire.wait_scored("own")["own"]
+    assert own.rewards == pytest.approx((1.2, 0.2, -0.5))
+    assert own.scorer == "mine(numeric, tags, overlong)"
+    assert own.parts["correct"] == (1.0, 0.0, 1.0)
+    assert own.parts["form"] == (1.0, 1.0, 0.0)
+    assert own.parts["correct.has_answer"] == (1.0, 1.0, 1.0)
+    assert own.parts["length.length"] == tuple(map(float, own.generated.completion_tokens))
+    letters = {name: letter for letter in wire.wait_dead("truthless", "early") for name in letter.group_ids}
+    assert (letters["truthless"].reason, letters["early"].reason) == ("BadGroundTruth", "UnknownReward")
+    assert letters["truthless"].detail.startswith("part correct: numeric compares numbers")
+    assert "did you mean" in letters["early"].detail or "There are:" in letters["early"].detail
+
+    assert service.register(f"judge-{wire.run_id}", endpoint.url, version="2").status_code == 201
+    wire.announce([asking("both", "mixed", RIGHT, WRONG)], pack_id="later")
+    (both,) = wire.wait_scored("both")["both"]
+    assert both.rewards == (1.25, 0.25)
+    assert both.scorer == f"mixed(math_flexible, judge-{wire.run_id}@2)"
+    assert both.parts["style"] == (0.5, 0.5)
+    rows = {row["name"]: row for row in service.get("/v1/rewards")["rewards"]}
+    assert rows["mine"]["kind"] == "defined"
+    assert "0.2 x form (tags, else -0.5 where below 1)" in rows["mine"]["description"]
+    assert rows["overlong"]["description"].endswith("needs parameters (reward.define)")
+    counted = {"completions": [RIGHT, BARE], "ground_truth": "4", "completion_tokens": [75, 75]}
+    known = service.post("/v1/score", {"reward": "mine", "groups": [counted]}).json()
+    assert [score["score"] for score in known["results"][0]["scores"]] == pytest.approx([0.7, -0.5])
+    assert (
+        service.post("/v1/score", {"reward": "mine", "groups": [{**counted, "completion_tokens": [1]}]}).status_code
+        == 422
+    )
+    by_hand = service.post(
+        "/v1/score", {"reward": "mine", "groups": [{"completions": ["4"], "ground_truth": "4"}]}
+    ).json()
+    assert by_hand["results"][0]["error"]["reason"] == "LengthsUnknown"
+    taken = service.register("tags", endpoint.url)
+    assert taken.status_code in {409, 422}
+
+
+def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_path: Path) -> None:
+    """Wrong parameters are one text on stderr, with every mistake; no server is asked."""
+    (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.reward_service",
+        str(tmp_path / "run.toml"),
+        "nats.url=nats://127.0.0.1:1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert (
+        "reward.define.mine.parts.correct.parameters.relativ: the reward numeric has no such parameter" in done.stderr
+    )
+    assert "did you mean relative?" in done.stderr
+    assert "buffer = 500 is more than longest = 100" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_parameters_are_listed_by_name() -> None:
+    """`rewards NAME` shows what may be set of a reward; an unknown name is an error with the nearest one."""
+    command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
+    shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "longest      required: At this length the punishment is whole." in shown
+    failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=60, check=False)
+    assert failed.returncode == 1
+    assert "did you mean numeric" in failed.stderr
+
+
+def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
+    settings = RewardSettings.model_validate({"define": {"mine": {"parts": parts}}})
+    return dict(settings.define)
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (
+            {"reward": "numeric", "parameters": {"absolute": "much"}},
+            r"parameters\.absolute: expected a valid number, got 'much'",
+        ),
+        (
+            {"reward": "numeric", "parameters": {"units": "sane"}},
+            r"parameters\.units: expected 'ignore', 'same' or 'convert'",
+        ),
+        ({"reward": "regex", "parameters": {"pattern": "("}}, "not an expression of Python's re"),
+        ({"reward": "json_schema", "parameters": {"schema_text": '{"type": "objct"}'}}, "no valid schema"),
+        ({"reward": "json_schema", "parameters": {"schema_file": "nowhere.json"}}, "cannot be read"),
+        ({"reward": "tags", "parameters": {"tags": ["<think>"]}}, "write think, not <think>"),
+        ({"reward": "tags", "parameters": {"tags": ["a", "a"]}}, "a tag is named twice"),
+        ({"reward": "length"}, "set shortest or longest"),
+        ({"reward": "overlong", "parameters": {"longest": 5}}, r"parameters\.buffer: the reward overlong needs it"),
+        (
+            {"reward": "my_endpoint", "parameters": {"a": 1}},
+            "only built-in rewards take parameters, my_endpoint is none",
+        ),
+        ({"reward": "math_reasoning", "parameters": {"a": 1}}, "write math_flexible"),
+        ({"reward": "gsm8k", "parameters": {"a": 1}}, "there are: none"),
+    ],
+)
+def test_a_part_that_cannot_be_meant_is_named(part: dict[str, Any], text: str) -> None:
+    """Every mistake says which part of which reward, and what would be right."""
+    with pytest.raises(ConfigError, match=text) as refused:
+        definitions.check(_define(one=part))
+    assert "reward.define.mine.parts.one" in str(refused.value)
+
+
+def test_a_definition_does_not_take_a_built_ins_name() -> None:
+    """What gsm8k means does not change from run file to run file."""
+    with pytest.raises(ConfigError, match="gsm8k is a built-in reward"):
+        definitions.check({"gsm8k": _define(one={"reward": "tags"})["mine"]})
+
+
+class Scripted:
+    """A scorer that gives what the test says."""
+
+    slow = False
+
+    def __init__(self, outcome: Outcome) -> None:
+        """Give this outcome to every group."""
+        self.outcome = outcome
+
+    async def score(self, groups: Any, *, attempt: int) -> list[Outcome]:
+        """Score nothing."""
+        return [self.outcome for _ in groups]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "decides"),
+    [
+        (EndpointBusy("busy"), EndpointFailed("down"), "part b: down"),
+        (GraderFailed("died"), EndpointFailed("down"), "part a: died"),
+        (EndpointFailed("down"), BadGroundTruth("no number"), "part b: no number"),
+        (EndpointBusy("busy", retry_in_s=3.0), GroupScores((1.0,), "x"), "part a: busy"),
+    ],
+)
+async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
+    """What never gets better decides before what may, and a failure before a wait; kind and wait stay."""
+    definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
+
+    async def nobody(request: RewardRequest) -> Scripted:
+        raise AssertionError(f"{request.name} was looked up")
+
+    reward = ComposedReward("mine", definition, {"a": Scripted(first), "b": Scripted(second)}, nobody)
+    (outcome,) = await reward.score([make_texts()], attempt=1)
+    (again,) = await reward.score([make_texts()], attempt=2)
+    assert isinstance(outcome, RewardError)
+    assert str(outcome) == str(again) == decides
+    cause = first if decides.startswith("part a") else second
+    assert type(outcome) is type(cause)
+    assert vars(outcome) == vars(cause)
+
+
+def make_texts() -> GroupTexts:
+    """A group of one completion, as a reward sees it."""
+    return GroupTexts("g", "", ("x",), ("stop",), RewardRequest(name="mine", ground_truth='"4"'))
+
+
+def test_every_data_set_of_the_table_has_a_reward_that_needs_no_parameters() -> None:
+    """The names that guides and verl use map to built-in rewards that work as they are."""
+    assert {name for name in BY_SOURCE.values() if name not in BUILT_INS or BUILT_INS[name].default is None} == set()
+    named = [
+        "gsm8k",
+        "openai/gsm8k",
+        "math",
+        "math_reasoning",
+        "code",
+        "code_generation",
+        "qa",
+        "trivia",
+        "classification",
+    ]
+    verl = [
+        "lighteval/MATH",
+        "math_dapo",
+        "aime2024",
+        "numina_olympiads",
+        "codecontests",
+        "searchR1_nq",
+        "hiyouga/geometry3k",
+    ]
+    assert {*named, *verl} <= BY_SOURCE.keys()

@@ -1,0 +1,164 @@
+"""The table of answers (tests/data/answers.jsonl): what every built-in reward says of them, with a source or a reason each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.protocol.facts import RewardRequest
+from penstock.protocol.group_pack import GroupTexts
+from penstock.reward_service.graders.grader_pool import GraderPool
+from penstock.reward_service.registry.built_in import BUILT_INS, Graders
+from penstock.reward_service.rewards import choice, classification, numeric
+from penstock.reward_service.rewards.math_answer import Graded
+from penstock.reward_service.rewards.parsing import quantity
+from penstock.reward_service.scores import GroupScores
+
+TABLE: list[dict[str, Any]] = [
+    json.loads(line) for line in (Path(__file__).parents[2] / "data" / "answers.jsonl").read_text().splitlines()
+]
+
+
+@pytest.fixture
+async def graders() -> AsyncIterator[Graders]:
+    """Real grader processes, one of each kind."""
+    math, patterns = GraderPool(1, cpu_s=2.0), GraderPool(1, cpu_s=0.3, kind="pattern")
+    yield Graders(math, patterns, None)
+    await math.close()
+    await patterns.close()
+
+
+def test_the_table_is_large_and_gives_reasons() -> None:
+    """At least 200 different answers, each with its reason, for every built-in reward but the one that runs programs."""
+    assert len({json.dumps(row, sort_keys=True) for row in TABLE}) == len(TABLE) >= 200
+    assert all(row["why"] for row in TABLE)
+    assert {row["reward"] for row in TABLE} == BUILT_INS.keys() - {"code", "format"}
+    assert all(Counter(row["score"] > 0 for row in TABLE).values())
+
+
+async def test_every_answer_gets_its_verdict(graders: Graders) -> None:
+    """Right is right and wrong is wrong, whatever an answer costs: exhausted graders are bounded and say wrong."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in TABLE:
+        groups.setdefault(json.dumps([row["reward"], row.get("parameters", {})]), []).append(row)
+    found = await asyncio.gather(*(_differing(*json.loads(key), rows, graders) for key, rows in groups.items()))
+    wrong = [one for some in found for one in some]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+async def _differing(
+    name: str, given: dict[str, Any], rows: list[dict[str, Any]], graders: Graders
+) -> list[tuple[Any, ...]]:
+    built_in = BUILT_INS[name]
+    scorer = built_in.make(built_in.parameters.model_validate_json(json.dumps(given), strict=True), graders)
+    assert scorer is not None
+    outcomes = await scorer.score([_group(name, row) for row in rows], attempt=1)
+    scores = [one.rewards[0] if isinstance(one, GroupScores) else repr(one) for one in outcomes]
+    return [
+        (name, given, row["answer"][:80], row["truth"], f"expected {row['score']}, got {score}", row["why"])
+        for row, score in zip(rows, scores, strict=True)
+        if score != row["score"]
+    ]
+
+
+def _group(name: str, row: dict[str, Any]) -> GroupTexts:
+    truth = None if row["truth"] is None else json.dumps(row["truth"])
+    return GroupTexts("g", "", (row["answer"],), ("stop",), RewardRequest(name=name, ground_truth=truth))
+
+
+HOSTILE = {
+    "boxes": "\\boxed{" * 25_000,
+    "digits": "9" * 125_000,
+    "commas": "1,234" * 25_000,
+    "fractions": "1/" * 50_000,
+    "signs": "-" * 125_000,
+    "spaces": " " * 125_000,
+    "tabs after a phrase": "the answer is" + "\t*" * 50_000,
+    "phrases": "answer is answer: " * 10_000,
+    "Chinese phrases": "答案是" * 37_000,
+    "hashes": "#### " * 25_000,
+    "tags": "<think>" * 17_000 + "<answer>" * 15_000,
+    "closing tags": "</answer>" * 15_000,
+    "fences": "```" * 37_000,
+    "letters": "A) " * 37_000,
+    "labels": "not positive " * 10_000,
+    "superscripts": "⁹" * 125_000,
+    "ligatures": "ﷺ" * 50_000,
+    "frac": "\\frac" * 25_000,
+    "text": "\\text{" * 20_000,
+    "powers": "10^" * 37_000,
+    "times": "1 × 10^" * 17_000,
+    "lines": "\n" * 125_000,
+}
+PURE = {name: one for name, one in BUILT_INS.items() if name not in {"code", "length", "overlong"}}
+SET = {
+    "classification": {"labels": ["positive", "negative"], "where": "whole"},
+    "multiple_choice": {"where": "whole"},
+    "numeric": {"where": "last_number"},
+    "qa_f1": {"where": "whole"},
+}
+
+
+def _truth(name: str) -> str:
+    return {"multiple_choice": '"B"', "classification": '"positive"', "json_schema": "{}"}.get(name, '"42"')
+
+
+async def _grade(gold: str, answer: str) -> Graded:
+    """Stand where a grader process stands, whose own limits are tested beside it."""
+    return Graded.WRONG
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) -> None:
+    """A hundred thousand hostile characters cost every reward less than a CPU second in the service's own process."""
+    slow = {}
+    pool = cast("GraderPool", SimpleNamespace(equal=_grade))
+    for name, built_in in PURE.items():
+        for chosen in ({}, SET.get(name, {})):
+            scorer = built_in.make(
+                built_in.parameters.model_validate_json(json.dumps(chosen)), Graders(pool, pool, None)
+            )
+            assert scorer is not None
+            row = {"answer": HOSTILE[attack], "truth": json.loads(_truth(name))}
+            began = time.process_time()
+            (outcome,) = await scorer.score([_group(name, row)], attempt=1)
+            slow[name] = max(slow.get(name, 0.0), time.process_time() - began)
+            assert isinstance(outcome, GroupScores), (name, outcome)
+    assert {name: cost for name, cost in slow.items() if cost > 1.0} == {}
+
+
+@given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
+def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, number: str) -> None:
+    """Whatever a policy writes, the pure rules give a verdict; a number read is finite."""
+    for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
+        for parameters in (
+            numeric.Parameters(),
+            numeric.Parameters(units="convert", percent="value", where="last_number"),
+        ):
+            (verdict,) = numeric.judge(parameters, (completion,), "50% ")
+            assert verdict.reward in {0.0, 1.0}
+        assert choice.judge(choice.Parameters(), (completion,), "B")[0].reward in {0.0, 1.0}
+        labels = classification.Parameters(labels=("yes", "no"))
+        assert classification.judge(labels, (completion,), "yes")[0].reward in {0.0, 1.0}
+
+
+@given(
+    st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
+)
+def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
+    """What was written is read back exactly, and the next fraction is another number."""
+    written = form.format(value.numerator, value.denominator)
+    read = quantity.read(written)
+    assert read is not None
+    assert read.number == value

@@ -1,0 +1,358 @@
+"""The code reward: which program, which tests, what is right, and who is to blame."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.reward_service.processes import Service
+from tests.servers import wait_for
+
+from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
+from penstock.reward_service.rewards import code
+from penstock.reward_service.sandbox import answers, canary, tests_of_row
+from penstock.reward_service.sandbox.grade import Reason
+from penstock.reward_service.sandbox.pool import SandboxPool
+from penstock.reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests
+from penstock.reward_service.sandbox.zygote_command import Kind, Launch
+from penstock.reward_service.sandbox.zygote_process import Limits
+
+LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
+DOUBLE = StdinTests(("1", "2", "3"), ("2", "4", "6"))
+GOOD = "print(2 * int(input()))"
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[SandboxPool]:
+    """Two slots in whatever sandbox holds here; a machine without any fails, it does not skip."""
+    found = canary.probe("auto")
+    assert found.kind is not None, found
+    pool = SandboxPool(Launch(found.kind), 2, LIMITS)
+    yield pool
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("Here:\n```python\nprint(1)\n```\nDone.", "print(1)\n"),
+        ("```py\na\n```\n```python\nb\n```\n```\nc\n```", "b\n"),
+        ("```\na\n```\ntext\n```\nb\n```", "b\n"),
+        ("```text\nno\n```", None),
+        ("```cpp\nint main() {}\n```", None),
+        ("```python\nnever closed", "never closed"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("   \n", None),
+        ("x" * (answers.MAX_PROGRAM_CHARS + 1), None),
+    ],
+)
+def test_the_program_is_the_last_python_block(completion: str, program: str | None) -> None:
+    """The last Python block, else the last block without a language, else everything; never another language."""
+    assert answers.program(completion) == program
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "same"),
+    [
+        ("4\n", "4", True),
+        ("  4  \r\n\n", "4\n", True),
+        ("1 2\n3", "1  2 \n 3", True),
+        ("1 2 3", "1 2\n3", False),
+        ("0.3333333333", "0.33333333", True),
+        ("0.3334", "0.3333", False),
+        ("4.0", "4", True),
+        ("1e3", "1000", True),
+        ("10000000000000001", "10000000000000000", False),
+        ("007", "7", True),
+        ("yes", "YES", False),
+        ("nan", "nan", True),
+        ("nan", "1", False),
+        ("inf", "1e400", False),
+        ("", "", True),
+        ("", "0", False),
+        ("1\n2", "1", False),
+        ("9" * 5000, "9" * 5001, False),
+    ],
+)
+def test_outputs_are_compared_by_words_and_numbers(printed: str, expected: str, same: bool) -> None:
+    """White space at ends does not count, numbers compare by value, integers exactly, lines have to match."""
+    assert answers.same_output(printed, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("result", "expected", "same"),
+    [
+        (3, 3, True),
+        (3.0, 3, True),
+        (True, 1, False),
+        ([1, 2], [1, 2], True),
+        (7, [7], True),
+        ([7], [[7]], True),
+        ([1], [1, 2], False),
+        ({"a": [0.1]}, {"a": [0.1000000001]}, True),
+        ("1", 1, False),
+        (None, None, True),
+        (10**400, 1.5, False),
+    ],
+)
+def test_results_are_compared_by_value(result: Any, expected: Any, same: bool) -> None:
+    """JSON results compare by type and value, numbers within the tolerance, truth values only with themselves."""
+    assert answers.same_result(result, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("truth", "extra", "tests"),
+    [
+        ({"inputs": ["1"], "outputs": ["2"]}, {}, StdinTests(("1",), ("2",))),
+        ('{"inputs": [["1", "2"]], "outputs": ["2"]}', {}, StdinTests(("1\n2",), ("2",))),
+        ({"inputs": [[1, 2]], "outputs": [3], "fn_name": "f"}, {}, FunctionTests("f", ([1, 2],), (3,))),
+        ([{"input": "1\n[2]", "output": "3"}], {"func_name": "f"}, FunctionTests("f", ([1, [2]],), (3,))),
+        ([{"input": "1", "output": "3"}], {}, StdinTests(("1",), ("3",))),
+        ("assert f(1) == 2", {}, Assertions(("assert f(1) == 2",))),
+        ("def check(c): pass", {"entry_point": "f"}, Assertions(("def check(c): pass",), "", ("f",))),
+        (["assert f(1)", "assert f(2)"], {"test_setup_code": "x = 1"}, Assertions(("assert f(1)", "assert f(2)"), "x = 1")),
+        ({"test_list": ["assert f(1)"], "test_imports": ["import math", "import re"]}, {}, Assertions(("assert f(1)",), "import math\nimport re")),
+        (None, {"inputs": ["1"], "outputs": ["2"]}, StdinTests(("1",), ("2",))),
+    ],
+)  # fmt: skip
+def test_the_usual_data_sets_are_understood(truth: Any, extra: Any, tests: Any) -> None:
+    """APPS, LiveCodeBench, HumanEval and MBPP rows become the same three kinds of tests."""
+    assert tests_of_row.read(truth, extra) == tests
+
+
+@pytest.mark.parametrize(
+    ("truth", "extra"),
+    [
+        (None, {}),
+        ("", {}),
+        ([], {}),
+        (42, {}),
+        ({"inputs": ["1"], "outputs": []}, {}),
+        ({"inputs": [], "outputs": []}, {}),
+        ({"inputs": [1], "outputs": ["1"]}, {}),
+        ({"inputs": ["x"], "outputs": ["1"], "fn_name": "f"}, {}),
+        ([{"input": "1"}], {}),
+        ({"inputs": ["1"], "outputs": ["1"], "language": "rust"}, {}),
+        ({"test_list": [1]}, {}),
+    ],
+)
+def test_rows_without_tests_are_refused(truth: Any, extra: Any) -> None:
+    """A row whose tests cannot be read, or are for another language, is an error of the data."""
+    with pytest.raises(BadGroundTruth):
+        tests_of_row.read(truth, extra)
+
+
+async def test_share_and_all(pool: SandboxPool) -> None:
+    """The reward is the share of passed tests, or 1 only for all of them; the parts say how many and why not."""
+    half = "n = int(input())\nprint(2 * n if n < 3 else 0)"
+    truth = {"inputs": list(DOUBLE.inputs), "outputs": list(DOUBLE.outputs)}
+    completions = (f"```python\n{GOOD}\n```", half, "I do not know", "```rust\nfn main() {}\n```", GOOD)
+    share = await code.judge(completions, truth, {}, pool.grade, all_or_nothing=False)
+    assert [round(verdict.reward, 3) for verdict in share] == [1.0, 0.667, 0.0, 0.0, 1.0]
+    assert dict(share[1].parts) == {"passed": 2.0, "tests": 3.0, "has_code": 1.0, "failed_wrong": 1.0}
+    assert share[2].parts["failed_raised"] == 1.0
+    assert dict(share[3].parts) == {"has_code": 0.0, "failed_no_program": 1.0}
+    every = await code.judge(completions, truth, {}, pool.grade, all_or_nothing=True)
+    assert [verdict.reward for verdict in every] == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+async def test_a_function_and_a_method_are_called(pool: SandboxPool) -> None:
+    """A function test calls the function of that name, or the method of class Solution."""
+    tests = FunctionTests("add", ([1, 2], [[1], [2]]), (3, [1, 2]))
+    for program in ("def add(a, b): return a + b", "class Solution:\n    def add(self, a, b): return a + b"):
+        assert (await pool.grade(program, tests)).passed == 2
+    assert (await pool.grade("def add(a, b): return a", tests)).passed == 0
+    assert (await pool.grade("def other(): pass", tests)).reason is Reason.RAISED
+
+
+@pytest.mark.parametrize(
+    ("program", "pieces", "passed"),
+    [
+        ("def f(x): return x + 1", ["assert f(1) == 2", "assert f(2) == 2"], 1),
+        ("def f(x): return (x, {x: {x}}, None, b'x', 2 ** 3000, float('inf'))",
+         ["assert f(1) == (1, {1: {1}}, None, b'x', 2 ** 3000, float('inf'))"], 1),
+        ("def f(x):\n    for i in range(x): yield i", ["assert list(f(3)) == [0, 1, 2]"], 1),
+        ("def f(x): x.sort()", ["x = [2, 1]\nf(x)\nassert x == [1, 2]"], 1),
+        ("def f(x): raise KeyError(x)", ["try:\n    f(1)\n    assert False\nexcept KeyError: pass"], 1),
+        ("class P:\n    def __init__(s, a): s.a = a\n    def get(s): return s.a\ndef f(p): return p.a",
+         ["assert f(P(3)) == 3", "assert P(4).get() == 4", "assert P(5).a == 5"], 3),
+        ("import math\ndef f(x): return math.sqrt(x)", ["assert math.isclose(f(2), 2 ** 0.5)"], 1),
+        ("from collections import Counter\ndef f(x): return Counter(x)", ["assert f('aab') == {'a': 2, 'b': 1}"], 1),
+        ("x = 1\ndef f(", ["assert f(1)", "assert f(2)"], 0),
+        ("while True: pass", ["assert f(1)"], 0),
+    ],
+)  # fmt: skip
+async def test_test_code_sees_plain_values(pool: SandboxPool, program: str, pieces: list[str], passed: int) -> None:
+    """Asserts over values, changed arguments, exceptions, objects and modules work across the two processes."""
+    graded = await pool.grade(program, tests_of_row.read(pieces, {}))
+    assert (graded.passed, graded.total) == (passed, len(pieces)), graded
+    assert (graded.reason is None) == (passed == len(pieces))
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        Assertions(("assert f(",)),
+        Assertions(("assert f(lambda x: x)",)),
+        Assertions(("assert g(f(1))",), entry_points=("f",)),
+        Assertions(("assert f(1)",), setup="import no_such_module"),
+    ],
+)
+async def test_tests_that_cannot_be_run_are_the_row_s_fault(pool: SandboxPool, tests: Assertions) -> None:
+    """Test code that does not compile, hands out functions, or uses names of nobody's is no verdict."""
+    with pytest.raises(BadGroundTruth):
+        await pool.grade("def f(x): return 1", tests)
+
+
+async def test_helpers_of_the_tests_cannot_be_given_by_the_program(pool: SandboxPool) -> None:
+    """A name that setup defines is the data set's, whatever the program calls by that name."""
+    tests = Assertions(("assert close(f(1), 2)",), setup="def close(a, b): return a == b", entry_points=("f",))
+    assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
+
+
+async def test_honest_programs_use_what_they_use(pool: SandboxPool) -> None:
+    """Threads with large stacks, asyncio, time zones, deep recursion and generous imports work in the sandbox."""
+    programs = (
+        "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(64 << 20)\n"
+        "def f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+        "t = threading.Thread(target=lambda: print(f(5000) - 4998))\nt.start(); t.join()",
+        "import asyncio\nasync def main():\n    await asyncio.sleep(0.001)\n    print(2)\nasyncio.run(main())",
+        "import threading\ndone = []\nts = [threading.Thread(target=done.append, args=(i,)) for i in range(12)]\n"
+        "[t.start() for t in ts]; [t.join() for t in ts]\nprint(len(done) // 6)",
+        "import zoneinfo, sqlite3, csv, bisect, ssl, hashlib, ctypes\n"
+        "sqlite3.connect(':memory:').execute('create table t (x)')\nprint(2)",
+        "import sys\nfor line in sys.stdin: print(2 * int(line))",
+        "print(2)\nimport sys\nsys.exit()",
+        "import os\nwith open(os.devnull, 'w') as f: print('x', file=f)\nprint(len(os.urandom(2)))",
+    )
+    for program in programs:
+        assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
+
+
+async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> None:
+    """A SIGKILL from outside (the memory of the machine ran out) is never a 0, and the next program is graded."""
+    task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
+    killed = 0
+    while killed < 2:  # the pool tries twice
+        for zygote in pool.pids:
+            for child in _descendants(zygote):
+                if _is_sleeping_program(child):
+                    os.kill(child, signal.SIGKILL)
+                    killed += 1
+        await asyncio.sleep(0.01)
+        if task.done():
+            break
+    with pytest.raises(SandboxFailed, match=r"killed by somebody else"):
+        await task
+    assert (await pool.grade(GOOD, DOUBLE)).passed == 3
+
+
+async def test_a_zygote_that_dies_is_replaced(pool: SandboxPool) -> None:
+    """A dead zygote costs a new start, not a verdict."""
+    assert (await pool.grade(GOOD, DOUBLE)).passed == 3
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert (await pool.grade(GOOD, DOUBLE)).passed == 3
+
+
+async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -> None:
+    """Cancelling ends the program at once; the slot is used again."""
+    task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
+
+    def programs() -> list[int]:
+        return [child for pid in pool.pids for child in _descendants(pid) if _is_sleeping_program(child)]
+
+    await asyncio.to_thread(wait_for, programs, "the program to sleep", 30.0)
+    before = [child for pid in pool.pids for child in _descendants(pid)]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in before), "the programs to end")
+    graded = await asyncio.gather(*(pool.grade(GOOD, DOUBLE) for _ in range(4)))
+    assert [one.passed for one in graded] == [3] * 4
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_nothing_outlives_a_killed_service(kind: Kind) -> None:
+    """SIGKILL for the service takes zygotes and programs with it."""
+    if canary.attack(kind):
+        pytest.skip(f"{kind} does not hold on this machine")
+    script = (
+        "import asyncio\nfrom reward_service.sandbox.pool import *\nfrom reward_service.sandbox.tests_of_row import *\n"
+        f"pool = SandboxPool(Launch({str(kind)!r}), 1, Limits(cpu_s=60.0))\n"
+        "asyncio.run(pool.grade('import time; time.sleep(300)', StdinTests(('',), ('',))))"
+    ).replace(
+        f"Launch({str(kind)!r})",
+        f"Launch(__import__('penstock.reward_service.sandbox.zygote_command').reward_service.sandbox.zygote_command.Kind({str(kind)!r}))",
+    )
+    service = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    try:
+        wait_for(lambda: any(map(_is_sleeping_program, _descendants(service.pid))), "the program to run", 60.0)
+        held = _descendants(service.pid)
+    finally:
+        service.kill()
+        service.wait()
+    assert len(held) >= 2
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in held), "zygote and program to end", 30.0)
+
+
+def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no sandbox starts there is none: the probe says why for each, and never runs a program unconfined."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    found = canary.probe("bubblewrap")
+    assert found.kind is None
+    assert "not installed" in found.refused[Kind.BUBBLEWRAP]
+    assert "refused" in str(found)
+    assert canary.probe("off").kind is None
+
+
+def test_the_service_says_which_sandbox_it_uses(shared_service: Service) -> None:
+    """GET /v1/rewards names the sandbox, and a row scored by hand is run in it."""
+    listed = {row["name"]: row for row in shared_service.get("/v1/rewards")["rewards"]}
+    assert "programs are run in" in listed["code"]["description"]
+    answer = httpx.post(
+        f"{shared_service.url}/v1/score",
+        timeout=60.0,
+        json={"reward": "code_generation",
+         "groups": [{"completions": [GOOD, "print(0)"], "ground_truth": {"inputs": ["4"], "outputs": ["8"]}}]},
+    ).json()  # fmt: skip
+    assert [score["score"] for score in answer["results"][0]["scores"]] == [1.0, 0.0], answer
+
+
+def test_a_service_without_a_sandbox_offers_no_code(start_service: Any) -> None:
+    """With the sandbox switched off the reward is not offered, and asking for it says why."""
+    service = start_service("reward_service.code_sandbox=off")
+    group = {"completions": [GOOD], "ground_truth": {"inputs": ["4"], "outputs": ["8"]}}
+    answer = httpx.post(f"{service.url}/v1/score", json={"reward": "code", "groups": [group]}, timeout=60.0).json()
+    assert answer["results"][0]["error"]["reason"] == "SandboxUnavailable"
+    assert "refused" in answer["results"][0]["error"]["detail"]
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except FileNotFoundError:
+        return found
+    for child in children:
+        found += [child, *_descendants(child)]
+    return found
+
+
+def _is_sleeping_program(pid: int) -> bool:
+    """Say whether a process is confined, and so a program and no zygote."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return "Seccomp:\t2" in status and "State:\tS" in status

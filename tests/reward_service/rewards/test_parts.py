@@ -1,0 +1,146 @@
+"""The small parts: what is remembered, how long is waited, what settings are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.protocol import streams
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.transport.bus import Bus
+from penstock.reward_service.announce import hash_of
+from penstock.reward_service.endpoints.access import Role
+from penstock.reward_service.errors import BreakerOpen, EndpointBusy
+from penstock.reward_service.loop import Patience
+from penstock.reward_service.metrics import WINDOW, Timings
+from penstock.reward_service.pack_progress import PackProgress, Progress
+from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.scores import GroupScores
+from penstock.reward_service.settings import RewardSettings
+
+
+def test_a_delivery_at_which_nobody_was_asked_is_no_attempt() -> None:
+    """Attempts and patience are counted for each group: only deliveries at which somebody was asked count."""
+    progress = PackProgress().settle(["a"]).excuse(["b", "c"]).excuse(["b"])
+    assert progress.settled == {"a"}
+    assert [progress.attempt(name, num_delivered=3) for name in ("b", "c", "d")] == [1, 2, 3]
+    waits = progress.refuse(["b"], now=10.0).refuse(["b", "c"], now=20.0)
+    assert dict(waits.refused_since) == {"b": 10.0, "c": 20.0}
+    assert dict(waits.asked(["b"]).refused_since) == {"c": 20.0}
+    assert PackProgress.from_json(waits.to_json()) == waits
+
+
+def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, ring_streams: str) -> None:
+    """What one replica wrote down the next one reads at a redelivery, as long as the message is not forgotten."""
+    store = bus.key_value(streams.scoring_bucket(ring_streams).bucket).wait()
+
+    async def story() -> None:
+        first, second = Progress(store, max_messages=1), Progress(store)
+        assert await first.load(7, num_delivered=1) == PackProgress()
+        await first.save(7, PackProgress().settle(["a"]).excuse(["b"]))
+        await first.save(8, PackProgress().settle(["x"]))
+        assert (await first.load(7, num_delivered=1)).settled == frozenset(), "the memory is bounded"
+        found = await second.load(7, num_delivered=2)
+        assert found.settled == {"a"}
+        assert found.attempt("b", num_delivered=2) == 1
+        await second.forget(7, num_delivered=2)
+        assert await Progress(store).load(7, num_delivered=3) == PackProgress()
+        store_size = len(await store.entries())
+        await first.save(9, PackProgress())
+        assert len(await store.entries()) == store_size, "nothing to remember is not written down"
+
+    asyncio.run(story())
+
+
+def test_the_wait_of_those_nobody_was_asked_about_grows_and_differs() -> None:
+    """Turned away again and again, a group comes back more and more seldom, and never in step with others."""
+    patience = Patience(attempts=5, delay_s=2.0, unasked_s=600.0)
+    waits = [patience.unasked_delay_s(EndpointBusy("busy", retry_in_s=0.5), excused) for excused in range(20)]
+    assert 0.3 <= waits[0] <= 0.7
+    assert 6.0 <= waits[-1] <= 10.0
+    assert len(set(waits)) == len(waits)
+    assert patience.unasked_delay_s(BreakerOpen("open", retry_in_s=30.0), 0) >= 22.5
+
+
+@given(st.integers(1, 10**6), st.floats(0.01, 3600))
+def test_the_wait_grows_and_stays_bounded(attempt: int, delay_s: float) -> None:
+    """Each redelivery waits at least as long as the one before, and at most a minute or the first wait."""
+    patience = Patience(attempts=5, delay_s=delay_s, unasked_s=600.0)
+    assert patience.next_delay_s(1) == delay_s
+    assert delay_s <= patience.next_delay_s(attempt) <= patience.next_delay_s(attempt + 1)
+    assert patience.next_delay_s(attempt) <= max(60.0, delay_s)
+
+
+def test_the_name_of_a_set_of_groups_does_not_depend_on_their_order() -> None:
+    """The same groups announced twice carry the same message id; others another."""
+    assert hash_of(["a", "b"]) == hash_of(["b", "a"])
+    assert hash_of(["a", "b"]) != hash_of(["ab"])
+
+
+def test_quantiles_are_of_the_recent_calls_only() -> None:
+    """Old durations leave the window; counts stay."""
+    timings = Timings()
+    assert timings.quantile(0.5) == 0.0
+    timings.record(100.0, failed=True)
+    for number in range(WINDOW):
+        timings.record(number / WINDOW, failed=False)
+    assert timings.quantile(1.0) < 1.0
+    assert timings.quantile(0.5) == 0.5
+    assert (timings.num_calls, timings.num_failed) == (WINDOW + 1, 1)
+
+
+def test_parts_become_columns() -> None:
+    """A part that one completion lacks counts 0.0 for it."""
+    scores = GroupScores.of([Verdict(1.0, {"a": 2.0}), Verdict(0.0, {"b": 3.0})], "me")
+    assert scores.rewards == (1.0, 0.0)
+    assert scores.parts == {"a": (2.0, 0.0), "b": (0.0, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("reward_service.host=0.0.0.0", "token_file"),
+        ('reward_service.allowed_targets=["10.0.0.0/99"]', "allowed_targets"),
+        ("reward_service.endpoint_attempts=0", "endpoint_attempts"),
+        ("reward_service.prot=1", "port"),
+        ("reward_service.id=a b", "id"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(override: str, text: str) -> None:
+    """A wrong value is refused at the start, naming the setting."""
+    with pytest.raises(ConfigError, match=text):
+        load(RewardSettings, overrides=[override])
+
+
+def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
+    """A token file is read and trimmed; one that is missing or empty is an error, not an open door."""
+    file = tmp_path / "token"
+    settings = load(RewardSettings, overrides=[f"reward_service.token_file={file}"]).settings.reward_service
+    with pytest.raises(ConfigError, match="not readable"):
+        settings.access()
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        settings.access()
+    file.write_text("abc\n")
+    caller = settings.access().caller("abc")
+    assert caller is not None
+    assert (caller.name, caller.role) == ("admin", Role.ADMIN)
+    assert settings.access().caller("abd") is None
+
+
+def test_the_roles_come_from_their_file(tmp_path: Path) -> None:
+    """A file of tokens opens doors by role; a wrong line is an error that names the file and the line."""
+    file = tmp_path / "tokens"
+    settings = load(RewardSettings, overrides=[f"reward_service.tokens_file={file}"]).settings.reward_service
+    file.write_text("lab register 0123456789abcdef\n")
+    caller = settings.access().caller("0123456789abcdef")
+    assert caller is not None
+    assert caller.role is Role.REGISTER
+    file.write_text("lab register\n")
+    with pytest.raises(ConfigError, match=r"tokens: line 1 is not NAME ROLE TOKEN"):
+        settings.access()

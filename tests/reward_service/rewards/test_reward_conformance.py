@@ -1,0 +1,137 @@
+"""The built-in rules against those of verl and TRL, on recorded cases."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.reward_service.graders.grader_pool import GraderPool
+from penstock.reward_service.rewards import answer_line, format, gsm8k, math_answer, question_answer
+
+VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
+CASE = next(case for case in VECTORS["cases"] if case["id"] == "verl/reward/gsm8k-strict")
+
+# Where we read the number that stands there: a currency sign, no space, a trailing dot, 3.0, a fraction.
+FORGIVEN = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        (text, truth, score)
+        for (text, truth), score in zip(CASE["inputs"]["pairs"], CASE["outputs"]["scores"], strict=True)
+    ],
+)
+def test_gsm8k_equals_verls_strict_rule_or_forgives(text: str, truth: str, score: float) -> None:
+    """The same verdict, except that a right number in an unusual spelling is right."""
+    ours = gsm8k.judge((text,), truth)[0].reward
+    assert ours == (1.0 if text in FORGIVEN else float(score == 1.0))
+
+
+def recorded(case_id: str) -> dict:
+    return next(case for case in VECTORS["cases"] if case["id"] == case_id)
+
+
+# Where we read the number that stands there: thousands, 3.0, a trailing dot, a fraction.
+FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
+
+
+def test_gsm8k_flexible_equals_verls_or_forgives() -> None:
+    """The last number anywhere, by value."""
+    case = recorded("verl/reward/gsm8k-flexible")
+    for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"]["scores"], strict=True):
+        ours = gsm8k.judge_flexible((text,), truth)[0].reward
+        assert ours == (1.0 if text in FORGIVEN_ANYWHERE else float(score == 1.0)), text
+
+
+@pytest.mark.parametrize(("judge", "output"), [("judge_exact", "em"), ("judge_inside", "subem")])
+def test_question_answering_equals_verls(judge: str, output: str) -> None:
+    """Right where verl gives 1; its 0.1 for a wrong answer in tags is our part has_answer."""
+    case = recorded("verl/reward/qa_em")
+    for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
+        found = getattr(question_answer, judge)((text,), truth)[0]
+        assert (found.reward, found.parts["has_answer"]) == (float(score == 1.0), float(score > 0)), text
+
+
+def test_words_are_normalised_as_verl_does() -> None:
+    """Case, punctuation, articles and spaces aside."""
+    case = recorded("verl/reward/normalize_answer")
+    assert [question_answer.words(text) for text in case["inputs"]["strings"]] == case["outputs"]["normalized"]
+
+
+def test_the_think_format_equals_trls() -> None:
+    """The same verdict on every recorded text."""
+    case = recorded("trl/reward/think_format")
+    assert [v.reward for v in format.judge_think(tuple(case["inputs"]["texts"]), None)] == case["outputs"]["rewards"]
+
+
+# Where our math rule takes another side than the one recorded: it reads the last box alone, and by value.
+_BY_VALUE = {"\\boxed{1,000}", "\\fbox{7}"}
+_NO_BOX = {"no box 5", "\\boxed{\\frac{1}{2}", "The answer is $x \\in [1,2)$"}
+OTHER_SIDE = {
+    "verl/reward/math": _BY_VALUE,
+    # texts are compared there
+    "verl/reward/math_dapo-boxed": {
+        *_BY_VALUE, "\\boxed{0.5}", "\\boxed{\\dfrac12}", "\\boxed{x=5}", "\\boxed{10\\%}", "\\boxed{3\\sqrt2}",
+        "\\boxed{90^\\circ}",
+    },
+    # two boxes are a set there, a percentage never the number before its sign, and text without a box is read too
+    "math_verify/verify": {
+        *_NO_BOX, "\\boxed{42} then \\boxed{43}", "\\boxed{10\\%}", "\\boxed{50\\%}", "\\fbox{7}",
+    },
+    # prose as a truth is compared as words, there the sample is skipped
+    "trl/reward/accuracy": {"not parseable words"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case_id", OTHER_SIDE)
+async def test_math_equals_the_others_but_where_it_takes_a_side(case_id: str) -> None:
+    """The same verdict on every recorded pair, except on those listed, where it is the opposite."""
+    case = recorded(case_id)
+    verdicts = next(iter(case["outputs"].values()))
+    pool = GraderPool(1, cpu_s=20.0)
+    async with contextlib.AsyncExitStack() as ending:
+        ending.push_async_callback(pool.close)
+        for (text, truth), theirs in zip(case["inputs"]["pairs"], verdicts, strict=True):
+            ours = (await math_answer.judge((text,), truth, pool.equal))[0].reward
+            expected = theirs["acc"] if isinstance(theirs, dict) else theirs
+            if truth in OTHER_SIDE[case_id]:
+                assert (expected, ours) == (None, 0.0)
+            else:
+                assert ours == float(bool(expected) != (text in OTHER_SIDE[case_id])), text
+
+
+async def test_the_answer_line_equals_verls() -> None:
+    """The same verdict on every recorded line: units, an assignment, thousands; no line and no box is wrong."""
+    case = recorded("verl/reward/math_dapo-answer")
+    pool = GraderPool(1, cpu_s=20.0)
+    async with contextlib.AsyncExitStack() as ending:
+        ending.push_async_callback(pool.close)
+        for (text, truth), theirs in zip(case["inputs"]["pairs"], case["outputs"]["results"], strict=True):
+            [ours] = await math_answer.judge(
+                (text,), truth, pool.equal, find=answer_line.last_answer, part="has_answer"
+            )  # fmt: skip
+            assert ours.reward == float(theirs["acc"]), text
+            assert ours.parts["has_answer"] == float(theirs["pred"] != "[INVALID]"), text
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Answer: 1\nI was wrong.\n**Answer:** 2", "2"),
+        ("Answer:\n42", "42"),
+        ("The answer: \\boxed{7} of course", "7"),
+        ("Answer: 12 square feet", "12"),
+        ("Answer: north pole", "north pole"),
+        ("so it is \\boxed{3}", "3"),
+        ("Answer: ", None),
+        ("my answers are 3", None),
+    ],
+)
+def test_which_answer_a_line_gives(text: str, answer: str | None) -> None:
+    """The last line counts, emphasis and a unit aside; a box on it, or without a line the last box."""
+    assert answer_line.last_answer(text) == answer

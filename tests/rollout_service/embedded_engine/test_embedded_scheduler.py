@@ -1,0 +1,90 @@
+"""The embedded engine's scheduler: who starts now."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.rollout_service.embedded_engine.scheduler import Limits, choose_admissions, padded_rows
+from penstock.rollout_service.embedded_engine.sequence import Sampling, Sequence
+
+
+def sequence(prompt: int = 4, new: int = 8, *, token: int = 1) -> Sequence:
+    """A sequence of so many prompt tokens, all alike, that may generate so many."""
+    return Sequence("r", (token,) * prompt, Sampling(max_new_tokens=new))
+
+
+def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tokens: int = 10**6) -> Limits:
+    """Limits that only bind where a test says so."""
+    return Limits(max_running, max_total_tokens, max_prefill_tokens)
+
+
+def test_everybody_starts_when_there_is_room() -> None:
+    """An idle engine takes all that wait."""
+    waiting = deque(sequence() for _ in range(5))
+    assert choose_admissions(waiting, [], limits()) == list(waiting)
+
+
+def test_first_come_first_served() -> None:
+    """A short sequence does not overtake a long one that must wait for memory."""
+    waiting = deque([sequence(new=900), sequence(new=1)])
+    running = [sequence(new=400) for _ in range(4)]
+    assert choose_admissions(waiting, running, limits(max_total_tokens=4000)) == []
+
+
+def test_equal_prompts_count_once() -> None:
+    """Samples of one prompt are computed once, so they fit one pass whatever its budget."""
+    waiting = deque([*(sequence(prompt=100) for _ in range(8)), sequence(prompt=100, token=2)])
+    assert len(choose_admissions(waiting, [], limits(max_prefill_tokens=150))) == 8
+
+
+def test_a_prompt_longer_than_the_pass_goes_alone() -> None:
+    """Nobody waits for ever because of the size of a pass."""
+    waiting = deque([sequence(prompt=500), sequence(prompt=5, token=2)])
+    assert choose_admissions(waiting, [], limits(max_prefill_tokens=100)) == [waiting[0]]
+
+
+def test_newcomers_join_in_eighths() -> None:
+    """While others run and many wait, one free row is not worth a prompt pass; an eighth of the rows is."""
+    waiting = deque(sequence(token=index) for index in range(100))
+    assert choose_admissions(waiting, [sequence()] * 63, limits()) == []
+    assert len(choose_admissions(waiting, [sequence()] * 56, limits())) == 8
+
+
+def test_the_last_one_waiting_joins_at_once() -> None:
+    """When all that wait fit, nobody waits for more."""
+    assert len(choose_admissions(deque([sequence()]), [sequence()] * 63, limits())) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=40),
+    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), max_size=10),
+    st.integers(1, 30),
+    st.integers(100, 2000),
+    st.integers(1, 200),
+)
+def test_limits_hold_and_nobody_is_stuck(waits: list, runs: list, rows: int, total: int, prefill: int) -> None:
+    """The rectangle, the rows and the pass stay within their limits, in order; an idle engine always starts one."""
+    waiting = deque(sequence(prompt, new, token=index) for index, (prompt, new) in enumerate(waits))
+    running: list[Sequence] = []
+    for prompt, new in runs[:rows]:
+        if padded_rows(len(running) + 1) * max([prompt + new, *(item.max_tokens for item in running)]) <= total:
+            running.append(sequence(prompt, new))
+    chosen = choose_admissions(waiting, running, limits(rows, total, prefill))
+    together = [*running, *chosen]
+    assert chosen == list(waiting)[: len(chosen)]
+    assert len(together) <= rows
+    assert not together or padded_rows(len(together)) * max(item.max_tokens for item in together) <= total
+    assert len(chosen) <= 1 or sum(len(item.prompt) for item in chosen) <= prefill
+    assert chosen or running or not waiting
+
+
+@given(st.integers(1, 10_000))
+def test_padding_is_small_and_monotone(rows: int) -> None:
+    """Padded rows are enough, at most an eighth (or seven) too many, and never fewer for more."""
+    padded = padded_rows(rows)
+    assert rows <= padded <= rows + max(7, rows // 8 + 1)
+    assert padded_rows(rows + 1) >= padded
+    assert padded_rows(padded) == padded

@@ -1,0 +1,55 @@
+"""What happens to everybody when the embedded engine's thread meets a bug."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.rollout_service.embedded_engine.engine_thread import Engine
+from penstock.rollout_service.embedded_engine.errors import EngineStopped
+from penstock.rollout_service.embedded_engine.scheduler import Limits
+from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
+
+
+class BrokenRunner:
+    """A runner whose every computation fails, as a bug or exhausted memory would make it."""
+
+    running: list[Sequence] = []  # noqa: RUF012  (stays empty)
+
+    def start(self, newcomers: list[Sequence]) -> list[Sequence]:
+        """Fail."""
+        raise RuntimeError(f"cannot allocate memory for {len(newcomers)} prompts")
+
+    def remove(self, leaving: list[Sequence]) -> None:
+        """Nobody is running."""
+
+
+def test_nobody_waits_for_a_dead_thread() -> None:
+    """A failing step ends the thread, tells its supervisor, fails the jobs and refuses new ones."""
+    died, answered = threading.Event(), threading.Event()
+    errors: list[Exception | None] = []
+
+    def on_done(error: Exception | None) -> None:
+        errors.append(error)
+        answered.set()
+
+    engine = Engine(
+        BrokenRunner(),  # type: ignore[arg-type]
+        Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100),
+        version="0",
+        model_path="model",
+        on_failure=died.set,
+    )
+    engine.start()
+    job = Job([Sequence("r", (1, 2), Sampling(max_new_tokens=3))], on_done)
+    engine.submit(job)
+    assert answered.wait(60)
+    assert died.wait(60)
+    assert isinstance(errors[0], EngineStopped)
+    assert "cannot allocate" in str(errors[0])
+    assert not engine.is_alive
+    with pytest.raises(EngineStopped, match="restart the process"):
+        engine.submit(job)
+    with pytest.raises(EngineStopped):
+        engine.pause("abort")

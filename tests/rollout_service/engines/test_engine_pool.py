@@ -1,0 +1,224 @@
+"""Several engines of one worker: who gets which group, which version they serve together, what they report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.attached_engine import AttachedEngine
+from penstock.rollout_service.engines.engine_metrics import add_figures, read_figures
+from penstock.rollout_service.engines.engine_pool import EnginePool
+from penstock.rollout_service.engines.server_check import objections
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.errors import (
+    EngineDistrusted,
+    EngineMisconfigured,
+    EngineRefused,
+    EngineUnreachable,
+    TaskRefused,
+)
+
+V0, V1 = PolicyVersion(0), PolicyVersion(1)
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model."""
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"vocab_size": 300, "max_position_embeddings": 64}')
+    return tmp_path
+
+
+def attached(server: FaultyEngine) -> AttachedEngine:
+    """A worker's side of one server."""
+    return AttachedEngine(server.url, api_key="", request_deadline_s=10, start_deadline_s=10)
+
+
+@asynccontextmanager
+async def pool_of(*servers: FaultyEngine, model: Path) -> AsyncIterator[EnginePool]:
+    """All of them, serving version 0."""
+    pool = EnginePool([attached(server) for server in servers])
+    try:
+        await pool.load(model, V0)
+        yield pool
+    finally:
+        await pool.stop()
+
+
+async def test_groups_are_spread_and_stay_whole(model: Path):
+    """Four groups over two engines are two each; all samples of a group come from one request; order is kept."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            prompts = [[5, 6], [7], [8, 9, 10], [11]]
+            groups = await pool.client.generate(prompts, SAMPLING, 3)
+            assert [len(server.requests[0]["input_ids"]) for server in (one, other)] == [2, 2]
+            alone = SglangClient(one.url)
+            assert groups == await alone.generate(prompts, SAMPLING, 3)
+            await alone.close()
+
+
+async def test_the_engine_with_the_least_to_do_is_asked(model: Path):
+    """While one engine is held up by a long request, short ones go to the other."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            one.flow.clear()
+            long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 4))
+            await asyncio.to_thread(one.wait_for_requests, 1)
+            for prompt in range(6, 12):
+                await pool.client.generate([[prompt]], SAMPLING, 4)
+            assert (len(one.requests), len(other.requests)) == (1, 6)
+            one.flow.set()
+            await long
+
+
+async def test_an_engine_that_is_away_gets_nothing(model: Path):
+    """The others go on; when none is ready, the error says so."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            pool._engines[0].ready.clear()  # pyright: ignore[reportAttributeAccessIssue]
+            await pool.client.generate([[5], [6], [7]], SAMPLING, 1)
+            assert (len(one.requests), len(other.requests[0]["input_ids"])) == (0, 3)
+            assert pool.ready.is_set()
+            pool._engines[1].ready.clear()  # pyright: ignore[reportAttributeAccessIssue]
+            assert not pool.ready.is_set()
+            with pytest.raises(EngineUnreachable, match="none of the 2 engines"):
+                await pool.client.generate([[5]], SAMPLING, 1)
+            waiting = asyncio.create_task(pool.ready.wait())
+            await asyncio.sleep(0)
+            pool._engines[0].ready.set()  # pyright: ignore[reportAttributeAccessIssue]
+            await asyncio.wait_for(waiting, 5)
+
+
+async def test_the_pool_serves_the_oldest_of_its_versions(model: Path):
+    """A version counts as served when every engine serves it; each confirmed one is a legitimate origin."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            await pool._engines[0].load(model, V1)
+            assert (pool.version, pool.applied) == (V0, {V0, V1})
+            await pool.load(model, V1)
+            assert pool.version == V1
+
+
+async def test_an_engine_that_has_its_version_serves_it_while_another_still_drains(model: Path):
+    """New groups go to the one that has loaded, by itself; whoever waits for the version waits for that one only."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            one.flow.clear()
+            long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 1))
+            await asyncio.to_thread(one.wait_for_requests, 1)
+            loading = asyncio.create_task(pool.load(model, V1))
+            await asyncio.wait_for(pool.reaches(V1), 10)
+            assert (pool.version, loading.done()) == (V0, False)
+            groups = await pool.client.generate([[6], [7], [8]], SAMPLING, 2)
+            assert {run.version for group in groups for row in group for run in row.version_runs} == {V1}
+            assert (len(one.requests), len(other.requests[0]["input_ids"])) == (1, 3)
+            one.flow.set()
+            [[late]] = await long
+            assert {run.version for run in late.version_runs} == {V0}
+            await loading
+            assert pool.version == V1
+            await pool.client.generate([[6], [7]], SAMPLING, 2)
+            assert [len(server.requests[-1]["input_ids"]) for server in (one, other)] == [1, 1]
+
+
+async def test_one_failing_engine_fails_the_request_alone(model: Path):
+    """The error is the engine's own, and its promised tokens are forgotten."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        async with pool_of(one, other, model=model) as pool:
+            one.status = 500
+            with pytest.raises(EngineRefused, match="500"):
+                await pool.client.generate([[5], [6]], SAMPLING, 1)
+            one.status = 200
+            assert len(await pool.client.generate([[5], [6]], SAMPLING, 1)) == 2
+            assert pool.client._promised == [0, 0]
+
+
+async def test_what_was_sampled_across_a_failed_update_is_refused(model: Path):
+    """A reply whose request was under way when an update failed is not used, though it names a known version."""
+    with FaultyEngine() as server:
+        engine = attached(server)
+        await engine.load(model, V0)
+        server.flow.clear()
+        under_way = asyncio.create_task(engine.client.generate([[5]], SAMPLING, 1))
+        await asyncio.to_thread(server.wait_for_requests, 1)
+        engine.client.distrust("version 1 was not applied")
+        with pytest.raises(EngineDistrusted, match="version 1 was not applied"):
+            await engine.client.generate([[6]], SAMPLING, 1)
+        engine.client.trust()
+        server.flow.set()
+        with pytest.raises(EngineDistrusted):
+            await under_way
+        assert len(await engine.client.generate([[6]], SAMPLING, 1)) == 1
+        await engine.stop()
+
+
+async def test_requests_that_could_kill_an_engine_are_never_sent(model: Path):
+    """Unknown token ids, empty prompts and more than the context are refused before anything is sent."""
+    with FaultyEngine() as server:
+        engine = attached(server)
+        await engine.load(model, V0)
+        for prompt, reason in (([300], "token_out_of_range"), ([-1], "token_out_of_range"), ([], "empty_prompt"),
+                               ([5] * 57, "too_long")):  # fmt: skip
+            with pytest.raises(TaskRefused) as refusal:
+                await engine.client.generate([[5], prompt], SAMPLING, 1)
+            assert refusal.value.reason == reason
+        assert server.requests == []
+        await engine.stop()
+
+
+async def test_a_server_started_against_the_contract_is_refused(model: Path):
+    """The error names the flag, before any weights are loaded."""
+    with FaultyEngine() as server:
+        server.info = {"version": "0.5.23", "enable_deterministic_inference": True}
+        engine = attached(server)
+        with pytest.raises(EngineMisconfigured, match="all samples of a group are the same"):
+            await engine.load(model, V0)
+        assert server.loads == []
+        await engine.stop()
+
+
+async def test_a_server_with_a_shorter_context_is_respected(model: Path):
+    """Its own limit counts, not only the model's."""
+    with FaultyEngine() as server:
+        server.info = {"context_length": 16}
+        engine = attached(server)
+        await engine.load(model, V0)
+        with pytest.raises(TaskRefused, match="context of 16 tokens"):
+            await engine.client.generate([[5] * 9], SAMPLING, 1)
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    "info", [{"skip_tokenizer_init": True}, {"tokenizer_worker_num": 2}, {"weight_cache_mode": "cpu"}]
+)
+def test_every_flag_against_the_contract_is_an_objection(info: dict[str, object]):
+    """Alone each is enough; a plain server has none."""
+    assert len(objections(info)) == 1
+    assert not objections({"tokenizer_worker_num": 1, "weight_cache_mode": "off", "version": "0.5.23"})
+
+
+def test_figures_of_a_metrics_page():
+    """Known samples come under our names, those of several ranks added up or averaged; the rest is left out."""
+    page = """# HELP sglang:num_running_reqs running
+sglang:num_running_reqs{model_name="m",tp_rank="0"} 3.0
+sglang:num_running_reqs{model_name="m",tp_rank="1"} 4.0
+sglang:token_usage{tp_rank="0"} 0.25
+sglang:token_usage{tp_rank="1"} 0.75
+sglang:gen_throughput NaN
+sglang:e2e_request_latency_seconds_bucket{le="1"} 9
+python_gc_objects_total 12
+"""
+    one = read_figures(page)
+    assert one == {"engine_running": 7.0, "engine_kv_usage": 0.5}
+    assert add_figures([one, {"engine_running": 1.0, "engine_kv_usage": 0.0}, {}]) == {
+        "engine_running": 8.0,
+        "engine_kv_usage": 0.25,
+    }

@@ -1,0 +1,209 @@
+"""How a worker starts SGLang: flags, environment, and a life that ends with the worker's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.protocol.config.run_file import load
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_process import EngineProcess, group_members
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
+from penstock.rollout_service.engines.sglang.settings import SglangSettings
+from penstock.rollout_service.errors import EngineUnreachable
+from penstock.rollout_service.settings import RolloutSettings
+
+V7 = PolicyVersion(7)
+
+
+def flags(number: int = 0, **changes: Any) -> list[str]:
+    """The words behind SGLang's module name."""
+    words = sglang_command(SglangSettings(**changes), number)(Path("/cache/v7"), V7, Path("/cache/port"))
+    return words[words.index("sglang.launch_server") + 1 :]
+
+
+def pairs(words: list[str]) -> set[tuple[str, str]]:
+    """Each word with the one behind it."""
+    return set(itertools.pairwise(words))
+
+
+def test_settings_become_flags():
+    """Each setting is the flag of its name, and the weights' folder and version are said."""
+    words = flags(
+        python="/opt/sglang/bin/python", tp_size=4, ep_size=2, dp_size=2, mem_fraction_static=0.8, dtype="bfloat16",
+        context_length=4096, attention_backend="fa3", quantization="fp8", extra_args=("--enable-fp32-lm-head",),
+    )  # fmt: skip
+    assert pairs(words) >= {
+        ("--model-path", "/cache/v7"), ("--weight-version", "7"), ("--tp-size", "4"), ("--ep-size", "2"),
+        ("--dp-size", "2"), ("--mem-fraction-static", "0.8"), ("--dtype", "bfloat16"), ("--context-length", "4096"),
+        ("--attention-backend", "fa3"), ("--quantization", "fp8"), ("--load-format", "auto"),
+        ("--tokenizer-worker-num", "1"), ("--sampling-defaults", "openai"), ("--port", "{port}"),
+    }  # fmt: skip
+    assert "--enable-metrics" in words
+    assert words[-1] == "--enable-fp32-lm-head"
+
+
+def test_adapters_are_enabled_where_asked_for():
+    """A largest rank enables adapters, with every tensor of them taken or refused; without it none of the flags is passed."""
+    words = flags(max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=6, lora_backend="triton")
+    assert pairs(words) >= {
+        ("--max-lora-rank", "16"), ("--max-loras-per-batch", "4"), ("--max-loaded-loras", "6"), ("--lora-backend", "triton"),
+        ("--lora-target-modules", "q_proj"), ("q_proj", "k_proj"), ("up_proj", "down_proj"),
+    }  # fmt: skip
+    assert {"--enable-lora", "--lora-strict-loading"} <= set(words)
+    assert not [word for word in flags() if "lora" in word]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_loaded_loras": 4}, "max_loaded_loras does nothing without sglang.max_lora_rank"),
+        ({"max_lora_rank": 8, "dp_size": 2}, "use sglang.engines"),
+        ({"extra_args": ("--enable-lora",)}, "--enable-lora cannot be passed on"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any], says: str):
+    """Idle settings, replicas behind one server, and the worker's own flags."""
+    with pytest.raises(ValueError, match=says):
+        SglangSettings(**given)
+
+
+def test_what_is_not_set_is_left_to_sglang():
+    """No flag is passed for a setting that nobody gave, and metrics can be off."""
+    words = flags(metrics=False)
+    assert not {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--base-gpu-id"} & set(words)
+
+
+def test_a_second_engine_takes_the_next_gpus():
+    """Servers of one worker do not share GPUs unless they are told where to begin."""
+    assert ("--base-gpu-id", "4") in pairs(flags(1, tp_size=2, dp_size=2))
+    assert ("--base-gpu-id", "6") in pairs(flags(2, tp_size=8, gpus_per_engine=3))
+
+
+def test_a_command_of_ones_own_replaces_python():
+    """A container's command takes the flags behind its own words."""
+    words = sglang_command(SglangSettings(command=("docker", "run", "sglang")))(Path("m"), V7, Path("p"))
+    at = words.index("docker")
+    assert words[at : at + 4] == ["docker", "run", "sglang", "--model-path"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reply"),
+    [
+        (["sglang.extra_args=['--port', '1']"], "--port cannot be passed on"),
+        (["sglang.extra_args=['--weight-version=9']"], "--weight-version cannot be passed on"),
+        (["sglang.command=['x']", "sglang.python=/bin/python"], "command and sglang.python are both set"),
+        (["sglang.tp=2"], "sglang.tp"),
+        (["worker.engine=sglang", "worker.engine_url=http://a:1"], "set worker.engine = 'sglang-url' too"),
+        (["worker.engine=sglang-url", "worker.engine_url=http://a:1,ftp://b"], "needs worker.engine_url"),
+        (["worker.engine=sglang-url", "worker.engine_url=http://a:1,http://a:1/"], "names a server twice"),
+    ],
+)
+def test_contradictions_are_refused(overrides: list[str], reply: str):
+    """The error names the setting."""
+    with pytest.raises(ConfigError, match=reply.replace("(", r"\(")):
+        load(RolloutSettings, overrides=["run.id=demo", *overrides])
+
+
+def test_several_urls_are_several_engines():
+    """Commas stand between them; a slash at the end is nothing."""
+    settings = load(
+        RolloutSettings,
+        overrides=["run.id=demo", "worker.engine=sglang-url", "worker.engine_url=http://a:1/, https://b:2"],
+    ).settings
+    assert settings.worker.engine_urls == ("http://a:1", "https://b:2")
+
+
+def test_a_server_does_not_get_our_environment():
+    """Neither our passwords nor our Python's paths reach it; what the settings add does."""
+    ours = {"PATH": "/bin", "PYTHONPATH": "/us", "PENSTOCK_NATS__PASSWORD": "secret", "VIRTUAL_ENV": "/v"}
+    environ = sglang_environ(SglangSettings(environ={"PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}), ours)
+    assert environ == {"PATH": "/bin", "PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}
+
+
+def as_server(source: str) -> SglangSettings:
+    """A 'server' that is some lines of Python, started as SGLang would be."""
+    return SglangSettings(command=(sys.executable, "-c", source))
+
+
+async def test_a_server_gets_a_port_and_shows_its_flags(tmp_path: Path):
+    """The port in its flags is the one it is asked at."""
+    command = sglang_command(as_server("import sys, time; print(*sys.argv, flush=True); time.sleep(60)"))
+    log = tmp_path / "engine.log"
+    process, url = await EngineProcess.start(command, tmp_path, V7, log=log, deadline_s=20)
+    try:
+        async with asyncio.timeout(60):
+            while "--port" not in log.read_text():  # noqa: ASYNC110  (another process writes it)
+                await asyncio.sleep(0.01)
+    finally:
+        await process.stop()
+    assert f"--port {url.rpartition(':')[2]} " in log.read_text()
+
+
+_DIES_WHEN_ASKED = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+server.accept()
+print("CUDA out of memory")
+raise SystemExit(1)
+"""
+
+
+async def test_a_server_that_ends_before_it_answers_shows_its_last_words(tmp_path: Path):
+    """Nobody waits for the deadline when the process is gone, although it had a port."""
+    engine = ManagedEngine(
+        sglang_command(as_server(_DIES_WHEN_ASKED)),
+        log_file=tmp_path / "engine.log",
+        request_deadline_s=10,
+        start_deadline_s=600,
+    )
+    with pytest.raises(EngineUnreachable, match=r"(?s)ended before it answered.*status 1.*CUDA out of memory"):
+        await asyncio.wait_for(engine.load(tmp_path, V7), 30)
+
+
+async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
+    """The log says which, and why."""
+    engine = ManagedEngine(
+        sglang_command(SglangSettings(python=Path("/nowhere/python"))),
+        log_file=tmp_path / "engine.log",
+        request_deadline_s=10,
+        start_deadline_s=600,
+    )
+    with pytest.raises(EngineUnreachable, match="cannot start /nowhere/python: No such file"):
+        await asyncio.wait_for(engine.load(tmp_path, V7), 30)
+
+
+_WITH_CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("by", ["us", "itself"])
+async def test_nothing_of_a_servers_group_is_left(tmp_path: Path, by: str):
+    """However its first process ends, the processes that it started end with it, and their CPU time was seen."""
+    log = tmp_path / "engine.log"
+    process, _ = await EngineProcess.start(sglang_command(as_server(_WITH_CHILD)), tmp_path, V7, log=log, deadline_s=20)
+    async with asyncio.timeout(60):
+        while "child" not in log.read_text() or len(group_members(process.pid)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    process.started()
+    assert process.cpu_seconds() > 0
+    if by == "us":
+        await process.stop()
+    else:
+        os.kill(process.pid, 9)
+        await process.wait()
+    async with asyncio.timeout(60):
+        while group_members(process.pid):  # noqa: ASYNC110  (the kernel's)
+            await asyncio.sleep(0.01)

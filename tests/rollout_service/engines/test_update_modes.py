@@ -1,0 +1,197 @@
+"""In which order an engine is asked to take new weights, and what becomes of what was under way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of
+from penstock.rollout_service.errors import EngineAborted, EngineMisconfigured, WeightsNotApplied
+
+V1, V2 = PolicyVersion(1), PolicyVersion(2)
+SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(2,))
+
+
+@pytest.fixture
+async def client(faulty_engine: FaultyEngine) -> AsyncIterator[SglangClient]:
+    """A client of an engine that behaves until it is told otherwise."""
+    faulty_engine.version = "0"
+    client = SglangClient(faulty_engine.url)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model, without a tokenizer."""
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A reply whose first completion was ended after two tokens, and whose second had not begun; whole ones stay."""
+    if rows[0]["meta_info"]["weight_version"] != "0":
+        return rows
+    for row, length in zip(rows, (2, 0), strict=False):
+        meta = row["meta_info"]
+        row["output_ids"] = row["output_ids"][:length]
+        meta["finish_reason"] = {"type": "abort", "message": "aborted", "status_code": None}
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][:length]
+        meta["weight_versions"] = [{"version": meta["weight_version"], "start": 0, "end": length}]
+        if length == 0:
+            del meta["output_token_logprobs"], meta["prompt_tokens"]
+    return rows
+
+
+def test_going_back_to_an_older_version_waits_for_what_runs():
+    """A training generation never goes on by an older version; the first load has nothing to interrupt."""
+    assert mode_of("retract", V1, V2) == "retract"
+    assert mode_of("retract", V2, V1) == "drain"
+    assert mode_of("abort", None, V1) == "drain"
+    assert mode_of("in_place", V1, V1) == "drain"
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path, mode: UpdateMode
+):
+    """After an update that failed it stays paused until one succeeds."""
+    faulty_engine.refuse_loads = 1
+    with pytest.raises(WeightsNotApplied):
+        await client.load_weights(model, V1, mode)
+    assert faulty_engine.pauses == [mode]
+    await client.load_weights(model, V1, mode)
+    assert faulty_engine.pauses == [mode, mode, "continue"]
+
+
+async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """The first one does, after whoever was killed before us, and the one after an update that failed while paused."""
+    await client.load_weights(model, V1)
+    await client.load_weights(model, V2)
+    assert faulty_engine.pauses == ["continue"]
+    faulty_engine.refuse_loads = 1
+    with pytest.raises(WeightsNotApplied):
+        await client.load_weights(model, V1, "retract")
+    await client.load_weights(model, V1)
+    await client.load_weights(model, V2)
+    assert faulty_engine.pauses == ["continue", "retract", "continue"]
+
+
+async def test_what_the_answer_to_an_update_says_is_believed_before_anything_is_asked(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """A version in it must be the one that was asked for; a checksum in it is the engine's, until the next update."""
+    ranks = [{"parallelism_info": {"tp_size": 1}}]
+    faulty_engine.says = {"weight_version": "1", "ranks": ranks, "per_engine_checksum": "abc"}
+    faulty_engine.lose_loads = 1  # its model_info would say 0
+    await client.load_weights(model, V1)
+    said = await client.weights_checksum()
+    assert said is not None
+    assert said.value == "abc"
+    with pytest.raises(WeightsNotApplied, match="loaded version 2, but its answer names 1"):
+        await client.load_weights(model, V2)
+    assert await client.weights_checksum() is None  # nobody knows what it serves, and this engine cannot say it
+
+
+async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """In place, requests name the version as their cache's key; after a load that flushes, they need none."""
+    loads: list[tuple[PolicyVersion, UpdateMode]] = [(V1, "in_place"), (V2, "in_place"), (V1, "drain")]
+    for version, mode in loads:
+        await client.load_weights(model, version, mode)
+        await client.generate([[5]], SAMPLING, 1)
+    assert [body.get("extra_key") for body in faulty_engine.requests] == ["1", "2", None]
+    assert [flush for _, _, flush in faulty_engine.flushes] == [False, False, True]
+
+
+async def test_a_cut_completion_is_asked_for_again_from_where_it_was(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """Each with its own prefix and what room is left; the parts come back as one completion of two versions."""
+    faulty_engine.rewrite = cut
+    faulty_engine.flow.clear()
+    generating = asyncio.create_task(client.generate([[5, 6], [7]], SAMPLING, 1))
+    await asyncio.to_thread(faulty_engine.wait_for_requests, 1)
+    swapping = asyncio.create_task(client.load_weights(model, V1, "abort"))
+    await asyncio.to_thread(faulty_engine.wait_for_pauses, 1)
+    faulty_engine.texts = False
+    faulty_engine.flow.set()
+    await swapping
+    [[one], [other]] = await generating
+    again = faulty_engine.requests[1]
+    assert again["input_ids"] == [[5, 6, *one.token_ids[:2]], [7]]
+    assert [params["max_new_tokens"] for params in again["sampling_params"]] == [7, 9]
+    assert one.version_runs == (VersionRun(PolicyVersion(0), 0, 2), VersionRun(V1, 2, len(one.token_ids)))
+    assert other.version_runs == (VersionRun(V1, 0, len(other.token_ids)),)
+    assert len(one.logprobs) == len(one.token_ids)
+
+
+async def test_an_abort_that_is_not_ours_fails_the_request(faulty_engine: FaultyEngine, client: SglangClient):
+    """Somebody else ended it: nobody knows why, so the pack comes again whole."""
+    faulty_engine.rewrite = cut
+    with pytest.raises(EngineAborted):
+        await client.generate([[5, 6]], SAMPLING, 1)
+
+
+TOKENS = st.lists(st.tuples(st.integers(0, 300), st.floats(-20, 0)), max_size=6)
+
+
+@given(parts=st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=6), stopped=st.booleans())
+def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]], int]], stopped: bool):
+    """Whatever the cuts: tokens and logprobs in order, runs without gap or overlap, each token's version its part's."""
+    finishes = ["abort"] * (len(parts) - 1) + ["stop" if stopped else "length"]
+    sequence = Resumption([1, 2], max_new_tokens=100)
+    for (sampled, version), finish in zip(parts, finishes, strict=True):
+        runs = (VersionRun(PolicyVersion(version), 0, len(sampled)),) if sampled else ()
+        ids, logprobs = [token for token, _ in sampled], [logprob for _, logprob in sampled]
+        sequence.parts.append(Completion(ids, logprobs, runs, finish, ""))  # pyright: ignore[reportArgumentType]
+        assert sequence.is_cut == (finish == "abort")
+    joined = sequence.joined("text")
+    flat = [(token, logprob, version) for sampled, version in parts for token, logprob in sampled]
+    versions = [run.version for run in joined.version_runs for _ in range(run.start, run.end)]
+    assert [*zip(joined.token_ids, joined.logprobs, versions, strict=True)] == flat
+    for before, after in itertools.pairwise(joined.version_runs):
+        assert before.end == after.start
+        assert before.version != after.version
+    assert joined.finish_reason == finishes[-1]
+    assert sequence.room == 100 - len(flat)
+
+
+def test_a_part_that_was_cut_at_its_last_token_ended_by_length():
+    """There is nothing left to ask for."""
+    sequence = Resumption([1], max_new_tokens=2)
+    sequence.parts.append(Completion([3, 4], [-1.0, -1.0], (VersionRun(V1, 0, 2),), "abort", ""))
+    assert not sequence.is_cut
+    assert sequence.joined("").finish_reason == "length"
+
+
+async def test_text_that_cannot_be_decoded_as_a_whole_is_never_strung_together(
+    faulty_engine: FaultyEngine, client: SglangClient, model: Path
+):
+    """Weights without a tokenizer, an engine that has one: the worker ends and says which mode needs none."""
+    faulty_engine.rewrite = cut
+    faulty_engine.flow.clear()
+    generating = asyncio.create_task(client.generate([[5, 6]], SAMPLING, 1))
+    await asyncio.to_thread(faulty_engine.wait_for_requests, 1)
+    swapping = asyncio.create_task(client.load_weights(model, V1, "abort"))
+    await asyncio.to_thread(faulty_engine.wait_for_pauses, 1)
+    faulty_engine.flow.set()
+    await swapping
+    with pytest.raises(EngineMisconfigured, match="'abort' needs a tokenizer"):
+        await generating

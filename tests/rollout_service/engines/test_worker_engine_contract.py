@@ -1,0 +1,146 @@
+"""What the worker's client relies on, asked of every engine: the embedded one, and the one that tests can break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.engine_process import EngineProcess, embedded_command
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.errors import (
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+    ReplyRefused,
+    WeightsNotApplied,
+)
+from penstock.rollout_service.settings import WorkerSettings
+
+SAMPLING = Sampling(max_new_tokens=9, temperature=1.0, stop_token_ids=(2,))
+V0, V1 = PolicyVersion(0), PolicyVersion(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model, untrained."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["embedded", "faulty"])
+def engine_url(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Each engine in turn, serving version 0."""
+    if request.param == "faulty":
+        with FaultyEngine(version="0") as engine:
+            yield engine.url
+        return
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    command = embedded_command(WorkerSettings())  # pyright: ignore[reportCallIssue]
+    with asyncio.Runner() as runner:
+        process, url = runner.run(EngineProcess.start(command, model, V0, log=log, deadline_s=60))
+        yield url
+        runner.run(process.stop())
+
+
+async def test_completions_come_in_the_order_of_their_prompts(engine_url: str):
+    """``n`` completions of each prompt, whole and consistent, each stamped with the version."""
+    client = SglangClient(engine_url)
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    groups = await client.generate(prompts, SAMPLING, 4)
+    await client.close()
+    assert [len(group) for group in groups] == [4, 4, 4]
+    for completion in (completion for group in groups for completion in group):
+        assert len(completion.token_ids) == len(completion.logprobs)
+        assert completion.version_runs[-1].end == len(completion.token_ids)
+        assert (completion.finish_reason == "stop") == (len(completion.token_ids) < 9 or completion.token_ids[-1] == 2)
+
+
+async def test_a_loaded_version_is_confirmed_and_stamped(engine_url: str, model: Path):
+    """After a swap model_info and every new token name the new version."""
+    client = SglangClient(engine_url)
+    await client.load_weights(model, V1)
+    assert await client.served_version() == V1
+    [[completion]] = await client.generate([[5, 6]], SAMPLING, 1)
+    assert {run.version for run in completion.version_runs} == {V1}
+    await client.load_weights(model, V0)
+    await client.close()
+
+
+async def test_requests_and_swaps_may_overlap(engine_url: str, model: Path):
+    """A swap waits for what runs and holds back what is new; every completion is of one version."""
+    client = SglangClient(engine_url)
+    replies, _, more = await asyncio.gather(
+        client.generate([[5 + i] for i in range(16)], SAMPLING, 8),
+        client.load_weights(model, V1),
+        client.generate([[9 + i] for i in range(16)], SAMPLING, 8),
+    )
+    await client.load_weights(model, V0)
+    await client.close()
+    for group in (*replies, *more):
+        assert {run.version for completion in group for run in completion.version_runs} <= {V0, V1}
+
+
+async def test_weights_that_are_not_there_are_refused(engine_url: str, tmp_path: Path):
+    """The old version is served on."""
+    client = SglangClient(engine_url)
+    before = await client.served_version()
+    with pytest.raises(WeightsNotApplied, match="version 9"):
+        await client.load_weights(tmp_path, PolicyVersion(9))
+    assert await client.served_version() == before
+    await client.close()
+
+
+async def test_an_engine_that_is_not_there_is_named():
+    """The error holds the address."""
+    client = SglangClient("http://127.0.0.1:9")
+    with pytest.raises(EngineUnreachable, match=r"127\.0\.0\.1:9/generate"):
+        await client.generate([[5]], SAMPLING, 1)
+    await client.close()
+
+
+async def test_an_answer_that_does_not_come_is_given_up():
+    """The deadline is named."""
+    with FaultyEngine() as engine:
+        engine.flow.clear()
+        client = SglangClient(engine.url, request_deadline_s=0.2)
+        with pytest.raises(EngineTimeout, match=r"within 0\.2 s"):
+            await client.generate([[5]], SAMPLING, 1)
+        await client.close()
+
+
+@pytest.mark.parametrize(("status", "words"), [(500, "answered 500: .*out of luck"), (400, "answered 400")])
+async def test_an_http_error_is_shown(status: int, words: str):
+    """With the engine's own words."""
+    with FaultyEngine() as engine:
+        engine.status = status
+        client = SglangClient(engine.url)
+        with pytest.raises(EngineRefused, match=words):
+            await client.generate([[5]], SAMPLING, 1)
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"<html>busy</html>", "not JSON"),
+        ([], "expected 6 completions, got 0 rows"),
+        ({"output_ids": []}, "expected 6 completions, got 1 rows"),
+        (7, "expected 6 completions, got int"),
+    ],
+)
+async def test_an_answer_of_another_form_is_refused(answer: object, words: str):
+    """What is not one row for each completion is not used at all."""
+    with FaultyEngine() as engine:
+        engine.rewrite = lambda rows: answer
+        client = SglangClient(engine.url)
+        with pytest.raises(ReplyRefused, match=words):
+            await client.generate([[5], [6]], SAMPLING, 3)
+        await client.close()

@@ -1,0 +1,205 @@
+"""The engine as the worker's child: started, swapped, restarted when it ends, given up when it keeps ending."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines import managed_engine
+from penstock.rollout_service.engines.engine_process import LaunchCommand
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.errors import EngineDistrusted, EngineKeepsDying, EngineUnreachable, WeightsUnusable
+
+V0, V1, V2 = map(PolicyVersion, range(3))
+
+
+def faulty_engine_command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
+    """Start the tests' engine in the embedded one's place."""
+    return [sys.executable, "-m", "tests.rollout_service.engines.faulty_engine", str(version), str(port_file)]
+
+
+def script(source: str) -> LaunchCommand:
+    """An 'engine' that is a line of Python."""
+    return lambda folder, version, port_file: [sys.executable, "-c", source]
+
+
+def build(command: LaunchCommand, tmp_path: Path, start_deadline_s: float = 30.0) -> ManagedEngine:
+    """An engine whose log is in the test's folder."""
+    return ManagedEngine(
+        command, log_file=tmp_path / "engine.log", request_deadline_s=10.0, start_deadline_s=start_deadline_s
+    )
+
+
+@asynccontextmanager
+async def running(engine: ManagedEngine, folder: Path) -> AsyncIterator[asyncio.Task[None]]:
+    """Start on version 0 and supervise; ends the child after the block."""
+    await engine.load(folder, V0)
+    supervision = asyncio.create_task(engine.run())
+    try:
+        yield supervision
+    finally:
+        supervision.cancel()
+        await engine.stop()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model to the tests' engine."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
+    (folder / "config.json").write_text('{"vocab_size": 300, "max_position_embeddings": 64}')
+    return folder
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until a condition is true, for at most 20 s."""
+    try:
+        async with asyncio.timeout(60):
+            while not condition():  # noqa: ASYNC110  (the condition is the operating system's)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pytest.fail(f"waited in vain for {what}")
+
+
+def child_of(engine: ManagedEngine) -> int:
+    """The engine's process id."""
+    assert engine._process is not None
+    return engine._process.pid
+
+
+async def test_an_engine_starts_with_its_version_and_follows(tmp_path: Path, model: Path):
+    """The first version is on the command line, later ones are loaded; both are confirmed by the engine."""
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        assert engine.version == await engine.client.served_version() == V0
+        await engine.load(model, V1)
+        assert engine.version == await engine.client.served_version() == V1
+        assert engine.applied == {V0, V1}
+        assert engine.cpu_seconds() > 0
+
+
+async def test_a_killed_engine_is_restarted_on_the_newest_version(tmp_path: Path, model: Path):
+    """After SIGKILL the same version is served by another process, and it was never ready in between."""
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        await engine.load(model, V1)
+        first = child_of(engine)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: not engine.ready.is_set(), "the death to be noticed")
+        await asyncio.wait_for(engine.ready.wait(), 60)
+        assert child_of(engine) != first
+        assert await engine.client.served_version() == V1
+
+
+async def test_an_engine_that_dies_during_a_swap_is_restarted_with_the_new_version(tmp_path: Path, model: Path):
+    """The load that killed it succeeds by starting from the new weights."""
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        os.kill(child_of(engine), signal.SIGKILL)
+        await asyncio.wait_for(engine.load(model, V1), 30)
+        assert engine.version == await engine.client.served_version() == V1
+
+
+async def test_an_engine_that_does_not_confirm_a_version_is_restarted_with_it(tmp_path: Path, model: Path):
+    """A swap that is refused twice leaves an engine nobody knows: it is killed and started from the new weights."""
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        first = child_of(engine)
+        unloadable = tmp_path / "elsewhere"
+        unloadable.mkdir()
+        (unloadable / "config.json").write_text(
+            "{}"
+        )  # the tests' engine refuses a folder without safetensors, but starts on anything
+        await asyncio.wait_for(engine.load(unloadable, V2), 30)
+        assert child_of(engine) != first
+        assert engine.version == await engine.client.served_version() == V2
+
+
+async def test_a_version_that_no_engine_starts_from_is_given_up(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither loaded nor started from: the version before is served again, and the next one is followed."""
+    monkeypatch.setattr(managed_engine, "FIRST_BACK_OFF_S", 0.001)
+
+    def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
+        if folder.name == "bad":
+            return [sys.executable, "-c", "print('SafetensorError: invalid header'); raise SystemExit(1)"]
+        return faulty_engine_command(folder, version, port_file)
+
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    engine = build(command, tmp_path)
+    async with running(engine, model):
+        with pytest.raises(WeightsUnusable, match="neither took version 1 nor started from it"):
+            await asyncio.wait_for(engine.load(bad, V1), 30)
+        assert engine.version == await engine.client.served_version() == V0
+        await engine.load(model, V2)
+        assert engine.version == await engine.client.served_version() == V2
+        assert engine.applied == {V0, V2}
+
+
+async def test_an_engine_that_serves_what_it_was_not_given_is_replaced(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A look now and then finds it; its client refuses everything from then on."""
+    monkeypatch.setattr(managed_engine, "LOOK_S", 0.05)
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        first = engine.client
+        await first.load_weights(model, V2)  # as an outsider would
+        await until(lambda: engine.client is not first and engine.ready.is_set(), "another engine")
+        assert engine.version == await engine.client.served_version() == V0
+        with pytest.raises(EngineDistrusted, match=r"given version 0 but serves 2|the engine died"):
+            await first.generate([[5]], Sampling(max_new_tokens=1), 1)
+
+
+async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: Path):
+    """An engine that does not even say what it serves, once a request failed, is replaced."""
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model):
+        first = child_of(engine)
+        await engine.suspect()
+        assert engine.ready.is_set(), "an engine that answers is left alone"
+        engine.client._probe_s = 0.2
+        os.kill(first, signal.SIGSTOP)
+        await engine.suspect()
+        await asyncio.wait_for(engine.ready.wait(), 60)
+        assert child_of(engine) != first
+
+
+async def test_a_first_start_that_fails_shows_the_log(tmp_path: Path, model: Path):
+    """The error says how the process ended and what it wrote last."""
+    engine = build(script("import sys; print('no such device'); sys.exit(3)"), tmp_path)
+    with pytest.raises(EngineUnreachable, match=r"(?s)ended with status 3.*no such device"):
+        await engine.load(model, V0)
+
+
+async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, model: Path):
+    """The deadline is named, and the child is gone."""
+    engine = build(script("import time; print('loading', flush=True); time.sleep(600)"), tmp_path, start_deadline_s=0.3)
+    with pytest.raises(EngineUnreachable, match=r"opened no port within 0\.3 s"):
+        await engine.load(model, V0)
+
+
+async def test_an_engine_that_keeps_dying_ends_the_worker(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+    """After so many restarts within the window the error says how the last one ended."""
+    monkeypatch.setattr(managed_engine, "FIRST_BACK_OFF_S", 0.001)
+    engine = build(faulty_engine_command, tmp_path)
+    async with running(engine, model) as supervision:
+        engine._command = script("print('segmentation fault'); raise SystemExit(139)")
+        os.kill(child_of(engine), signal.SIGKILL)
+        with pytest.raises(
+            EngineKeepsDying,
+            match=rf"(?s)died {managed_engine.MAX_RESTARTS + 1} times within.*status 139.*segmentation fault",
+        ):
+            await asyncio.wait_for(supervision, 60)

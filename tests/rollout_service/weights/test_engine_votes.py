@@ -1,0 +1,55 @@
+"""Engines of one version are compared: all readers of the stream find the same one odd."""
+
+from __future__ import annotations
+
+from penstock.protocol.facts import WeightsApplied
+from penstock.rollout_service.weights.engine_votes import EngineVotes
+
+
+def applied(worker: str, checksum: str, *, version: int = 3, layout: str = "1-a") -> WeightsApplied:
+    return WeightsApplied(
+        run_id="r",
+        worker_id=worker,
+        version=version,
+        previous_version=version - 1,
+        pause_s=0.0,
+        fetch_s=0.0,
+        num_bytes=0,
+        checksum=checksum,
+        layout=layout,
+    )
+
+
+def test_equal_engines_agree():
+    """Equal checksums, other versions and other layouts are no disagreement."""
+    votes = EngineVotes()
+    facts = [applied("a", "x"), applied("b", "x"), applied("c", "y", version=4), applied("d", "y", layout="2-b")]
+    assert [votes.add(fact) for fact in facts] == [None] * 4
+
+
+def test_the_fewest_are_odd():
+    """One engine against two is odd, also when it was the first."""
+    votes = EngineVotes()
+    votes.add(applied("wrong", "y"))
+    votes.add(applied("a", "x"))
+    found = votes.add(applied("b", "x"))
+    assert found is not None
+    assert (found.odd, found.expected) == (("wrong",), "x")
+    assert str(found) == "the engine of worker wrong serves other weights than the others as version 3"
+
+
+def test_of_two_the_later_is_odd():
+    """Without a majority the engine that was there first is believed."""
+    votes = EngineVotes()
+    votes.add(applied("a", "x"))
+    found = votes.add(applied("b", "y"))
+    assert found is not None
+    assert found.odd == ("b",)
+
+
+def test_the_newest_word_of_an_engine_counts():
+    """A worker that loaded the version again is judged by what it serves now."""
+    votes = EngineVotes()
+    votes.add(applied("a", "x"))
+    assert votes.add(applied("b", "y")) is not None
+    assert votes.add(applied("b", "x")) is None

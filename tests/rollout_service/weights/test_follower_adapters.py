@@ -1,0 +1,170 @@
+"""A worker that is given adapters: versions side by side, exact for every token, and no engine that ever pauses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.contracts.tiny_model import Dense, build_endless_model
+from tests.groups import make_task
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
+from tests.rollout_service.ring_end import RingEnd, attached
+from tests.servers import wait_for
+
+from penstock.deploy.child import Child
+from penstock.protocol.facts import WeightsPublished
+from penstock.protocol.trajectory import Group
+
+StartWorker = Callable[..., Child]
+PROMPT = [5, 17, 88, 250, 31, 9]
+LONG = 800  # tokens: seconds of generation
+
+
+def versions_of(groups: Iterable[Group]) -> list[set[int]]:
+    """The versions that sampled each group's tokens."""
+    return [{run.version for row in group.trajectories for run in row.version_runs} for group in groups]
+
+
+def check(groups: Iterable[Group], models: dict[int, Dense]) -> None:
+    """Recompute every token's log-probability by its own version's merged weights; a sequence has one version."""
+    for group in groups:
+        for row in group.trajectories:
+            start, tokens = group.num_prompt_tokens, row.token_ids.tolist()
+            (run,) = row.version_runs
+            assert (run.start, run.end) == (start, len(tokens))
+            expected = models[run.version].of_completion(tokens[:start], tokens[start:])
+            assert row.behaviour_logprobs[start:].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def url_of(worker: Child) -> str:
+    """Where the worker's newest engine is."""
+    return re.findall(r'"url": "([^"]+)"', worker.log_tail(200))[-1]
+
+
+def adapters_of(worker: Child) -> set[str]:
+    """The adapters that the worker's engine has."""
+    models = httpx.get(f"{url_of(worker)}/v1/models").json()["data"]
+    return {model["id"] for model in models if model["id"].startswith("policy@")}
+
+
+def test_adapters_come_while_a_pack_generates_and_nothing_pauses(
+    ring_end: RingEnd, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    """A long pack ends with the version it began with, newer packs have the newer one, an evaluation the base or an older.
+
+    Each token's log-probability is its own version's. What nobody uses is unloaded, its folder removed. A worker that
+    is killed comes back with the base and the newest adapter.
+    """
+    build_endless_model(ring_end.folder / "model-0")
+    facts: dict[int, WeightsPublished] = {0: ring_end.publish(0), 1: ring_end.publish_adapter(1)}
+    worker = start_worker("w0")
+    ring_end.wait_applied("w0", 1, 60)
+    long = make_task("e0.p0.a0", prompt_ids=PROMPT, group_size=2, max_new_tokens=LONG, stop_token_ids=())
+    ring_end.issue("long", [long])
+    wait_for(
+        lambda: httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, "the engine to run"
+    )
+    for version in (2, 3):
+        facts[version] = ring_end.publish_adapter(version)
+        ring_end.wait_applied("w0", version)
+    task = make_task("e0.p1.a0", prompt_ids=PROMPT, issued_version=3, group_size=2, stop_token_ids=())
+    ring_end.issue("short", [task])
+    [short] = ring_end.collect_groups(1)
+    pins = [
+        make_task(f"eval.p{v}", split="eval", pinned_version=v, prompt_ids=PROMPT, group_size=1, stop_token_ids=())
+        for v in (0, 1, 2)
+    ]
+    for task in pins:
+        ring_end.issue(task.group_id, [task])
+    pinned = ring_end.collect_groups(3)
+    assert httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, "the long pack goes on"
+    [first] = ring_end.collect_groups(1, 60)
+    groups = [first, short, *sorted(pinned, key=lambda group: group.group_id)]
+    assert versions_of(groups) == [{1}, {3}, {0}, {1}, {2}]
+    models = {version: Dense(ring_end.merged(fact, tmp_path / f"merged-{version}")) for version, fact in facts.items()}
+    check(groups, models)
+    assert [(fact.version, fact.pause_s) for fact in ring_end.applied] == [(1, 0.0), (2, 0.0), (3, 0.0)]
+    assert [fact.checksum for fact in ring_end.applied[-1:]] == [ring_end.root(facts[3])]
+    assert ring_end.applied[-1].num_bytes == facts[3].num_bytes < 0.3 * facts[0].num_bytes
+    wait_for(lambda: adapters_of(worker) == {"policy@3"}, "older adapters to be unloaded")
+    [held] = tmp_path.rglob("adapters")
+    wait_for(lambda: [path.name for path in held.iterdir()] == ["3"], "their folders to go")
+
+    worker.kill()
+    worker.start()
+    wait_for(lambda: len(ring_end.applied) == 4, "the second life", 60)
+    assert (ring_end.applied[-1].version, ring_end.applied[-1].num_bytes) == (3, facts[3].num_bytes)
+    again = make_task("e0.p2.a0", prompt_ids=PROMPT, issued_version=3, group_size=2, stop_token_ids=())
+    ring_end.issue("again", [again])
+    groups = ring_end.collect_groups(1)
+    assert versions_of(groups) == [{3}]
+    check(groups, models)
+
+
+def test_the_model_is_loaded_once(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine) -> None:
+    """Adapters after it, evaluations of older ones and of the model itself: the engine hears of no other load, nor a pause."""
+    facts = [ring_end.publish(0)]
+    start_worker("w0", *attached(faulty_engine), "worker.update_mode=retract")
+    ring_end.wait_applied("w0", 0)
+    for version in (1, 2, 3):
+        facts.append(ring_end.publish_adapter(version))
+        ring_end.wait_applied("w0", version)
+    pauses = list(faulty_engine.pauses)
+    for version in (0, 1, 2):
+        task = make_task(f"eval.p{version}", split="eval", pinned_version=version, temperature=0.0, group_size=1)
+        ring_end.issue(task.group_id, [task])
+        assert versions_of(ring_end.collect_groups(1)) == [{version}]
+    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    assert versions_of(ring_end.collect_groups(1)) == [{3}]
+    assert [version for version, _ in faulty_engine.loads] == ["0"]
+    assert faulty_engine.pauses == pauses
+    assert [fact.version for fact in ring_end.applied] == [0, 1, 2, 3]
+    wait_for(lambda: set(faulty_engine.adapters) == {"policy@3"}, "what was pinned to be unloaded")
+
+
+def test_a_bad_adapter_is_refused_and_its_answer_is_served(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+) -> None:
+    """Whether its bytes are altered or the engine refuses it: it is reported, the one before is served on meanwhile."""
+    ring_end.publish(0)
+    ring_end.publish_adapter(1)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.wait_applied("w0", 1)
+    ring_end.publish_adapter(2, corrupt="adapter_model.safetensors")
+    wait_for(lambda: ring_end.refused, "the first refusal")
+    ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=2)])
+    assert versions_of(ring_end.collect_groups(1)) == [{1}]
+    ring_end.source.answer()
+    ring_end.wait_applied("w0", 2)
+    faulty_engine.lose_adapters = True
+    ring_end.publish_adapter(3)
+    wait_for(lambda: len(ring_end.refused) == 2, "the second refusal")
+    faulty_engine.lose_adapters = False
+    assert [(fact.version, fact.serving) for fact in ring_end.refused] == [(2, 1), (3, 2)]
+    assert "sha256" in ring_end.refused[0].reason
+    ring_end.issue("pack-1", [make_task("e0.p1.a0", issued_version=3)])
+    assert versions_of(ring_end.collect_groups(1)) == [{2}]
+    ring_end.source.answer()
+    ring_end.wait_applied("w0", 3)
+
+
+def test_merged_models_and_adapters_may_follow_one_another(
+    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+) -> None:
+    """A trainer that publishes the other way from now on is followed: a model is loaded, what sat upon the last one goes."""
+    ring_end.publish(0)
+    ring_end.publish_adapter(1)
+    start_worker("w0", *attached(faulty_engine))
+    ring_end.wait_applied("w0", 1)
+    ring_end.publish(2)
+    ring_end.wait_applied("w0", 2)
+    ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=2)])
+    assert versions_of(ring_end.collect_groups(1)) == [{2}]
+    ring_end.issue("eval", [make_task("eval.p1", split="eval", pinned_version=1, temperature=0.0, group_size=1)])
+    assert versions_of(ring_end.collect_groups(1)) == [{1}]
+    wait_for(lambda: faulty_engine.version == "2", "the newest version to be served again")
+    assert [version for version, _ in faulty_engine.loads] == ["0", "2", "0", "2"]
+    assert faulty_engine.adapters == {}

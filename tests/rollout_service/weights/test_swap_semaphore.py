@@ -1,0 +1,64 @@
+"""Turns to swap: only a share of the engines pauses at once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.protocol import streams
+from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.transport.bus import Bus
+from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_turns
+
+
+def beat(bus: Bus, run_id: str, *workers: str) -> None:
+    """Heartbeats of living workers."""
+    live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+    for worker in workers:
+        fact = Heartbeat(role="rollout", service_id=worker, at=0.0, state="")
+        live.put(streams.heartbeat_key("rollout", worker), encode(fact)).wait()
+
+
+def leases(bus: Bus, run_id: str) -> list[str]:
+    """The turns that are taken."""
+    return [entry.key for entry in bus.key_value(streams.lease_bucket(run_id).bucket).wait().entries().wait()]
+
+
+@pytest.mark.parametrize(("workers", "share", "turns"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
+def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, semaphore: int):
+    """One worker alone needs no turn; of several at least one may always swap."""
+    assert num_turns(workers, share) == semaphore
+
+
+async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
+    """Of six workers with a share of a third, two hold a turn at once, and all get theirs."""
+    workers = [f"w{number}" for number in range(6)]
+    await asyncio.to_thread(beat, bus, ring_streams, *workers)
+    holding, most, had, both = 0, 0, [], asyncio.Event()
+
+    async def swap(worker: str) -> None:
+        nonlocal holding, most
+        async with SwapSemaphore(bus, run_id=ring_streams, worker_id=worker, max_share=0.34).turn():
+            holding += 1
+            most = max(most, holding)
+            had.append(worker)
+            if len(had) == 2:
+                both.set()
+            await both.wait()  # the first waits for a second one beside it
+            holding -= 1
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        for worker in workers:
+            tasks.create_task(swap(worker))
+    assert (most, sorted(had)) == (2, workers)
+    assert await asyncio.to_thread(leases, bus, ring_streams) == []
+
+
+async def test_patience_ends(bus: Bus, ring_streams: str):
+    """A worker whose turn does not come swaps without one, and takes nothing from the holder."""
+    await asyncio.to_thread(beat, bus, ring_streams, "w0", "w1")
+    async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w0", max_share=0.5).turn():
+        async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w1", max_share=0.5, patience_s=0.1).turn():
+            assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]
+        assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]

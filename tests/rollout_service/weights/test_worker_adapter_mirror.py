@@ -1,0 +1,105 @@
+"""The local copies of adapters: a base that is fetched once, a folder of PEFT's for each, and none that is not proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.rollout_service.ring_end import ADAPTER, RingEnd
+
+from penstock.protocol.facts import WeightsPublished
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.errors import WeightsUnusable
+from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
+
+
+@pytest.fixture
+def mirror(blobs: Blobs, ring_end: RingEnd, tmp_path: Path) -> Iterator[Mirror]:
+    """A worker's copies."""
+    opened = Mirror(blobs, tmp_path / "copies", ring_end.run_id)
+    yield opened
+    opened.close()
+
+
+def fetch(mirror: Mirror, fact: WeightsPublished, *, keep: tuple[int, ...] = ()) -> MirroredVersion:
+    used = [PolicyVersion(version) for version in keep]
+    return mirror.fetch(PolicyVersion(fact.version), fact.manifest, keep=used, newest=True)
+
+
+def assert_is(mirrored: MirroredVersion, ring_end: RingEnd, fact: WeightsPublished) -> None:
+    """The folder holds exactly the factors that were published, its base exactly the model."""
+    stored = load_file(mirrored.folder / "adapter_model.safetensors")
+    expected = ring_end.factors(fact.version)
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    assert (mirrored.folder / "adapter_config.json").read_bytes() == ADAPTER.to_json()
+    assert mirrored.base is not None
+    (shard,) = mirrored.base.folder.glob("*.safetensors")
+    assert all(torch.equal(tensor, ring_end.tensors(0)[name]) for name, tensor in load_file(shard).items())
+    assert (mirrored.model_folder / "config.json").exists()
+
+
+def test_a_base_is_fetched_once_and_adapters_alone_afterwards(ring_end: RingEnd, mirror: Mirror) -> None:
+    """A late joiner reads the model and the newest adapter; what follows costs the adapter's bytes; the rest is let go."""
+    ring_end.publish(0)
+    facts = [ring_end.publish_adapter(version) for version in (1, 2, 3)]
+    first = fetch(mirror, facts[1])
+    assert_is(first, ring_end, facts[1])
+    assert first.base is not None
+    second = fetch(mirror, facts[2], keep=(0, 2))
+    assert_is(second, ring_end, facts[2])
+    assert second.base is not None
+    assert second.base.folder == first.base.folder
+    assert second.num_bytes == facts[2].num_bytes < 0.2 * first.num_bytes
+    assert fetch(mirror, facts[2], keep=(0, 2)).num_bytes == 0
+    assert mirror.held() == [0, 2, 3]
+    mirror.trim([PolicyVersion(0), PolicyVersion(3)])
+    assert mirror.held() == [0, 3]
+    assert not first.folder.exists()
+
+
+def test_a_new_life_keeps_the_base_and_fetches_the_adapter_it_needs(
+    ring_end: RingEnd, blobs: Blobs, tmp_path: Path
+) -> None:
+    """What a killed worker left of adapters, torn or not, is not believed; the model is hashed, and read from the disk."""
+    ring_end.publish(0)
+    fact = ring_end.publish_adapter(1)
+    killed = Mirror(blobs, tmp_path / "w0", ring_end.run_id)
+    folder = fetch(killed, fact).folder
+    (folder / "adapter_model.safetensors").write_bytes(b"torn")
+    killed._lock.close()  # as the kernel does when a process is killed
+    mirror = Mirror(blobs, tmp_path / "w0", ring_end.run_id)
+    again = fetch(mirror, fact)
+    assert_is(again, ring_end, fact)
+    assert again.num_bytes == fact.num_bytes
+    mirror.close()
+    assert not list((tmp_path / "w0").glob("*/*"))
+
+
+@pytest.mark.parametrize("end", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_altered_object_makes_no_folder(ring_end: RingEnd, mirror: Mirror, end: str) -> None:
+    """A bit of the factors, or of the file that says how they count: refused, and what the answer stores is taken."""
+    ring_end.publish(0)
+    fact = ring_end.publish_adapter(1, corrupt=end)
+    with pytest.raises(WeightsUnusable, match=r"version 1: .*sha256"):
+        fetch(mirror, fact)
+    assert mirror.held() == [0]
+    answer = ring_end.source.answer()
+    assert answer.manifest != fact.manifest
+    assert_is(fetch(mirror, answer), ring_end, answer)
+
+
+def test_a_base_that_is_gone_refuses_the_adapter(ring_end: RingEnd, blobs: Blobs, mirror: Mirror) -> None:
+    """Without its model an adapter is nothing; the answer brings the model again."""
+    base = ring_end.publish(0)
+    fact = ring_end.publish_adapter(1)
+    doomed = [s.key for s in blobs.list(f"runs/{ring_end.run_id}/weights/v00000000/") if s.key != base.manifest.key]
+    blobs.delete(doomed)
+    with pytest.raises(WeightsUnusable, match="version 1"):
+        fetch(mirror, fact)
+    answer = ring_end.source.answer()
+    assert_is(fetch(mirror, answer), ring_end, answer)

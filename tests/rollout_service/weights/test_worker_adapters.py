@@ -1,0 +1,288 @@
+"""Adapters as versions, as a worker sees them: confirmed, stamped on every token, refused when unknown, given again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.contracts.tiny_model import Adapter, Dense, build_model, write_changed_copy
+from tests.rollout_service.engines.faulty_engine import FaultyEngine
+from tests.servers import wait_for
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.rollout_service.checks.check_adapter import check_adapter
+from penstock.rollout_service.engines.attached_engine import AttachedEngine
+from penstock.rollout_service.engines.engine_pool import EnginePool
+from penstock.rollout_service.engines.engine_process import embedded_command
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.errors import EngineRefused, ReplyRefused, WeightsNotApplied
+from penstock.rollout_service.settings import WorkerSettings
+
+V0, V1, V2, V3 = map(PolicyVersion, range(4))
+PROMPT = [5, 17, 101, 44]
+SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(2,))
+GREEDY = Sampling(max_new_tokens=9, temperature=0.0)
+EXACT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that an adapter may change."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    build_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> dict[PolicyVersion, Adapter]:
+    """Versions 1 and 2."""
+    return {version: Adapter.random(model, model.parent / str(version), seed=version).write() for version in (V1, V2)}
+
+
+@pytest.fixture
+def server() -> Iterator[FaultyEngine]:
+    """A server that serves version 0 and does as it is told."""
+    with FaultyEngine(version="0") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(server: FaultyEngine) -> AsyncIterator[SglangClient]:
+    """A client of it."""
+    client = SglangClient(server.url, request_deadline_s=10)
+    yield client
+    await client.close()
+
+
+def attached(server: FaultyEngine) -> AttachedEngine:
+    """A worker's side of one server."""
+    return AttachedEngine(server.url, api_key="", request_deadline_s=10, start_deadline_s=10)
+
+
+async def test_every_token_is_of_the_adapters_version(server: FaultyEngine, client: SglangClient, tmp_path: Path):
+    """A request names the adapter; its tokens are of that version, those of a request beside it of the weights'."""
+    await client.load_adapter(tmp_path, V3)
+    groups, [[plain]] = await asyncio.gather(
+        client.generate([PROMPT, [7]], SAMPLING, 2, V3), client.generate([PROMPT], SAMPLING, 1)
+    )
+    for completion in (completion for group in groups for completion in group):
+        assert completion.version_runs == (VersionRun(V3, 0, len(completion.token_ids)),)
+    assert plain.version_runs == (VersionRun(V0, 0, len(plain.token_ids)),)
+    assert {request.get("lora_path") for request in server.requests} == {None, "policy@3"}
+
+
+async def test_an_adapter_that_is_not_loaded_is_never_asked_for(
+    server: FaultyEngine, client: SglangClient, tmp_path: Path
+):
+    """Never loaded, or unloaded: nothing is sent, since a server may load it again from what lies there by then."""
+    with pytest.raises(EngineRefused, match="version 3 is not loaded"):
+        await client.generate([PROMPT], SAMPLING, 1, V3)
+    await client.load_adapter(tmp_path, V3)
+    await client.unload_adapter(V3)
+    with pytest.raises(EngineRefused, match="version 3 is not loaded"):
+        await client.generate([PROMPT], SAMPLING, 1, V3)
+    assert not server.requests
+
+
+async def test_a_load_that_is_not_listed_is_no_load(server: FaultyEngine, client: SglangClient, tmp_path: Path):
+    """A server that says yes and does not list the adapter, or says no, has not applied the version."""
+    server.lose_adapters = True
+    with pytest.raises(WeightsNotApplied, match="did not load policy@3"):
+        await client.load_adapter(tmp_path, V3)
+    server.adapters["policy@3"] = "/of/somebody/else"
+    with pytest.raises(WeightsNotApplied, match="no, policy@3"):
+        await client.load_adapter(tmp_path, V3)
+    server.version = "default"
+    with pytest.raises(WeightsNotApplied, match="no version of ours"):
+        await client.load_adapter(tmp_path, V2)
+
+
+async def test_a_server_without_adapters_is_told_apart(server: FaultyEngine, client: SglangClient, tmp_path: Path):
+    """Where a server was started without adapters, the refusal says which setting is missing."""
+    server.refuse_adapters = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+    with pytest.raises(WeightsNotApplied, match=r"set sglang\.max_lora_rank"):
+        await client.load_adapter(tmp_path, V3)
+
+
+async def test_weights_that_change_below_an_adapter_spoil_its_tokens(
+    server: FaultyEngine, client: SglangClient, tmp_path: Path
+):
+    """A reply whose weights are not those that the adapter was loaded upon is refused."""
+    await client.load_adapter(tmp_path, V3)
+    server.version = "1"
+    with pytest.raises(ReplyRefused, match="computed upon version 1, but it was loaded upon version 0"):
+        await client.generate([PROMPT], SAMPLING, 1, V3)
+
+
+async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client: SglangClient, tmp_path: Path):
+    """The server hears of an unload when no request of ours uses the adapter; new ones are refused at once."""
+    await client.load_adapter(tmp_path, V3)
+    server.flow.clear()
+    asking = asyncio.create_task(client.generate([PROMPT], SAMPLING, 1, V3))
+    await asyncio.to_thread(server.wait_for_requests, 1)
+    unloading = asyncio.create_task(client.unload_adapter(V3))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineRefused, match="not loaded"):
+        await client.generate([PROMPT], SAMPLING, 1, V3)
+    await client.load_adapter(tmp_path, V2)  # another version does not wait for it
+    assert "policy@3" in server.adapters
+    server.flow.set()
+    [[completion]] = await asking
+    assert completion.version_runs[0].version == V3
+    await unloading
+    assert set(server.adapters) == {"policy@2"}
+
+
+async def test_an_unload_of_nothing_is_fine(server: FaultyEngine, client: SglangClient):
+    """A version that is not loaded needs no unload."""
+    await client.unload_adapter(V3)
+
+
+async def test_new_weights_end_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
+    """An attached server that is given other weights loses the adapters; a load without weights is refused."""
+    with FaultyEngine() as server:
+        engine = attached(server)
+        with pytest.raises(WeightsNotApplied, match="given no weights"):
+            await engine.load_adapter(adapters[V1].folder, V1)
+        await engine.load(model, V0)
+        await engine.load_adapter(adapters[V2].folder, V2)
+        await engine.load_adapter(adapters[V1].folder, V1)
+        assert engine.version == V2
+        assert {V0, V1, V2} <= engine.applied
+        await engine.load(model, V1)
+        assert engine.version == V1
+        assert not server.adapters
+        await engine.stop()
+
+
+async def test_what_another_life_left_is_unloaded(model: Path):
+    """A worker that attaches itself to a server frees the adapters of the worker before it, and no others."""
+    with FaultyEngine() as server:
+        server.info = {"enable_lora": True}
+        server.adapters = {"policy@7": "/gone", "somebody": "/else"}
+        engine = attached(server)
+        await engine.load(model, V0)
+        assert set(server.adapters) == {"somebody"}
+        await engine.stop()
+
+
+async def test_a_server_that_forgot_is_given_its_adapters_again(model: Path, adapters: dict[PolicyVersion, Adapter]):
+    """A server that was restarted behind the same label gets the adapters; behind another, its weights too."""
+    with FaultyEngine() as server:
+        engine = attached(server)
+        await engine.load(model, V0)
+        for version in (V1, V2):
+            await engine.load_adapter(adapters[version].folder, version)
+        wanted = dict(server.adapters)
+        for label in ("0", "default"):
+            server.adapters.clear()
+            server.version = label
+            with pytest.raises(EngineRefused):
+                await engine.client.generate([PROMPT], SAMPLING, 1, V2)
+            await engine.suspect()
+            assert server.adapters == wanted
+            assert server.version == "0"
+        await engine.stop()
+
+
+async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[PolicyVersion, Adapter]):
+    """Each engine of a pool has each version; groups stay whole and name it; the pool's version is the oldest."""
+    with FaultyEngine() as one, FaultyEngine() as other:
+        pool = EnginePool([attached(server) for server in (one, other)])
+        await pool.load(model, V0)
+        await pool.load_adapter(adapters[V1].folder, V1)
+        assert pool.version == V1
+        groups = await pool.client.generate([[5, 6], [7], [8], [9]], SAMPLING, 3, V1)
+        assert {run.version for group in groups for reply in group for run in reply.version_runs} == {V1}
+        assert [[request["lora_path"] for request in server.requests] for server in (one, other)] == [["policy@1"]] * 2
+        await pool.unload_adapter(V1)
+        assert not one.adapters
+        assert not other.adapters
+        await pool.stop()
+
+
+async def test_a_killed_engine_comes_back_with_its_adapters(
+    model: Path, adapters: dict[PolicyVersion, Adapter], tmp_path: Path
+):
+    """After SIGKILL a managed engine is ready only with the weights and every adapter; both compute as before."""
+    engine = ManagedEngine(
+        embedded_command(WorkerSettings()),  # pyright: ignore[reportCallIssue]
+        log_file=tmp_path / "engine.log",
+        request_deadline_s=30,
+        start_deadline_s=60,
+    )
+    await engine.load(model, V0)
+    supervision = asyncio.create_task(engine.run())
+    try:
+        for version in (V1, V2):
+            await engine.load_adapter(adapters[version].folder, version)
+        assert engine.version == V2
+        first = {version: await engine.client.generate([PROMPT], GREEDY, 1, version) for version in (V1, V2)}
+        process = engine._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+        await asyncio.to_thread(
+            wait_for, lambda: engine._process is not process and engine.ready.is_set(), "the engine's next life", 60
+        )
+        for version in (V1, V2):
+            [[again]] = await engine.client.generate([PROMPT], GREEDY, 1, version)
+            assert again == first[version][0][0]
+            assert again.version_runs == (VersionRun(version, 0, 9),)
+            merged = Dense(adapters[version].merged_into(model, tmp_path / f"merged-{version}"))
+            assert again.logprobs == pytest.approx(merged.of_completion(PROMPT, again.token_ids), abs=EXACT)
+        bad = Adapter.random(
+            model, tmp_path / "bad", seed=9, targets=("q_proj",)
+        )  # and not the one its config names too
+        bad.config["target_modules"] = ["q_proj", "v_proj"]
+        with pytest.raises(WeightsNotApplied, match="missing"):
+            await engine.load_adapter(bad.write().folder, V3)
+        assert engine.version == V2
+        assert V3 not in engine.applied
+        changed = write_changed_copy(model, tmp_path / "changed", seed=3)
+        await engine.load(changed, V3)
+        assert engine.version == V3
+        with pytest.raises(EngineRefused):
+            await engine.client.generate([PROMPT], GREEDY, 1, V2)
+    finally:
+        supervision.cancel()
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"use_rslora": True}, "use_rslora"),
+        ({"peft_type": "IA3"}, "LoRA"),
+        ({"r": 0}, "r is 0"),
+        ({"lora_alpha": "many"}, "lora_alpha"),
+        ({"target_modules": ["self_attn.q_proj"]}, "last words"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "unknown"),
+        ({"target_modules": ["k_proj", "v_proj"]}, "k_proj without q_proj"),
+        ({"target_modules": ["up_proj"]}, "up_proj without gate_proj"),
+        ({"r": 3}, "shape"),
+    ],
+)
+def test_an_adapter_that_some_engine_would_compute_wrongly_is_not_sent(
+    model: Path, tmp_path: Path, change: dict[str, Any], says: str
+):
+    """The worker holds the configuration and every shape against the weights below before a server hears of them."""
+    one = Adapter.random(model, tmp_path / "adapter", seed=1)
+    one.config.update(change)
+    one.write()
+    with pytest.raises(WeightsNotApplied, match=says):
+        check_adapter(one.folder, V1, model)
+
+
+def test_an_adapter_of_all_linear_layers_fits(model: Path, tmp_path: Path):
+    """The word all-linear names every layer but the table of tokens and the output head."""
+    one = Adapter.random(model, tmp_path / "adapter", seed=1)
+    one.config["target_modules"] = "all-linear"
+    check_adapter(one.write().folder, V1, model)

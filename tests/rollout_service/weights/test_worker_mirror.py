@@ -1,0 +1,309 @@
+"""The local copies of weights: bit for bit what the trainer published, or refused; whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.rollout_service.weights.mirror_kill import POINTS
+from tests.weights_source import WeightsSource
+from torch import Tensor
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.facts import WeightsPublished
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.rollout_service.errors import WeightsUnusable
+from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
+
+OpenMirror = Callable[..., Mirror]
+BUCKET_BYTES = 4096
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for config and tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+class Run:
+    """A run whose versions each change a hundredth of 8240 bfloat16 values, in five buckets."""
+
+    def __init__(self, bus: Bus, blobs: Blobs, run_id: str, model_folder: Path, **options: object) -> None:
+        self.bus, self.blobs, self.run_id, self.model_folder = bus, blobs, run_id, model_folder
+        self.options: dict = {"bucket_bytes": BUCKET_BYTES, **options}
+        self.source = WeightsSource(bus, blobs, run_id, model_folder, **self.options)
+        self.states: dict[int, dict[str, Tensor]] = {}
+        self.facts: dict[int, WeightsPublished] = {}
+
+    def publish(self, version: int, *, corrupt: tuple[str, ...] = ()) -> WeightsPublished:
+        """Publish the next version."""
+        random = torch.Generator().manual_seed(version)
+        state = {
+            name: tensor.clone()
+            for name, tensor in (
+                self.states[max(self.states)]
+                if self.states
+                else {f"layers.{n}": torch.randn(2048, generator=random).bfloat16() for n in range(4)}
+                | {"norm": torch.ones(48, dtype=torch.bfloat16)}
+            ).items()
+        }
+        for tensor in state.values():
+            hit = torch.rand(tensor.shape, generator=random) < 0.01
+            tensor[hit] = torch.randn(int(hit.sum()), generator=random).bfloat16()
+        self.states[version] = state
+        self.facts[version] = self.source.publish(version, state, corrupt=corrupt)
+        return self.facts[version]
+
+    def manifest(self, version: int) -> VersionManifest:
+        """The manifest that was announced for a version."""
+        return VersionManifest.from_json(self.blobs.get(self.facts[version].manifest))
+
+    def fetch(self, mirror: Mirror, version: int, *, keep: tuple[int, ...] = ()) -> MirroredVersion:
+        """Fetch a version, to be served on; raises WeightsUnusable."""
+        used = [PolicyVersion(v) for v in keep]
+        return mirror.fetch(PolicyVersion(version), self.facts[version].manifest, keep=used, newest=True)
+
+    def assert_is(self, mirrored: MirroredVersion, version: int) -> None:
+        """The folder holds exactly the tensors that the trainer published, and loads as a model folder."""
+        index = json.loads((mirrored.folder / "model.safetensors.index.json").read_text())
+        found: dict[str, Tensor] = {}
+        for name in set(index["weight_map"].values()):
+            found |= load_file(mirrored.folder / name)
+        expected = self.states[version]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert mirrored.checksum == self.manifest(version).state_root
+        assert (mirrored.folder / "config.json").exists()
+
+
+@pytest.fixture
+def run(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path) -> Run:
+    """A run without versions."""
+    return Run(bus, blobs, ring_streams, model_folder)
+
+
+@pytest.fixture
+def open_mirror(blobs: Blobs, ring_streams: str, tmp_path: Path) -> Iterator[OpenMirror]:
+    """Mirrors of the run by worker id, closed after the test."""
+    opened: list[Mirror] = []
+
+    def open_one(worker_id: str = "w0") -> Mirror:
+        opened.append(Mirror(blobs, tmp_path / worker_id, ring_streams))
+        return opened[-1]
+
+    yield open_one
+    for mirror in opened:
+        mirror.close()
+
+
+def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirror) -> None:
+    """Ten versions, each made in the folder that is not served, are bit for bit the trainer's; patches are small."""
+    mirror = open_mirror()
+    run.publish(0)
+    whole = run.fetch(mirror, 0)
+    run.assert_is(whole, 0)
+    folders = [whole.folder]
+    for version in range(1, 10):
+        run.publish(version)
+        mirrored = run.fetch(mirror, version, keep=(version - 1,))
+        run.assert_is(mirrored, version)
+        run.assert_is(MirroredVersion(PolicyVersion(version - 1), folders[-1], 0, 0.0, run.manifest(version - 1).state_root), version - 1)  # fmt: skip
+        assert mirrored.num_bytes == run.facts[version].num_bytes < 0.1 * whole.num_bytes  # each patch is fetched once
+        folders.append(mirrored.folder)
+    assert folders == [folders[0], folders[1]] * 5
+
+
+def test_a_version_is_made_once(run: Run, open_mirror: OpenMirror) -> None:
+    """The second request is answered from disk."""
+    mirror = open_mirror()
+    run.publish(0)
+    first = run.fetch(mirror, 0)
+    again = run.fetch(mirror, 0)
+    assert (again.folder, again.num_bytes) == (first.folder, 0)
+
+
+def test_a_late_joiner_takes_anchor_and_chain_in_one_pass(run: Run, open_mirror: OpenMirror) -> None:
+    """40 versions behind, it reads one anchor and 40 patches, and nothing twice."""
+    for version in range(41):
+        run.publish(version)
+    mirrored = run.fetch(open_mirror(), 40)
+    run.assert_is(mirrored, 40)
+    manifests = [run.manifest(version) for version in range(41)]
+    small = sum(file.blob.size_bytes for file in manifests[40].model_files)
+    assert mirrored.num_bytes == sum(manifest.num_bytes for manifest in manifests) + small
+
+
+def test_a_newer_anchor_shortens_the_way(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
+    """A worker that starts from nothing begins at the newest anchor that the head names."""
+    run = Run(bus, blobs, ring_streams, model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=5))
+    for version in range(13):
+        run.publish(version)
+    anchor = run.manifest(12).anchor
+    assert anchor is not None
+    assert anchor.version == 10
+    mirrored = run.fetch(open_mirror(), 12)
+    run.assert_is(mirrored, 12)
+
+
+def test_an_older_version_can_be_put_together(run: Run, open_mirror: OpenMirror) -> None:
+    """A pinned version that no folder holds any more is made in a third one, and the others are not touched."""
+    mirror = open_mirror()
+    for version in range(6):
+        run.publish(version)
+        mirrored = run.fetch(mirror, version, keep=(version - 1,))
+    pinned = mirror.fetch(PolicyVersion(2), run.facts[2].manifest, keep=[PolicyVersion(v) for v in (2, 4, 5)])
+    run.assert_is(pinned, 2)
+    run.assert_is(mirrored, 5)
+    assert mirror.held() == [2, 4, 5]
+    mirror.trim([PolicyVersion(5)])
+    assert mirror.held() == [4, 5]
+    assert not pinned.folder.exists()
+
+
+@pytest.mark.parametrize("what", [".pack", "manifest.json"])
+def test_a_corrupt_object_is_refused_and_the_answer_is_taken(run: Run, open_mirror: OpenMirror, what: str) -> None:
+    """Nothing of a version is served before all of it is proven; what the trainer answers with is taken."""
+    mirror = open_mirror()
+    run.publish(0)
+    run.publish(1)
+    served = run.fetch(mirror, 1)
+    run.publish(2, corrupt=(what,))
+    with pytest.raises(WeightsUnusable, match=r"version 2: .*sha256"):
+        run.fetch(mirror, 2, keep=(1,))
+    run.assert_is(served, 1)
+    assert PolicyVersion(2) not in mirror.held()
+    run.facts[2] = run.source.answer()
+    run.assert_is(run.fetch(mirror, 2, keep=(1,)), 2)
+    run.publish(3)
+    following = run.fetch(mirror, 3, keep=(2,))
+    run.assert_is(following, 3)
+    assert following.num_bytes == run.facts[3].num_bytes  # the anchor is on the disk, in the other folder
+
+
+def test_a_corrupt_anchor_is_refused(run: Run, open_mirror: OpenMirror) -> None:
+    """A worker without any weights is left without them, not with wrong ones."""
+    run.publish(0, corrupt=("00002-of-00005.safetensors",))
+    mirror = open_mirror()
+    with pytest.raises(WeightsUnusable, match=r"version 0: .*sha256"):
+        run.fetch(mirror, 0)
+    assert mirror.held() == []
+    run.facts[0] = run.source.answer()
+    run.assert_is(run.fetch(mirror, 0), 0)
+
+
+def test_a_manifest_of_another_version_or_an_older_lease_is_refused(
+    bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror
+) -> None:
+    """What is announced as version 5 must call itself so, and a trainer that lost its lease is not followed."""
+    run = Run(bus, blobs, ring_streams, model_folder, epoch=2)
+    mirror = open_mirror()
+    fact = run.publish(4)
+    with pytest.raises(WeightsUnusable, match="is of version 4"):
+        mirror.fetch(PolicyVersion(5), fact.manifest)
+    run.fetch(mirror, 4)
+    zombie = WeightsSource(bus, blobs, ring_streams, model_folder, epoch=1, bucket_bytes=BUCKET_BYTES)
+    stale = zombie.publish(5, run.states[4])
+    with pytest.raises(WeightsUnusable, match="lost its lease"):
+        mirror.fetch(PolicyVersion(5), stale.manifest, newest=True)
+
+
+def test_a_missing_object_sends_the_mirror_to_the_newest_anchor(run: Run, open_mirror: OpenMirror) -> None:
+    """Patches that were collected while a worker slept are not needed: it starts again from the anchor."""
+    mirror = open_mirror()
+    for version in range(4):
+        run.publish(version)
+        run.fetch(mirror, version, keep=(version - 1,))
+    for version in range(4, 8):
+        run.publish(version)
+    run.facts[7] = run.source.answer()
+    run.publish(8)
+    for version in (4, 5, 6):
+        run.blobs.delete([run.facts[version].manifest.key, *(ref.key for ref in run.manifest(version).objects)])
+    run.assert_is(run.fetch(mirror, 8, keep=(3,)), 8)
+
+
+def test_a_rotten_copy_is_mended(run: Run, open_mirror: OpenMirror) -> None:
+    """Bytes that changed on the disk are found when the next patch is applied; the bucket is built anew."""
+    mirror = open_mirror()
+    for version in range(3):
+        run.publish(version)
+        mirrored = run.fetch(mirror, version, keep=(version - 1,))
+    path = mirrored.folder / "model-00001-of-00005.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100:] = bytes(100)
+    path.write_bytes(data)
+    run.publish(3)
+    run.fetch(mirror, 3, keep=(2,))
+    run.publish(4)
+    mended = run.fetch(mirror, 4, keep=(3,))
+    assert mended.folder == mirrored.folder
+    run.assert_is(mended, 4)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_killed_fetch_is_healed(run: Run, tmp_path: Path, open_mirror: OpenMirror, point: str, fresh: bool) -> None:
+    """SIGKILL at any point, from an anchor or in a patch: the next life serves the head, bit for bit, or nothing."""
+    for version in range(1 if fresh else 3):
+        run.publish(version)
+    last = max(run.facts)
+    told = {
+        "s3": run.blobs._settings.model_dump(mode="json"),
+        "folder": str(tmp_path / "w0"),
+        "run_id": run.run_id,
+        "versions": [(v, run.facts[v].manifest.model_dump(mode="json")) for v in range(last + 1)],
+    }
+    command = [sys.executable, "-m", "tests.rollout_service.weights.mirror_kill", point]
+    ended = subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    mirror = open_mirror()
+    run.assert_is(run.fetch(mirror, last), last)
+    run.publish(last + 1)
+    mended = run.fetch(mirror, last + 1, keep=(last,))
+    run.assert_is(mended, last + 1)
+    assert mended.num_bytes < 0.5 * run.manifest(0).num_bytes  # healed by the patches, not by an anchor
+
+
+def test_copies_of_dead_workers_are_removed_and_those_of_living_ones_are_not(
+    run: Run, tmp_path: Path, open_mirror: OpenMirror
+) -> None:
+    """A folder belongs to the process that holds its lock; nobody else's files are touched."""
+    run.publish(0)
+    dead, living = (open_mirror(name) for name in ("dead", "living"))
+    folders = [run.fetch(mirror, 0).folder for mirror in (dead, living)]
+    (tmp_path / "something-else" / "a").mkdir(parents=True)
+    dead._lock.close()  # as the end of its process does
+    open_mirror("new")
+    assert [folder.exists() for folder in folders] == [False, True]
+    assert (tmp_path / "something-else" / "a").exists()
+
+
+def test_an_orderly_end_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> None:
+    """A closed mirror has removed what it fetched."""
+    run.publish(0)
+    mirror = open_mirror()
+    folder = run.fetch(mirror, 0).folder
+    mirror.close()
+    assert not folder.exists()
+
+
+def test_two_workers_of_one_id_do_not_share_a_folder(open_mirror: OpenMirror) -> None:
+    """The second one is told to choose another id."""
+    first = open_mirror("w0")
+    with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is alive"):
+        open_mirror("w0")
+    assert first.held() == []

@@ -1,0 +1,297 @@
+"""The parts of an algorithm inside the trainer: what a step does with entropy, KL, proximal policy, filters and lr rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.trainer.groups.stored_groups import invent_group
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.batch import MicroBatch, build
+from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.filters import Skipped
+from penstock.trainer.groups.batcher import Batcher, staleness_tokens
+from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, make_plan, rows_of
+from penstock.trainer.telemetry.metrics import reward_parts
+
+PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
+
+
+CASES = {
+    "default": [],
+    "no ess": ["algorithm.ess_level=off"],
+    "proximal": ["algorithm.ratio_anchor=proximal"],
+    "tight m2po": ["algorithm.name=m2po", "algorithm.m2po_budget=0.01"],
+    "wide m2po": ["algorithm.name=m2po", "algorithm.m2po_budget=50.0"],
+    "reward kl": [
+        "algorithm.reward_kl_coefficient=0.1", "algorithm.reward_kl_form=k2", "algorithm.normalise_by_std=false",
+    ],
+    "steered": ["algorithm.kl_coefficient=0.1", "algorithm.kl_target=1.0", "algorithm.kl_horizon=100"],
+    "full kl": [
+        "algorithm.kl_coefficient=0.1", "algorithm.kl_form=full", "algorithm.entropy_coefficient=0.01",
+        "algorithm.reference_device=cpu",
+    ],
+    "full reward kl": ["algorithm.reward_kl_coefficient=100.0", "algorithm.reward_kl_form=full"],
+    "m2po clip": ["algorithm.name=m2po_released", "algorithm.m2po_budget=0.001"],
+    "m2po free": ["algorithm.name=m2po_released", "algorithm.m2po_budget=50.0"],
+    "everything": [
+        "algorithm.kl_coefficient=0.1", "algorithm.kl_unbiased=true", "algorithm.reference_device=cpu",
+        "algorithm.entropy_coefficient=0.01", "algorithm.ratio_anchor=proximal", "algorithm.importance=token",
+        "algorithm.rejection=token_k2", "algorithm.rejection_high=0.05", "algorithm.veto=1e-4",
+        "algorithm.opsm_delta=0.5", "algorithm.age_band_cap=4", "algorithm.sft_coefficient=0.1",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    """Three steps of a fresh policy for each case, all in one process of their own."""
+    model = tmp_path_factory.mktemp("model") / "model"
+    write_model(model, seed=0)
+    command = [sys.executable, "-m", "tests.trainer.algorithm.train_steps", str(model), json.dumps(CASES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> ReadyGroup:
+    group = invent_group(f"e0.p{number}.a0", version=version, size=len(rewards), seed=number)
+    scored = ScoredGroup(generated=group.summary(number), rewards=rewards, scorer="test")
+    return ReadyGroup(scored, PACK, group)
+
+
+def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float) -> StepPlan:
+    return make_plan(
+        groups, credit=credit_rule(settings, longest=10), aggregation=settings.aggregation,
+        max_completion_tokens=10, budget_tokens=120, num_ranks=1, **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_the_learning_rate_shrinks_with_the_effective_sample_size(trained: dict[str, list[dict]]) -> None:
+    """Samples far from the policy scale the step's rate by the share that still counts; off, the schedule alone does."""
+    for scaled, plain in zip(trained["default"], trained["no ess"], strict=True):
+        sums = scaled["sums"]
+        share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+        assert 0.1 < share < 1.0
+        assert scaled["lr"] == pytest.approx(plain["lr"] * max(share**4, 0.1), rel=1e-4)
+
+
+def test_a_step_with_every_part_reports_every_part(trained: dict[str, list[dict]]) -> None:
+    """Reference, entropy, recomputed policy, importance weights, rejection and the mix with cross-entropy, at once."""
+    figures = trained["everything"]
+    assert figures[0]["sums"]["kl_reference"] == pytest.approx(0.0, abs=1e-5)  # the policy still is the reference
+    assert figures[2]["sums"]["kl_reference"] > 1e-6
+    assert 0 < figures[0]["sums"]["entropy"] / figures[0]["sums"]["tokens"] < 4.1  # at most log 55
+    assert 0 < figures[0]["sums"]["rejected"] < figures[0]["sums"]["tokens"]
+
+
+def test_a_recomputed_anchor_makes_the_first_ratio_one(trained: dict[str, list[dict]]) -> None:
+    """Against the proximal policy nothing is clipped in the one step of a batch; against the sampler much is."""
+    proximal, behaviour = trained["proximal"][0]["sums"], trained["default"][0]["sums"]
+    assert proximal["ratio"] == pytest.approx(proximal["tokens"], rel=1e-5)
+    assert proximal["clipped"] == 0
+    assert behaviour["clipped"] > 0
+
+
+def test_m2po_leaves_out_what_moved_furthest(trained: dict[str, list[dict]]) -> None:
+    """A tight budget rejects tokens of the batch, a wide one none."""
+    tight, wide = trained["tight m2po"][0]["sums"], trained["wide m2po"][0]["sums"]
+    assert 0 < tight["rejected"] < tight["tokens"]
+    assert wide["rejected"] == wide["clipped"] == 0
+
+
+def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, list[dict]]) -> None:
+    """Each trajectory loses the KL of its tokens, so that equal rewards get different advantages; reported per token."""
+    plain, priced = trained["no ess"][0]["advantages"], trained["reward kl"][0]["advantages"]
+    assert sorted({round(a, 3) for a in plain}) == [-0.866, 0.866]
+    assert len({round(a, 6) for a in priced}) == len(priced) == 12
+    for first in range(0, 12, 4):
+        assert sum(priced[first : first + 4]) == pytest.approx(0.0, abs=1e-9)
+    assert all(step["reward_kl"] > 0 for step in trained["reward kl"])
+
+
+def test_the_kl_over_the_vocabulary_starts_at_nothing_and_needs_no_sample(trained: dict[str, list[dict]]) -> None:
+    """Policy and reference the same: 0 in loss and reward, where an estimate on the sampler's tokens is not; then it grows."""
+    kl = [step["sums"]["kl_reference"] / step["sums"]["tokens"] for step in trained["full kl"]]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[2] > 1e-6
+    assert 0 < trained["full kl"][0]["sums"]["entropy"] / trained["full kl"][0]["sums"]["tokens"] < 4.1
+    rewards = [step["reward_kl"] for step in trained["full reward kl"]]
+    assert rewards[0] == pytest.approx(0.0, abs=1e-6)
+    assert rewards[2] > 1e-6
+    advantages = [step["advantages"] for step in trained["full reward kl"]]
+    assert sorted({round(a, 3) for a in advantages[0]}) == [-0.866, 0.866]
+    assert len({round(a, 6) for a in advantages[2]}) > 2  # each answer pays for its own KL
+
+
+def test_the_kl_coefficient_is_steered_to_its_target(trained: dict[str, list[dict]]) -> None:
+    """Below the target it falls by 0.2 x trajectories / horizon a step, and the step reports what it used."""
+    used = [step["kl_coefficient"] for step in trained["steered"]]
+    assert used == pytest.approx([0.1 * (1 - 0.2 * 12 / 100) ** step for step in range(3)])
+
+
+def test_released_m2po_clips_where_the_batch_says(trained: dict[str, list[dict]]) -> None:
+    """A tight budget clips ratios and rejects nothing; within the budget nothing is clipped either."""
+    clipped, free = trained["m2po clip"][0]["sums"], trained["m2po free"][0]["sums"]
+    assert 0 < clipped["clipped"] < clipped["tokens"]
+    assert clipped["rejected"] == free["rejected"] == free["clipped"] == 0
+
+
+def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:
+    """Such a group is not held, and dropped under a reason of its own."""
+    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)
+    drop = box.offer(ready(1, (1.0, 1.0)))
+    assert drop is not None
+    assert drop.reason is DropReason.NO_SIGNAL
+    assert drop.num_tokens == ready(1, (1.0, 1.0)).num_tokens
+    assert not box.holds("e0.p1.a0")
+    assert box.offer(ready(2, (1.0, 0.0))) is None
+    assert box.num_ready == 1
+
+
+def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> None:
+    """Only the rest is trained on, as if the batch had held nothing else."""
+    groups = [ready(1, (1.0, 0.0, 0.0)), ready(2, (0.5, 0.5, 0.5))]
+    plan = plan_of(groups, AlgorithmSettings(drop_zero_advantage=True))
+    alone = plan_of(groups[:1], AlgorithmSettings())
+    assert plan.skipped == (("zero_advantage", 3),)
+    assert [r.weight for r in plan.rows] == [r.weight for r in alone.rows]
+    assert [r.advantage for r in plan.rows] == [r.advantage for r in alone.rows]
+
+
+def test_a_batch_of_which_a_filter_leaves_nothing_is_kept_whole() -> None:
+    """Its advantages teach nothing, its figures still count."""
+    plan = plan_of([ready(1, (0.5, 0.5))], AlgorithmSettings(drop_zero_advantage=True))
+    assert len(plan.rows) == 2
+    assert {r.advantage for r in plan.rows} == {0.0}
+
+
+def test_tokens_know_their_age_and_plans_survive_the_wire() -> None:
+    """A row's tokens carry the versions between sampling and training; a plan that was sent is the same plan."""
+    group = ready(1, (1.0, 0.0), version=3)
+    plan = plan_of([group], AlgorithmSettings(sft_coefficient=0.5), version=7, sft_coefficient=0.5)
+    assert StepPlan.from_wire(plan.to_wire()) == plan
+    rows = rows_of(plan, [0, 1], {(0, 1): group.group})
+    ages = rows[0].ages
+    assert ages is not None
+    assert set(ages[rows[0].loss_mask].tolist()) == {4}
+    assert set(ages[~rows[0].loss_mask].tolist()) <= {0}
+    assert rows[0].sft_weight == pytest.approx(0.5 / int(rows[0].loss_mask.sum()))
+    assert rows[1].sft_weight == 0.0
+
+
+def test_rewards_are_shaped_in_the_documented_order() -> None:
+    """Overlong penalty, clip, normalisation, estimator, clip of the advantages; weights sum to the batch."""
+    settings = AlgorithmSettings(
+        overlong_buffer=0.5, reward_clip=0.6, reward_norm="batch", reward_scale=False, advantage_clip=1.0,
+        advantage="reinforce", name="reinforce", loss="ppo_clip", length_weight=True, difficulty_weight=True,
+    )  # fmt: skip
+    found = credit_rule(settings, longest=10)([Scored([1.0, 1.0], [4, 10], [False, True])])
+    assert found.rewards == [0.6, 0.0]  # 1.0 cut to 0.6; 1.0 - 1.0
+    assert found.advantages == pytest.approx([0.3, -0.3])
+    assert sum(found.weights) == pytest.approx(2.0)
+    assert found.weights[0] > found.weights[1]
+
+
+def remax_group(number: int, rewards: tuple[float, ...], greedy: float) -> ReadyGroup:
+    group = invent_group(f"e0.p{number}.a0", size=len(rewards) + 1, seed=number)
+    trajectories = (*group.trajectories[:-1], dataclasses.replace(group.trajectories[-1], is_baseline=True))
+    group = dataclasses.replace(group, trajectories=trajectories)
+    scored = ScoredGroup(generated=group.summary(number), rewards=(*rewards, greedy), scorer="test")
+    return ReadyGroup(scored, PACK, group)
+
+
+def test_a_step_reports_the_mean_of_every_part_of_its_rewards() -> None:
+    """Parts count over the trajectories that have them, without baselines; a batch without parts reports none."""
+    made = [remax_group(0, (1.0, 0.0), 0.5), ready(1, (1.0, 1.0)), ready(2, (0.0, 0.0))]
+    columns = [{"form": (1.0, 0.0, 9.0)}, {"form": (1.0, 1.0), "short": (-0.5, 0.0)}, {}]
+    batch = [
+        dataclasses.replace(one, scored=one.scored.model_copy(update={"parts": parts}))
+        for one, parts in zip(made, columns, strict=True)
+    ]
+    assert reward_parts(batch) == {"form": 0.75, "short": -0.25}
+    assert reward_parts(batch[2:]) == {}
+
+
+def test_remax_compares_with_the_greedy_completion_and_never_trains_on_it() -> None:
+    """Advantages are rewards minus the group's own baseline, for groups of one too; the baseline is in no plan."""
+    groups = [remax_group(1, (1.0, 0.0), 0.25), remax_group(2, (0.5,), 0.5), remax_group(3, (0.0,), 1.0)]
+    plan = plan_of(groups, AlgorithmSettings(name="remax"))
+    assert [row.advantage for row in plan.rows] == [0.75, -0.25, 0.0, -1.0]
+    assert [(row.row_group, row.trajectory) for row in plan.rows] == [(1, 0), (1, 1), (2, 0), (3, 0)]
+    trained = sum(n for g in groups for n in g.scored.generated.completion_tokens[:-1])
+    assert [row.weight for row in plan.rows] == pytest.approx([1 / trained] * 4)
+    ages = staleness_tokens(groups, PolicyVersion(0))
+    assert ages == {0: trained}
+
+
+def test_a_baseline_is_shaped_like_the_rewards_it_is_compared_with() -> None:
+    """Overlong penalty, clip and normalisation are the baseline's too, so that equal answers differ by nothing."""
+    settings = AlgorithmSettings(
+        name="remax", overlong_buffer=0.5, reward_clip=0.6, reward_norm="group", reward_scale=False
+    )
+    rule = credit_rule(settings, longest=10)
+    found = rule([Scored([1.0, 0.0], [10, 4], [True, False], baseline=(1.0, 10))])
+    assert found.advantages == pytest.approx([0.0, 0.0])  # both came to 0.0 before the mean went off
+    assert rule([Scored([2.0], [1], [False], baseline=(0.0, 1))]).advantages == pytest.approx([0.6])
+
+
+def test_groups_without_a_baseline_come_again_under_remax() -> None:
+    """What another algorithm issued before the run went on is dropped by a reason of its own, which is not final."""
+    box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_baseline=True)
+    drop = box.offer(ready(1, (1.0, 0.0)))
+    assert drop is not None
+    assert drop.reason is DropReason.NO_BASELINE
+    assert box.offer(remax_group(2, (1.0, 0.0), 0.0)) is None
+
+
+def test_cut_answers_can_be_left_out() -> None:
+    """DAPO's overlong filtering, counted."""
+    found = credit_rule(AlgorithmSettings(mask_truncated=True), longest=10)(
+        [Scored([1.0, 0.0, 1.0], [3, 10, 3], [False, True, False])]
+    )
+    assert found.weights == [1.0, 0.0, 1.0]
+    assert found.skipped == {Skipped.TRUNCATED: 1}
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "topr", "dr_grpo"])
+@pytest.mark.parametrize("cut", [1, 5])
+def test_micro_batches_change_nothing_for_any_level_of_loss(name: str, cut: int) -> None:
+    """Loss, gradient and sums of a batch in one piece, with shared prompts, are those of two pieces together."""
+    settings = AlgorithmSettings(name=name)
+    groups = [ready(number, (1.0, 0.0, 1.0, 0.0)) for number in range(2)]
+    plan = plan_of(groups, settings)
+    held = {(r.pack, r.row_group): groups[n // 4].group for n, r in enumerate(plan.rows)}
+    rows = rows_of(plan, range(8), held)
+    whole = build(rows)
+    logprobs = whole.behaviour_logprobs + 0.3 * torch.randn(
+        len(whole.targets), generator=torch.Generator().manual_seed(0)
+    )
+    rule = objective(settings)
+
+    def outcome(batch: MicroBatch, values: torch.Tensor) -> tuple[float, torch.Tensor, dict[str, float]]:
+        leaf = values.clone().requires_grad_()
+        found = rule(leaf, batch)
+        found.loss.backward()
+        assert leaf.grad is not None
+        return float(found.loss.detach()), leaf.grad, {k: float(v) for k, v in found.sums.items()}
+
+    loss, grad, sums = outcome(whole, logprobs)
+    first, second = build(rows[:cut]), build(rows[cut:])
+    edge = len(first.targets)
+    pieces = [outcome(first, logprobs[:edge]), outcome(second, logprobs[edge:])]
+    assert loss == pytest.approx(sum(piece[0] for piece in pieces), rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(grad, torch.cat([piece[1] for piece in pieces]))
+    for key, value in sums.items():
+        assert value == pytest.approx(sum(piece[2][key] for piece in pieces), rel=1e-5)

@@ -1,0 +1,1041 @@
+"""Every loss, estimator, penalty and correction against public implementations: outputs and gradients.
+
+`tests/data/conformance.json.gz` holds what they return. `ADAPTERS` says which of our functions, with which
+options, answers for which of theirs; `DISAGREEMENTS` lists the cases in which we take another side, with
+the reason; `OTHER_RULES` those that judge answers. Nothing else may be left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm import advantages as adv
+from penstock.trainer.algorithm import corrections as corr
+from penstock.trainer.algorithm import kl as kl_
+from penstock.trainer.algorithm import reward_shaping as shape
+from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
+from penstock.trainer.algorithm.filters import differs
+from penstock.trainer.algorithm.losses import (
+    LossTerms,
+    Sequences,
+    Tokens,
+    ce_gppo,
+    cispo,
+    clip_cov,
+    double_sided,
+    dppo,
+    dppo_tv_ratio,
+    dro,
+    gmpo,
+    gspo,
+    gspo_token,
+    kl_cov,
+    minirl,
+    ppo_clip,
+    product_clip,
+    reinforce,
+    sapo,
+    topr,
+    vespo,
+)
+from penstock.trainer.algorithm.losses.preference import kto, odds_ratio, pairwise
+from penstock.trainer.algorithm.losses.supervised import cross_entropy, entropy
+from penstock.trainer.algorithm.losses.value import value_loss
+from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
+
+VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
+CASES = {case["id"]: case for case in VECTORS["cases"]}
+
+DISAGREEMENTS = {
+    "trl/grpo/luspo-sequence-wide-kl/base": "TRL averages the KL term over padding columns, so its value depends on the padding",
+    "openrlhf/kl/k2": "the recorded output is that of k1, whatever the estimator",
+    "openrlhf/kl/k3": "the recorded output is that of k1, whatever the estimator",
+    "verl/pg/clip_cov-rng/token-mean/base": "which candidates are drawn depends on torch's random state, theirs and ours differ",
+}
+# Rules for rewards, which are no losses: the reward service has its own, and says where they differ.
+OTHER_RULES = {
+    "verl/reward/gsm8k-strict": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "verl/reward/gsm8k-flexible": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "verl/reward/math": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "verl/reward/math_dapo-boxed": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "verl/reward/math_dapo-answer": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "verl/reward/qa_em": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "verl/reward/normalize_answer": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "math_verify/verify": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "trl/reward/think_format": "held by tests/reward_service/rewards/test_reward_conformance.py",
+    "trl/reward/accuracy": "held by tests/reward_service/rewards/test_reward_conformance.py",
+}
+
+
+class Given:
+    """The inputs of one case: flat over sampled tokens, leaves where the case has a gradient."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.case = case
+        self.options: dict[str, Any] = case["options"]
+        base = VECTORS["inputs"]["base"]
+        self.mask = torch.tensor(base["response_mask"]).bool()
+        self.sequences = Sequences.of_lengths(self.mask.sum(1))
+        self.whole = {
+            name: torch.tensor(base[ref.removeprefix("base/")], dtype=torch.float64)
+            for name, ref in case["inputs"].items()
+            if isinstance(ref, str) and ref.startswith("base/")
+        }
+        for name in case.get("grads") or {}:
+            self.whole[name].requires_grad_()
+        self.groups = torch.tensor(base["group_index"])
+        self.versions = torch.tensor(base["versions"])[self.mask]
+
+    def flat(self, name: str) -> Tensor:
+        return self.whole[name][self.mask]
+
+    def advantages(self) -> Tensor:
+        given = self.whole["advantages"]
+        return self.sequences.spread(given) if given.ndim == 1 else given[self.mask]
+
+    def tokens(self, anchor: str = "old_log_prob", behaviour: str | None = None) -> Tokens:
+        return Tokens(
+            self.flat("log_prob"), self.flat(anchor), self.flat(behaviour or anchor), self.advantages(), self.sequences
+        )
+
+    def weights(self, mode: str, *, num_tokens: int | None = None, **counts: Any) -> Tensor:
+        """Aggregation weight of every token; ``counts`` overrides the batch's own denominators."""
+        lengths = self.mask.sum(1)
+        batch = Denominators(
+            num_tokens or int(lengths.sum()),
+            counts.get("global_batch_size") or len(lengths),
+            counts.get("loss_scale_factor") or self.mask.shape[1],
+        )
+        by_row = [sequence_weight(mode, int(n), batch) for n in lengths]  # type: ignore[arg-type]
+        return self.sequences.spread(torch.tensor(by_row, dtype=torch.float64))
+
+    def total(self, losses: Tensor, mode: str | None = None, **counts: Any) -> Tensor:
+        mode = mode or self.options.get("loss_agg_mode", "token-mean")
+        return (losses * self.weights(mode, **counts)).sum()
+
+    @property
+    def outcomes(self) -> adv.Outcomes:
+        return adv.Outcomes(
+            self.whole["token_level_rewards"].sum(1), self.groups, self.mask.sum(1), self.whole.get("reward_baselines")
+        )
+
+    def per_token(self, by_sequence: Tensor) -> Tensor:
+        return self.sequences.spread(by_sequence)
+
+
+Adapter = Callable[[Given], dict[str, Any]]
+ADAPTERS: dict[str, Adapter] = {}
+
+
+def answers(*patterns: str) -> Callable[[Adapter], Adapter]:
+    def register(adapter: Adapter) -> Adapter:
+        for pattern in patterns:
+            ADAPTERS[pattern] = adapter
+        return adapter
+
+    return register
+
+
+# --- advantages ---------------------------------------------------------------------------------------------------
+
+
+def _outcome(estimate: Callable[[adv.Outcomes], Tensor], *, returns: str = "advantages") -> Adapter:
+    def adapter(given: Given) -> dict[str, Any]:
+        result = given.per_token(estimate(given.outcomes))
+        found = {"advantages": result}
+        if "returns" in given.case["outputs"] and returns == "advantages":
+            found["returns"] = result
+        return found
+
+    return adapter
+
+
+def _std(given: Given) -> bool:
+    return given.options["norm_adv_by_std_in_grpo"]
+
+
+@answers("verl/adv/grpo-", "verl/adv/grpo_vectorized-")
+def _grpo(given: Given) -> dict[str, Any]:
+    result = given.per_token(adv.grpo(given.outcomes, normalise_by_std=_std(given)))
+    return {"advantages": result, "returns": result}
+
+
+@answers("verl/adv/grpo_passk-")
+def _pass_at_k(given: Given) -> dict[str, Any]:
+    result = given.per_token(adv.pass_at_k(given.outcomes, normalise_by_std=_std(given)))
+    return {"advantages": result, "returns": result}
+
+
+ADAPTERS |= {
+    "verl/adv/reinforce_plus_plus_baseline/": _outcome(adv.reinforce_pp_baseline),
+    "verl/adv/rloo/": _outcome(adv.rloo),
+    "verl/adv/rloo_vectorized/": _outcome(adv.rloo),
+    "verl/adv/opo/": _outcome(adv.opo),
+    "verl/adv/gpg/": _outcome(adv.gpg),
+}
+
+
+@answers("verl/adv/gae-")
+def _gae(given: Given) -> dict[str, Any]:
+    found, returns = adv.gae(
+        given.flat("token_level_rewards"), given.flat("values"), given.sequences,
+        gamma=given.options["gamma"], lam=given.options["lam"],
+    )  # fmt: skip
+    return {"advantages": found, "returns": returns}
+
+
+@answers("verl/adv/reinforce_plus_plus-")
+def _reinforce_pp(given: Given) -> dict[str, Any]:
+    found, returns = adv.reinforce_pp_tokens(
+        given.flat("token_level_rewards"), given.sequences, gamma=given.options["gamma"]
+    )
+    return {"advantages": found, "returns": returns}
+
+
+@answers("verl/adv/remax/")
+def _remax(given: Given) -> dict[str, Any]:
+    found, returns = adv.remax_tokens(
+        given.flat("token_level_rewards"), given.sequences, given.whole["reward_baselines"]
+    )
+    return {"advantages": found, "returns": returns}
+
+
+@answers("verl/adv/optimal_token_baseline-", "verl/adv/tir_optimal_token_baseline-")
+def _optimal_token_baseline(given: Given) -> dict[str, Any]:
+    found, returns = adv.optimal_token_baseline(
+        given.flat("token_level_rewards"), given.sequences, given.groups, given.flat("old_log_probs"),
+        given.flat("sum_pi_squared"), zero_tail=given.options["handle_zero_tail"],
+    )  # fmt: skip
+    return {"advantages": found, "returns": returns}
+
+
+@answers("verl/adv/gdpo-single/")
+def _gdpo_single(given: Given) -> dict[str, Any]:
+    outcomes = given.outcomes
+    result = given.per_token(adv.gdpo([outcomes.rewards], outcomes, weights=[1.0]))
+    return {"advantages": result, "returns": result}
+
+
+@answers("verl/adv/gdpo-multi/")
+def _gdpo_multi(given: Given) -> dict[str, Any]:
+    parts = [given.whole["reward_format"], given.whole["reward_accuracy"]]
+    outcomes = adv.Outcomes(torch.zeros(8, dtype=torch.float64), given.groups, given.mask.sum(1))
+    return {"advantages": given.per_token(adv.gdpo(parts, outcomes, weights=given.options["weights"]))}
+
+
+# --- aggregation --------------------------------------------------------------------------------------------------
+
+
+@answers("verl/agg/", "verl/agg-global/")
+def _aggregation(given: Given) -> dict[str, Any]:
+    options = given.options
+    loss = given.total(
+        given.flat("loss_mat"), num_tokens=options.get("batch_num_tokens"),
+        global_batch_size=options.get("global_batch_size"), loss_scale_factor=options.get("loss_scale_factor"),
+    )  # fmt: skip
+    # verl undoes the averaging over ranks inside the loss, our policy does it outside
+    return {"loss": loss * options.get("dp_size", 1)}
+
+
+# --- policy losses of verl ----------------------------------------------------------------------------------------
+
+
+def _fraction(flags: Tensor) -> float:
+    return flags.double().mean().item()
+
+
+def _verl(terms: LossTerms, given: Given, *, mode: str | None = None, clipped: bool = True) -> dict[str, Any]:
+    info = given.options.get("global_batch_info") or {}
+    weights = given.flat("rollout_is_weights") if "rollout_is_weights" in given.whole else 1.0
+    loss = given.total(terms.loss * weights, mode, num_tokens=info.get("batch_num_tokens")) * info.get("dp_size", 1)
+    metrics = {"actor/pg_clipfrac": _fraction(terms.clipped | terms.dual_clipped)} if clipped else {}
+    return {"loss": loss, "metrics": metrics}
+
+
+@answers("verl/pg/vanilla")
+def _vanilla(given: Given) -> dict[str, Any]:
+    options = given.options
+    terms = ppo_clip(
+        given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"],
+        dual_clip=options.get("clip_ratio_c", 3.0),
+    )  # fmt: skip
+    found = _verl(terms, given, clipped=False)
+    return found | {
+        "metrics": {
+            "actor/pg_clipfrac": _fraction(terms.clipped),
+            "actor/pg_clipfrac_lower": _fraction(terms.dual_clipped),
+            "actor/ppo_kl": -given.tokens().log_ratio.mean().item(),
+        }
+    }
+
+
+@answers("verl/pg/gspo/", "verl/pg/gspo-wide/")
+def _gspo(given: Given) -> dict[str, Any]:
+    options = given.options
+    terms = gspo(given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"])
+    return _verl(terms, given)
+
+
+@answers("verl/pg/gspo-tokadv/")
+def _gspo_token(given: Given) -> dict[str, Any]:
+    options = given.options
+    terms = gspo_token(given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"])
+    return _verl(terms, given)
+
+
+@answers("verl/pg/cispo")
+def _cispo(given: Given) -> dict[str, Any]:
+    low, high = given.options["clip_ratio_low"], given.options["clip_ratio_high"]
+    return _verl(cispo(given.tokens(), cap=1 + high, floor=1 - low), given, clipped=False)
+
+
+@answers("verl/pg/dro/")
+def _dro(given: Given) -> dict[str, Any]:
+    return _verl(dro(given.tokens(), beta=given.options["policy_loss"]["dro_beta"]), given, clipped=False)
+
+
+@answers("verl/pg/gpg/")
+def _gpg(given: Given) -> dict[str, Any]:
+    return _verl(reinforce(given.tokens()), given, clipped=False)
+
+
+@answers("verl/pg/dppo_tv/", "verl/pg/dppo_kl/")
+def _dppo(given: Given) -> dict[str, Any]:
+    options = given.options
+    terms = dppo(
+        given.tokens(), divergence="tv" if "dppo_tv" in given.case["id"] else "kl",
+        limit_low=options["clip_ratio_low"], limit_high=options["clip_ratio_high"], cap=options["clip_ratio_c"],
+    )  # fmt: skip
+    return _verl(terms, given)
+
+
+@answers("verl/pg/sapo")
+def _sapo(given: Given) -> dict[str, Any]:
+    terms = sapo(given.tokens(), tau_positive=given.options["tau_pos"], tau_negative=given.options["tau_neg"])
+    return _verl(terms, given)
+
+
+@answers("verl/pg/geo_mean/", "verl/pg/geo_mean-w/")
+def _gmpo(given: Given) -> dict[str, Any]:
+    terms = gmpo(given.tokens(), clip_low=given.options["clip_ratio_low"], clip_high=given.options["clip_ratio_high"])
+    losses = terms.loss
+    if "rollout_is_weights" in given.whole:  # a sequence's weight is the geometric mean of its tokens'
+        log_weight = (given.flat("rollout_is_weights") + 1e-10).log()
+        losses = losses * given.per_token(given.sequences.mean(log_weight).exp())
+    return {"loss": given.total(losses, "seq-mean-token-mean")}
+
+
+@answers("verl/pg/clip_cov/")
+def _clip_cov(given: Given) -> dict[str, Any]:
+    options, clip = given.options["policy_loss"], given.options["clip_ratio"]
+    terms = clip_cov(
+        given.tokens(), clip_low=clip, clip_high=clip, share=options["clip_cov_ratio"],
+        lowest=options["clip_cov_lb"], highest=options["clip_cov_ub"],
+    )  # fmt: skip
+    return _verl(terms, given, clipped=False)
+
+
+@answers("verl/pg/kl_cov/")
+def _kl_cov(given: Given) -> dict[str, Any]:
+    options = given.options["policy_loss"]
+    terms = kl_cov(given.tokens(), share=options["kl_cov_ratio"], penalty=options["ppo_kl_coef"])
+    return _verl(terms, given, clipped=False)
+
+
+@answers("verl/pg/bypass-")
+def _bypass(given: Given) -> dict[str, Any]:
+    """Verl's mode without a recomputed policy; its rejection also shrinks the denominator."""
+    options = given.options
+    tokens = given.tokens()
+    keep = torch.ones_like(tokens.current, dtype=torch.bool)
+    if options["rollout_rs"]:
+        keep = _verl_rejection(tokens.log_ratio, given, options["rollout_rs"], options["rollout_rs_threshold"])
+    if options["loss_type"] == "ppo_clip":
+        terms = ppo_clip(
+            tokens, clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"], dual_clip=3.0
+        )
+        losses = terms.loss  # the ratio is the importance weight already
+    else:
+        losses = reinforce(tokens).loss
+        if options["rollout_is"]:
+            losses = losses * corr.importance_weights(
+                tokens.log_ratio, given.sequences, level=options["rollout_is"], bound="truncate",
+                high=options["rollout_is_threshold"],
+            )  # fmt: skip
+    return {"loss": given.total(losses * keep, num_tokens=int(keep.sum())), "metrics": {}}
+
+
+# --- value, KL, entropy, whitening --------------------------------------------------------------------------------
+
+
+@answers("verl/value/")
+def _verl_value(given: Given) -> dict[str, Any]:
+    clip = given.options["cliprange_value"]
+    values, old, returns = given.flat("vpreds"), given.flat("values"), given.flat("returns")
+    losses = value_loss(values, old, returns, clip=clip)
+    moved = 0.5 * (values.clamp(old - clip, old + clip) - returns).square() > 0.5 * (values - returns).square()
+    return {"loss": given.total(losses), "clipfrac": _fraction(moved)}
+
+
+@answers("areal/value/")
+def _areal_value(given: Given) -> dict[str, Any]:
+    losses = value_loss(
+        given.flat("vpreds"), given.flat("values"), given.flat("returns"),
+        clip=given.options["value_eps_clip"], form=given.options["loss_fn_type"],
+    )  # fmt: skip
+    return {"loss": given.total(losses)}
+
+
+@answers("openrlhf/value/")
+def _openrlhf_value(given: Given) -> dict[str, Any]:
+    losses = value_loss(
+        given.flat("vpreds"), given.flat("values"), given.flat("returns"), clip=given.options["clip_eps"]
+    )
+    return {"loss": given.total(losses)}
+
+
+@answers("verl/kl/")
+def _verl_kl(given: Given) -> dict[str, Any]:
+    form = given.options["kl_penalty"]
+    value = kl_.kl_estimate(given.whole["logprob"], given.whole["ref_logprob"], kl_.KL_ALIASES.get(form, form))
+    return {"kl": value}
+
+
+@answers("openrlhf/kl/")
+def _openrlhf_kl(given: Given) -> dict[str, Any]:
+    value = kl_.kl_estimate(given.whole["log_probs"], given.whole["log_probs_base"], given.options["kl_estimator"])
+    return {"kl": value}
+
+
+@answers("slime/kl/unbiased-k3")
+def _slime_kl(given: Given) -> dict[str, Any]:
+    ratio = (given.whole["log_probs"] - given.whole["old_log_prob"]).exp()
+    value = kl_.kl_penalty(given.whole["log_probs"], given.whole["log_probs_base"], "k3", ratio=ratio)
+    return {"kl": value}
+
+
+@answers("verl/entropy/")
+def _entropy(given: Given) -> dict[str, Any]:
+    return {"loss": given.total(entropy(given.whole["logits"])[given.mask])}
+
+
+@answers("verl/entropy_from_logits/")
+def _entropy_from_logits(given: Given) -> dict[str, Any]:
+    return {"entropy": entropy(given.whole["logits"])}
+
+
+@answers("verl/logprobs_from_logits/")
+def _logprobs(given: Given) -> dict[str, Any]:
+    logits, labels = given.whole["logits"], given.whole["labels"].long()
+    chosen = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return {"log_prob": chosen.view(labels.shape)}
+
+
+@answers("torch/sft/")
+def _torch_sft(given: Given) -> dict[str, Any]:
+    labels = given.whole["labels"].long()
+    chosen = given.whole["logits"].log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+    return {"loss": given.total(cross_entropy(chosen[given.mask]), "token-mean")}
+
+
+@answers("openrlhf/sft/")
+def _openrlhf_sft(given: Given) -> dict[str, Any]:
+    mode = "token-mean" if given.options["token_level_loss"] else "seq-mean-token-mean"
+    return {"loss": given.total(cross_entropy(given.flat("log_prob")), mode)}
+
+
+@answers("verl/masked_whiten-")
+def _whiten(given: Given) -> dict[str, Any]:
+    return {"whitened": shape.whiten(given.flat("values"), shift=given.options["shift_mean"])}
+
+
+@answers("areal/masked_normalization/")
+def _areal_whiten(given: Given) -> dict[str, Any]:
+    """AReaL divides by the biased standard deviation plus 1e-5, we by the unbiased one."""
+    values = given.flat("x")
+    num, variance = len(values), values.var().item()
+    theirs = math.sqrt(variance * (num - 1) / num) + 1e-5
+    return {"out": shape.whiten(values) * math.sqrt(variance + 1e-8) / theirs}
+
+
+@answers("verl/compute_rewards")
+def _compute_rewards(given: Given) -> dict[str, Any]:
+    scores = given.whole["token_level_scores"].sum(1)
+    kl = kl_.kl_estimate(given.flat("old_log_prob"), given.flat("ref_log_prob"), "k1")
+    return {"rewards": shape.kl_in_reward(scores, kl, given.sequences, coefficient=given.options["kl_ratio"])}
+
+
+@answers("verl/adaptive_kl/")
+def _adaptive_kl(given: Given) -> dict[str, Any]:
+    options = given.options
+    controller = kl_.KlController(options["init_kl_coef"], options["target_kl"], options["horizon"])
+    values = []
+    for kl, num_samples in options["updates"]:
+        controller.update(kl, num_samples)
+        values.append(controller.coefficient)
+    return {"values": values}
+
+
+# --- corrections --------------------------------------------------------------------------------------------------
+
+
+def _band(threshold: float | str) -> tuple[float | None, float]:
+    """Read verl's threshold: an upper bound, or 'low_high'."""
+    if isinstance(threshold, str) and "_" in threshold:
+        low, high = threshold.split("_")
+        return float(low), float(high)
+    return None, float(threshold)
+
+
+def _verl_rejection(log_ratio: Tensor, given: Given, statistics: str, thresholds: float | str) -> Tensor:
+    names, bounds = statistics.split(","), str(thresholds).split(",")
+    keep = torch.ones_like(log_ratio, dtype=torch.bool)
+    for name, bound in zip(names, bounds, strict=True):
+        low, high = _band(bound)
+        keep &= corr.inside(log_ratio, given.sequences, name, high=high, low=low)  # type: ignore[arg-type]
+    return keep
+
+
+@answers("verl/is/")
+def _verl_is(given: Given) -> dict[str, Any]:
+    options = given.options
+    low, high = _band(options["rollout_is_threshold"])
+    log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
+    weights = corr.importance_weights(
+        log_ratio, given.sequences, level=options["rollout_is"], bound="truncate" if low is None else "mask",
+        low=low or 0.0, high=high, normalise=options["rollout_is_batch_normalize"],
+    )  # fmt: skip
+    return {"weights": weights, "metrics": {}}
+
+
+@answers("verl/rs/")
+def _verl_rs(given: Given) -> dict[str, Any]:
+    log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
+    options = given.options
+    return {
+        "mask": _verl_rejection(log_ratio, given, options["rollout_rs"], options["rollout_rs_threshold"]).double(),
+        "metrics": {},
+    }
+
+
+@answers("verl/offpolicy_metrics/")
+def _offpolicy_metrics(given: Given) -> dict[str, Any]:
+    ages = torch.ones(int(given.mask.sum()))
+    about = (given.flat("old_log_prob"), given.flat("rollout_log_prob"), ages, given.sequences)
+    ours = mismatch_figures({**mismatch_sums(*about), "tokens": len(ages)}, mismatch_maxima(*about))
+    theirs = {
+        "training_ppl": "perplexity",
+        "training_log_ppl": "log_perplexity",
+        "kl": "kl_behaviour_k1",
+        "k3_kl": "kl_behaviour",
+        "rollout_ppl": "perplexity_behaviour",
+        "rollout_log_ppl": "log_perplexity_behaviour",
+        "log_ppl_diff": "perplexity_gap",
+        "log_ppl_abs_diff": "perplexity_gap_abs",
+        "log_ppl_diff_max": "perplexity_gap_max",
+        "log_ppl_diff_min": "perplexity_gap_min",
+        "ppl_ratio": "perplexity_ratio",
+        "chi2_token": "chi2_token",
+        "chi2_seq": "chi2_sequence",
+    }
+    return {"metrics": {name: ours[mine] for name, mine in theirs.items()}}
+
+
+@answers("slime/mis/")
+def _slime_mis(given: Given) -> dict[str, Any]:
+    options = given.options
+    log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
+    low, high = options["tis_lower_bound"], options["tis_upper_bound"]
+    unbounded = corr.log_weights(log_ratio, given.sequences, options["tis_level"]).exp()
+    keep = torch.ones_like(log_ratio, dtype=torch.bool)
+    if options["tis_mode"] == "mask":  # slime rejects by mask and leaves the weight
+        weights = unbounded
+        keep &= corr.importance_weights(
+            log_ratio, given.sequences, level=options["tis_level"], bound="mask", low=low, high=high
+        ) > 0  # fmt: skip
+    else:
+        weights = corr.importance_weights(
+            log_ratio, given.sequences, level=options["tis_level"], bound=options["tis_mode"], low=low, high=high
+        )
+    if options["use_rs"]:
+        keep &= corr.importance_weights(
+            log_ratio, given.sequences, level=options["rs_level"], bound="mask", low=low, high=high
+        ) > 0  # fmt: skip
+        keep &= corr.not_vetoed(log_ratio, given.sequences, options["rs_veto_threshold"])
+    return {"flat_weights": weights, "flat_mask": keep.double()}
+
+
+@answers("slime/opsm/")
+def _slime_opsm(given: Given) -> dict[str, Any]:
+    log_ratio = given.flat("log_prob") - given.flat("old_log_prob")
+    keep = corr.opsm(log_ratio, given.advantages(), given.sequences, given.options["opsm_delta"])
+    return {"flat_mask": keep.double()}
+
+
+@answers("areal/m2po_mask/")
+def _areal_m2po(given: Given) -> dict[str, Any]:
+    log_ratio = given.flat("prox_logp") - given.flat("old_logp")
+    return {"mask": corr.m2po_mask(log_ratio, budget=given.options["m2_threshold"]).double()}
+
+
+@answers("areal/prox_approx/")
+def _areal_prox(given: Given) -> dict[str, Any]:
+    current, behaviour = given.flat("logprobs"), given.flat("old_logp")
+    newest = given.options["current_version"]
+    return {
+        "loglinear": corr.approximate_proximal(current, behaviour, given.versions, newest, form="loglinear"),
+        "linear": corr.approximate_proximal(current, behaviour, given.versions, newest, form="linear"),
+        "rollout": behaviour,
+    }
+
+
+@answers("formula/ess/", "formula/ess-token/")
+def _ess(given: Given) -> dict[str, Any]:
+    log_ratio = given.flat("log_prob") - given.flat("rollout_log_prob")
+    if given.options["level"] == "token":
+        return {"ess_ratio": corr.effective_share(log_ratio).item()}
+    share = corr.effective_share(given.sequences.sum(log_ratio)).item()
+    return {"ess_ratio": share, "lr_scale": corr.learning_rate_factor(share)}
+
+
+@answers("formula/dynamic-sampling/")
+def _dynamic_sampling(given: Given) -> dict[str, Any]:
+    def kept(name: str) -> list[int]:
+        return [int(g) for g in given.groups.unique() if differs(given.whole[name][given.groups == g].tolist())]
+
+    return {"kept_groups_graded": kept("scores"), "kept_groups_binary": kept("scores_binary")}
+
+
+# --- TRL ----------------------------------------------------------------------------------------------------------
+
+_TRL_MODES = {
+    "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "luspo": "seq-mean-token-mean",
+    "bnpo": "token-mean", "dapo": "token-mean", "cispo": "token-mean", "vespo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}  # fmt: skip
+
+
+def _trl_terms(given: Given, tokens: Tokens) -> LossTerms:
+    options = given.options
+    match options["loss_type"]:
+        case "cispo":
+            return cispo(tokens, cap=options["epsilon_high"])
+        case "sapo":
+            return sapo(
+                tokens, tau_positive=options["sapo_temperature_pos"], tau_negative=options["sapo_temperature_neg"]
+            )
+        case "vespo":
+            shape_ = options["vespo"]
+            return vespo(
+                tokens, k_positive=shape_["k_pos"], lambda_positive=shape_["lambda_pos"],
+                k_negative=shape_["k_neg"], lambda_negative=shape_["lambda_neg"],
+            )  # fmt: skip
+    clip = {"clip_low": options["epsilon"], "clip_high": options["epsilon_high"]}
+    if options["importance_sampling_level"] == "sequence":
+        return gspo(tokens, **clip, by_length=options["loss_type"] == "luspo")
+    return ppo_clip(tokens, **clip, dual_clip=options["delta"])
+
+
+@answers("trl/grpo/")
+def _trl(given: Given) -> dict[str, Any]:
+    options, tokens = given.options, given.tokens()
+    terms = _trl_terms(given, tokens)
+    losses = terms.loss
+    if options["off_policy_mask_threshold"] is not None:  # TRL holds it against the engine's log-probabilities
+        log_ratio = tokens.current - given.flat("rollout_log_prob")
+        losses = losses * corr.opsm(log_ratio, tokens.advantages, given.sequences, options["off_policy_mask_threshold"])
+    if options["vllm_is"]:
+        name, low, high = options["vllm_is"]
+        level, bound = name.split("_")
+        losses = losses * corr.importance_weights(
+            tokens.anchor - given.flat("rollout_log_prob"), given.sequences,
+            level=level, bound=bound, low=low or 0.0, high=high,
+        )  # fmt: skip
+    kl_mean = None
+    if options["beta"]:
+        ratio = None
+        if options["use_bias_correction_kl"]:
+            of_sequence = options["importance_sampling_level"] == "sequence"
+            log_ratio = given.per_token(tokens.sequence_log_ratio) if of_sequence else tokens.log_ratio
+            ratio = log_ratio.exp()
+        penalty = kl_.kl_penalty(tokens.current, given.flat("ref_log_prob"), "k3", ratio=ratio)
+        kl_mean = penalty.mean().item()
+        losses = losses + options["beta"] * penalty
+    metrics = {} if kl_mean is None else {"kl": kl_mean}
+    bonus = options["entropy_coef"] * given.total(given.flat("entropy"), "token-mean")  # in every mode
+    return {"loss": given.total(losses, _TRL_MODES[options["loss_type"]]) - bonus, "metrics": metrics}
+
+
+@answers("trl/rloo/seqclip/")
+def _trl_rloo(given: Given) -> dict[str, Any]:
+    terms = product_clip(given.tokens(), clip_low=given.options["epsilon"], clip_high=given.options["epsilon_high"])
+    return {"loss": given.total(terms.loss, "seq-mean-token-mean")}
+
+
+@answers("trl/kto/")
+def _trl_kto(given: Given) -> dict[str, Any]:
+    options = given.options
+    margins = given.sequences.sum(given.flat("log_prob") - given.flat("ref_log_prob"))
+    losses = kto(
+        margins, torch.tensor(options["label"]).bool(), options["KL_logps"] - options["ref_KL_logps"],
+        beta=options["beta"], desirable_weight=options["desirable_weight"],
+        undesirable_weight=options["undesirable_weight"], form=options["loss_type"],
+    )  # fmt: skip
+    return {"loss": losses.mean()}
+
+
+@answers("trl/orpo/")
+def _trl_orpo(given: Given) -> dict[str, Any]:
+    means = given.sequences.mean(given.flat("log_prob"))
+    return {"loss": odds_ratio(means[:4], means[4:], beta=given.options["beta"]).mean()}
+
+
+@answers("trl/cpo/")
+def _trl_cpo(given: Given) -> dict[str, Any]:
+    """TRL takes means over tokens for SimPO, sums for the others."""
+    options = given.options
+    form = options["loss_type"]
+    combine = given.sequences.mean if form == "simpo" else given.sequences.sum
+    answers_ = combine(given.flat("log_prob"))
+    losses = pairwise(answers_[:4] - answers_[4:], form=form, beta=options["beta"], gamma=options["simpo_gamma"])
+    return {"loss": losses.mean()}
+
+
+@answers("trl/reward/soft_overlong/")
+def _trl_overlong(given: Given) -> dict[str, Any]:
+    lengths = torch.tensor(given.case["inputs"]["lengths"])
+    options = given.options
+    rewards = shape.overlong_penalty(
+        lengths, longest=options["max_completion_len"], buffer=options["soft_punish_cache"]
+    )
+    return {"rewards": rewards}
+
+
+@answers("trl/reward/repetition/")
+def _trl_repetition(given: Given) -> dict[str, Any]:
+    options = given.options
+    rewards = [
+        shape.repetition_penalty(ids, ngram=options["ngram_size"], factor=options["max_penalty"])
+        for ids in given.case["inputs"]["completion_ids"]
+    ]
+    return {"rewards": rewards}
+
+
+@answers("verl/dapo_overlong/")
+def _verl_overlong(given: Given) -> dict[str, Any]:
+    options = given.options
+    penalty = shape.overlong_penalty(
+        torch.tensor(given.case["inputs"]["response_lengths"]), longest=options["max_resp_len"],
+        buffer=options["overlong_buffer_len"], factor=options["penalty_factor"],
+    )  # fmt: skip
+    return {"overlong_reward": penalty, "reward": options["base_score"] + penalty}
+
+
+@answers("areal/overlong")
+def _areal_overlong(given: Given) -> dict[str, Any]:
+    options = given.options
+    penalty = shape.overlong_penalty(
+        torch.tensor(given.case["inputs"]["response_lengths"]), longest=options["max_response_length"],
+        buffer=options["overlong_tokens"], factor=options["overlong_penalty_factor"],
+    )  # fmt: skip
+    return {"reward": 1.0 + penalty}
+
+
+# --- AReaL, OpenRLHF ----------------------------------------------------------------------------------------------
+
+
+def _areal_weights(given: Given, rejection: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Weights and what they keep; AReaL's k3 is exp(-x) - 1 + x of x = log(proximal / behaviour)."""
+    log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
+    if rejection["metric"] != "ratio":
+        keep = corr.inside(-log_ratio, given.sequences, "seq_mean_k3", high=rejection["upper"])
+        return log_ratio.exp() * keep, keep
+    weights = corr.importance_weights(
+        log_ratio, given.sequences, level="geometric" if rejection["level"] == "sequence" else "token",
+        bound="truncate" if rejection["action"] == "clamp" else "mask",
+        low=rejection.get("lower") or 0.0, high=rejection["upper"],
+    )  # fmt: skip
+    return weights, weights > 0
+
+
+@answers("areal/ppo/")
+def _areal(given: Given) -> dict[str, Any]:
+    """AReaL takes rejected tokens out before it averages a sequence's ratio, and divides by all tokens."""
+    options, tokens = given.options, given.tokens()
+    clip = {
+        "clip_low": options["eps_clip"], "clip_high": options.get("eps_clip_higher") or options["eps_clip"],
+        "dual_clip": options.get("c_clip"),
+    }  # fmt: skip
+    weights = torch.ones_like(tokens.advantages)
+    keep = torch.ones_like(weights, dtype=torch.bool)
+    found: dict[str, Any] = {}
+    if options["rejection_sampling"]:
+        weights, keep = _areal_weights(given, options["rejection_sampling"])
+        found["behave_imp_weight"] = weights
+    kept = Tokens(
+        tokens.current[keep], tokens.anchor[keep], tokens.behaviour[keep], tokens.advantages[keep],
+        Sequences(given.sequences.index[keep], given.sequences.count),
+    )  # fmt: skip
+    terms = gspo(kept, **clip) if options["importance_sampling_level"] == "sequence" else ppo_clip(kept, **clip)
+    found["clip_mask"], found["dual_clip_mask"] = torch.zeros(2, len(keep), dtype=torch.bool)
+    found["clip_mask"][keep], found["dual_clip_mask"][keep] = terms.clipped, terms.dual_clipped
+    loss = (terms.loss * weights[keep]).sum() / len(keep)
+    return {"loss": loss} | found
+
+
+@answers("areal/sapo/")
+def _areal_sapo(given: Given) -> dict[str, Any]:
+    terms = sapo(given.tokens(), tau_positive=given.options["tau_pos"], tau_negative=given.options["tau_neg"])
+    return {"loss": given.total(terms.loss, "token-mean")}
+
+
+@answers("areal/dpo/")
+def _areal_dpo(given: Given) -> dict[str, Any]:
+    margins = torch.tensor(given.case["inputs"]["logits"], dtype=torch.float64)
+    form = given.case["id"].rsplit("/", 1)[1]
+    return {"loss": pairwise(margins, form=form, beta=given.options["beta"])}  # type: ignore[arg-type]
+
+
+@answers("openrlhf/dpo/")
+def _openrlhf_dpo(given: Given) -> dict[str, Any]:
+    options = given.options
+    margins = given.sequences.sum(given.flat("log_prob") - given.flat("ref_log_prob"))
+    losses = pairwise(
+        margins[:4] - margins[4:], form="ipo" if options.get("ipo") else "sigmoid", beta=options["beta"],
+        label_smoothing=options.get("label_smoothing", 0.0),
+    )  # fmt: skip
+    rewards = options["beta"] * margins.detach()
+    return {"loss": losses.mean(), "chosen_rewards": rewards[:4], "rejected_rewards": rewards[4:]}
+
+
+def _openrlhf_weights(given: Given) -> tuple[Tensor, Tensor]:
+    """Weights of OpenRLHF's importance-sampling correction, and what it filtered."""
+    options = given.options
+    proximal, behaviour = given.flat("old_log_prob"), given.flat("rollout_log_prob")
+    log_ratio = proximal - behaviour
+    low, high = options["is_correction_threshold"]
+    gating = options.get("is_correction_gating", "ratio")
+    statistic = {
+        "ratio": log_ratio,
+        "binary_kl": corr.bernoulli_kl(proximal, behaviour),
+        "tv": corr.total_variation(proximal, behaviour),
+    }[gating]
+    if options["is_correction_level"] == "seq":
+        statistic = given.per_token(given.sequences.mean(statistic))
+    statistic = statistic.exp() if gating == "ratio" else statistic
+    outside = (statistic < low) | (statistic > high)
+    if options.get("is_correction_mode") == "clip":
+        return log_ratio.exp().clamp(low, high), outside
+    return log_ratio.exp() * ~outside, outside
+
+
+@answers("openrlhf/policy/")
+def _openrlhf(given: Given) -> dict[str, Any]:
+    options = given.options
+    clip = {"clip_low": options["clip_eps_low"], "clip_high": options["clip_eps_high"]}
+    of_sequence = options.get("policy_loss_type") == "gspo"
+    terms = (
+        gspo(given.tokens(), **clip)
+        if of_sequence
+        else ppo_clip(given.tokens(), **clip, dual_clip=options["dual_clip"])
+    )
+    mode = "token-mean" if options["token_level_loss"] and not of_sequence else "seq-mean-token-mean"
+    losses, found = terms.loss, {}
+    if "is_correction_level" in options:
+        weights, outside = _openrlhf_weights(given)
+        losses = losses * weights
+        by_sequence = options["is_correction_level"] == "seq"
+        filtered = given.sequences.mean(outside.double()) if by_sequence else outside.double()
+        found = {
+            "is_filter_ratio": filtered.mean().item(),
+            "vllm_kl": (given.flat("rollout_log_prob") - given.flat("old_log_prob")).mean().item(),
+        }
+    return {
+        "loss": given.total(losses, mode),
+        "clip_ratio": _fraction(terms.clipped),
+        "ppo_kl": -given.tokens().log_ratio.mean().item(),
+    } | found
+
+
+# --- closed forms and single functions ----------------------------------------------------------------------------
+
+
+@answers("formula/minirl-")
+def _minirl(given: Given) -> dict[str, Any]:
+    options = given.options
+    tokens = given.tokens(behaviour="rollout_log_prob")
+    terms = minirl(tokens, clip_low=options["eps_low"], clip_high=options["eps_high"], cap=options["tis_cap"])
+    weight = (tokens.current - tokens.behaviour).detach().exp().clamp(max=options["tis_cap"])
+    return {"loss": given.total(terms.loss), "M": (~terms.clipped).double(), "w": weight}
+
+
+@answers("formula/topr-traj/")
+def _topr(given: Given) -> dict[str, Any]:
+    low, high = given.options["neg_clip"]
+    advantages = given.per_token(2 * given.whole["scores"] - 1)
+    tokens = Tokens(
+        given.flat("log_prob"),
+        given.flat("rollout_log_prob"),
+        given.flat("rollout_log_prob"),
+        advantages,
+        given.sequences,
+    )
+    terms = topr(tokens, low=low, high=high)
+    held = torch.where(advantages < 0, terms.ratio.clamp(low, high), torch.ones_like(advantages))
+    return {"loss": given.total(terms.loss, "seq-mean-token-sum"), "weight": given.sequences.mean(held)}
+
+
+@answers("formula/cispo-behaviour/")
+def _cispo_behaviour(given: Given) -> dict[str, Any]:
+    return {"loss": given.total(cispo(given.tokens("rollout_log_prob"), cap=given.options["cap"]).loss, "token-mean")}
+
+
+_DECOUPLED = {
+    "tis2": ("token", "truncate", 0.0, 2.0),
+    "icepop0.5-5": ("token", "mask", 0.5, 5.0),
+    "seqtis2": ("sequence", "truncate", 0.0, 2.0),
+    "seqmis2": ("sequence", "mask", 0.0, 2.0),
+    "geomis": ("geometric", "mask", 0.95, 1.05),
+}
+
+
+@answers("formula/decoupled-")
+def _decoupled(given: Given) -> dict[str, Any]:
+    low, high = given.options["clip"]
+    terms = ppo_clip(given.tokens(), clip_low=low, clip_high=high)
+    log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
+    name = given.options["weight"]
+    level, bound, lowest, highest = _DECOUPLED[name]
+    weights = corr.importance_weights(
+        log_ratio, given.sequences, level=level, bound=bound, low=lowest, high=highest  # type: ignore[arg-type]
+    )  # fmt: skip
+    if name == "geomis":  # a filter alone
+        weights = (weights > 0).double()
+    return {"loss": given.total(terms.loss * weights, "token-mean"), "w": weights}
+
+
+@answers("formula/agentrl-")
+def _agentrl(given: Given) -> dict[str, Any]:
+    """AgentRL's ratio is to the sampler, its MiniRL has no cap but the band; it divides by the tokens it keeps."""
+    options = given.options
+    upper = options["epsilon"] + options["epsilon_higher"]
+    tokens = given.tokens("rollout_log_prob")
+    ratio = tokens.log_ratio.detach().exp()
+    created = given.per_token(torch.tensor(VECTORS["inputs"]["base"]["versions"])[:, 0])
+    age = (options["current_step"] - created).to(ratio.dtype) if "current_step" in options else torch.zeros_like(ratio)
+    keep = corr.age_band(
+        ratio, tokens.advantages, age, clip_low=options["epsilon"], clip_high=upper,
+        cap=1.0 if options.get("strict_in_bound") else options["importance_weight_cap_ratio"],
+        decay=options.get("out_of_date_decay", 0.0),
+    )  # fmt: skip
+    if "minirl" in given.case["id"]:
+        losses = cispo(tokens, cap=math.inf).loss
+    else:
+        losses = ppo_clip(tokens, clip_low=options["epsilon"], clip_high=upper).loss
+    return {"loss": given.total(losses * keep, "token-mean", num_tokens=int(keep.sum())), "kept": keep.double()}
+
+
+@answers("formula/double-sided-is/")
+def _double_sided(given: Given) -> dict[str, Any]:
+    terms = double_sided(
+        given.tokens("rollout_log_prob"), clip_low=given.options["eps_low"], clip_high=given.options["eps_high"]
+    )
+    return {"loss": given.total(terms.loss), "weight": terms.ratio * ~terms.clipped}
+
+
+@answers("formula/roll-dualclip/")
+def _roll_dual_clip(given: Given) -> dict[str, Any]:
+    clip = given.options["pg_clip"]
+    terms = ppo_clip(given.tokens(), clip_low=clip, clip_high=clip, dual_clip=1 + 2 * clip)
+    return {"loss": given.total(terms.loss, "token-mean")}
+
+
+@answers("ce-gppo/")
+def _ce_gppo(given: Given) -> dict[str, Any]:
+    options = given.options
+    terms = ce_gppo(
+        given.tokens(), clip_low=options["cliprange_low"], clip_high=options["cliprange_high"],
+        beta_low=options["beta1"], beta_high=options["beta2"], dual_clip=options["clip_ratio_c"],
+    )  # fmt: skip
+    return {"loss": given.total(terms.loss), "clipfrac": _fraction(terms.clipped)}
+
+
+@answers("prime-rl/default/")
+def _prime_rl(given: Given) -> dict[str, Any]:
+    options = given.options
+    terms = dppo_tv_ratio(
+        given.tokens("rollout_log_prob"), limit_low=options["dppo_mask_low"], limit_high=options["dppo_mask_high"],
+        drift=options["kl_tau"],
+    )  # fmt: skip
+    return {"loss": given.total(terms.loss, "token-mean")}
+
+
+# --- the test -----------------------------------------------------------------------------------------------------
+
+
+def _adapter(case_id: str) -> Adapter | None:
+    prefixes = [prefix for prefix in ADAPTERS if case_id.startswith(prefix)]
+    return ADAPTERS[max(prefixes, key=len)] if prefixes else None
+
+
+def _same(found: Any, expected: Any, given: Given, *, loose: bool, name: str) -> None:
+    if isinstance(expected, dict):
+        for key, value in found.items():  # of their diagnostics we hold those that we report too
+            _same(value, expected[key], given, loose=loose, name=f"{name}.{key}")
+        return
+    if expected is None:
+        return
+    found = torch.as_tensor(found, dtype=torch.float64)
+    expected = torch.tensor(expected, dtype=torch.float64)
+    if expected.ndim == 2 and found.ndim == 1:
+        expected = expected[given.mask]
+    rtol, atol = (2e-5, 2e-6) if loose else (1e-6, 1e-8)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
+
+
+RUN = [i for i in CASES if i not in DISAGREEMENTS and i not in OTHER_RULES]
+
+
+@pytest.mark.parametrize("case_id", RUN)
+def test_equals_the_public_implementation(case_id: str) -> None:
+    """Value and gradient are those of the implementation that the case was taken from."""
+    case = CASES[case_id]
+    adapter = _adapter(case_id)
+    assert adapter is not None, f"no function of ours answers for {case_id}"
+    given = Given(case)
+    found = adapter(given)
+    loose = "float32" in (case["note"] or "") or ("trl/" in case_id and "orpo" in case_id)
+    missing = set(case["outputs"]) - set(found) - {"metrics"}
+    assert not [name for name in missing if case["outputs"][name] is not None], missing
+    for name, value in found.items():
+        detached = value.detach() if isinstance(value, Tensor) else value
+        _same(detached, case["outputs"][name], given, loose=loose, name=name)
+    if case["grads"]:
+        first = found[next(iter(case["outputs"]))]
+        first.sum().backward()
+        for name, expected in case["grads"].items():
+            grad = given.whole[name].grad
+            assert grad is not None
+            rtol, atol = (2e-5, 2e-6) if loose else (1e-6, 1e-8)
+            torch.testing.assert_close(grad, torch.tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol)
+
+
+def test_every_case_is_accounted_for() -> None:
+    """347 cases: each is run here, or listed with the side we take, or is a rule for rewards."""
+    assert len(CASES) == 347
+    assert set(DISAGREEMENTS) | set(OTHER_RULES) <= set(CASES)
+    assert len(RUN) + len(DISAGREEMENTS) + len(OTHER_RULES) == len(CASES)
+    assert len(DISAGREEMENTS) == 4
+    page = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    assert [case_id for case_id in DISAGREEMENTS if f"`{case_id}`" not in page] == []
+    judged = (Path(__file__).parents[2] / "reward_service" / "rewards" / "test_reward_conformance.py").read_text()
+    assert [case_id for case_id in OTHER_RULES if f'"{case_id}"' not in judged] == []

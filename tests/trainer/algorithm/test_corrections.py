@@ -1,0 +1,306 @@
+"""Corrections, advantages, shaping and filters: right for any input, and what the papers say of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from tests.trainer.algorithm.tokens import lengths, sample, seeds
+from torch import Tensor
+
+from penstock.trainer.algorithm import advantages as adv
+from penstock.trainer.algorithm import corrections as corr
+from penstock.trainer.algorithm import reward_shaping as shape
+from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
+from penstock.trainer.algorithm.filters import Reuse, Skipped, TrajectoryFilter, differs
+from penstock.trainer.algorithm.kl import KlController, kl_estimate, kl_full
+from penstock.trainer.algorithm.losses import Sequences
+
+finite = st.floats(-1e3, 1e3, allow_nan=False)
+levels = st.sampled_from(["token", "sequence", "geometric", "root"])
+
+ESTIMATORS = {
+    "grpo": adv.grpo,
+    "rloo": adv.rloo,
+    "reinforce": adv.reinforce,
+    "reinforce_pp": adv.reinforce_pp,
+    "reinforce_pp_baseline": adv.reinforce_pp_baseline,
+    "opo": adv.opo,
+    "gpg": adv.gpg,
+    "pass_at_k": adv.pass_at_k,
+}
+
+
+def outcomes(rewards: list[float], groups: list[int], counts: list[int]) -> adv.Outcomes:
+    return adv.Outcomes(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(counts))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@examples(25)
+@given(rows=st.lists(st.tuples(finite, st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=10))
+def test_advantages_are_finite_for_any_batch(name: str, rows: list[tuple[float, int, int]]) -> None:
+    """Groups of one, equal rewards and empty trajectories give numbers, never NaN."""
+    batch = outcomes([r for r, _, _ in rows], [g for _, g, _ in rows], [n for _, _, n in rows])
+    assert torch.isfinite(ESTIMATORS[name](batch)).all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "pass_at_k"])
+def test_a_group_that_teaches_nothing_gets_no_advantage(name: str) -> None:
+    """A group of one and a group of equal rewards: 0."""
+    found = ESTIMATORS[name](outcomes([0.7, 0.3, 0.3, 0.1 + 0.2, 0.3], [0, 1, 1, 2, 2], [3, 3, 5, 2, 2]))
+    torch.testing.assert_close(found, torch.zeros(5, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+@examples(25)
+@given(rewards=st.lists(finite, min_size=1, max_size=12), shift=finite)
+def test_group_relative_advantages_sum_to_zero_and_ignore_a_shift(rewards: list[float], shift: float) -> None:
+    """They do not change when every reward moves by the same amount."""
+    same, counts = [0] * len(rewards), [1] * len(rewards)
+    plain = adv.grpo(outcomes(rewards, same, counts), normalise_by_std=False)
+    moved = adv.grpo(outcomes([r + shift for r in rewards], same, counts), normalise_by_std=False)
+    torch.testing.assert_close(plain, moved, rtol=1e-6, atol=1e-6)
+    assert abs(adv.grpo(outcomes(rewards, same, counts)).sum().item()) < 1e-6
+
+
+def test_groups_do_not_mix() -> None:
+    """The advantages of a group do not depend on what stands beside it."""
+    alone = adv.grpo(outcomes([1.0, 0.0, 0.5], [0, 0, 0], [1, 1, 1]))
+    beside = adv.grpo(outcomes([9.0, 1.0, 0.0, -7.0, 0.5], [4, 2, 2, 4, 2], [1] * 5))
+    torch.testing.assert_close(beside[[1, 2, 4]], alone)
+
+
+def test_gae_jumps_over_a_tools_reply() -> None:
+    """Tokens that were not sampled are not there, so advantages are those of the sampled ones alone."""
+    sequences = Sequences.of_lengths(torch.tensor([3]))
+    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.25, 0.75])
+    found, returns = adv.gae(rewards, values, sequences, gamma=1.0, lam=1.0, whitened=False)
+    torch.testing.assert_close(returns, torch.ones(3))
+    torch.testing.assert_close(found, 1.0 - values)
+
+
+@examples(20)
+@given(rows=lengths, seed=seeds, level=levels)
+def test_importance_weights_are_finite_bounded_and_blind_to_other_sequences(
+    rows: list[int], seed: int, level: corr.Level
+) -> None:
+    """Whatever the ratios, weights lie in their band, and a sequence's own do not depend on its neighbours."""
+    data = sample(rows, seed, spread=300.0)
+    log_ratio = data.current.detach() - data.behaviour
+    weights = corr.importance_weights(log_ratio, data.sequences, level=level, bound="truncate", high=2.0)
+    assert ((weights >= 0) & (weights <= 2.0)).all()
+    first = data.sequences.index == 0
+    alone = corr.importance_weights(
+        log_ratio[first], Sequences.of_lengths(torch.tensor(rows[:1])), level=level, bound="truncate", high=2.0
+    )
+    torch.testing.assert_close(alone, weights[first])
+
+
+def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
+    """Token weights look at their token alone."""
+    data = sample([4, 3], 1)
+    log_ratio = data.current.detach() - data.behaviour
+    moved = log_ratio.clone()
+    moved[2] += 0.3
+    pick = {"level": "token", "bound": "truncate", "high": 5.0}
+    before = corr.importance_weights(log_ratio, data.sequences, **pick)  # type: ignore[arg-type]
+    after = corr.importance_weights(moved, data.sequences, **pick)  # type: ignore[arg-type]
+    assert torch.nonzero(before != after).flatten().tolist() == [2]
+
+
+@examples(20)
+@given(num=st.integers(8, 400))
+def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
+    """The log-weight of a sequence has the spread of one token; the sum grows with the root of the length."""
+    generator = torch.Generator().manual_seed(num)
+    sequences = Sequences.of_lengths(torch.full((300,), num))
+    log_ratio = 0.1 * torch.randn(300 * num, generator=generator, dtype=torch.float64)
+    by_root = sequences.mean(corr.log_weights(log_ratio, sequences, "root")).std()
+    assert 0.08 < float(by_root) < 0.12
+
+
+def test_the_effective_share_is_one_for_equal_weights_and_one_nth_for_one_that_dominates() -> None:
+    """Its two ends."""
+    assert corr.effective_share(torch.zeros(10)).item() == pytest.approx(1.0)
+    assert corr.effective_share(torch.tensor([50.0] + [0.0] * 9)).item() == pytest.approx(0.1)
+    assert corr.learning_rate_factor(0.25) == 0.5
+    assert corr.learning_rate_factor(0.01, floor=0.3) == 0.3
+
+
+@examples(25)
+@given(rows=lengths, seed=seeds, budget=st.sampled_from([0.001, 0.04, 1.0]))
+def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_needed(
+    rows: list[int], seed: int, budget: float
+) -> None:
+    """What stays has a mean square within the budget, and would not if the smallest dropped one stayed too."""
+    data = sample(rows, seed)
+    log_ratio = data.current.detach() - data.behaviour
+    along = corr.moved_along(log_ratio, data.advantages)
+    keep = corr.m2po_mask(log_ratio, budget=budget, among=along)
+    assert keep[~along].all()
+    kept, dropped = log_ratio[keep & along].square(), log_ratio[~keep].square()
+    if len(dropped):
+        assert len(kept) == 1 or kept.mean() < budget
+        assert torch.cat([kept, dropped.min()[None]]).mean() >= budget
+
+
+@examples(25)
+@given(rows=lengths, seed=seeds, budget=st.sampled_from([0.001, 0.04, 1.0]))
+def test_m2pos_limit_keeps_what_its_mask_keeps(rows: list[int], seed: int, budget: float) -> None:
+    """The limit found by bisection is that of the mask, except that the mask always keeps one token."""
+    data = sample(rows, seed)
+    log_ratio = data.current.detach() - data.behaviour
+    keep = corr.m2po_mask(log_ratio, budget=budget)
+    limit = corr.m2po_limit(log_ratio.square(), budget)
+    if keep.sum() > 1:
+        assert ((log_ratio.square() <= limit) == keep).all()
+
+
+def test_m2pos_released_clip_meets_the_budget() -> None:
+    """Clipped at the width it solves for, the second moment equals the budget; the floors hold."""
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = torch.randn(500, generator=generator, dtype=torch.float64)
+    advantages = torch.ones(500, dtype=torch.float64)
+    low, high = corr.m2po_clip(log_ratio, advantages, budget=0.3)
+    tau = math.log1p(high)
+    squares = log_ratio[log_ratio > 0].square().clamp(max=tau**2)
+    assert squares.mean().item() == pytest.approx(0.3)
+    assert low == pytest.approx(1 - math.exp(-tau))
+    squares = log_ratio.square()[corr.moved_along(log_ratio, advantages)]
+    for budget in (0.001, 0.05, 0.3, 100.0):
+        exact = corr.m2po_clip(log_ratio, advantages, budget=budget, floor_low=0.0, floor_high=0.0)
+        bisected = corr.m2po_clip_widths(corr.m2po_width(squares, budget), floor_low=0.0, floor_high=0.0)
+        assert bisected == pytest.approx(exact, rel=1e-4)
+    assert corr.m2po_clip(log_ratio, advantages, budget=0.001) == (0.3, 0.5)
+    assert corr.m2po_clip(log_ratio, advantages, budget=100.0) == (1.0, 1e5)
+
+
+def test_an_approximate_proximal_policy_of_fresh_tokens_is_the_behaviour_policy() -> None:
+    """Tokens of the newest version have nothing between behaviour and current; no division by zero."""
+    current, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
+    found = corr.approximate_proximal(current, behaviour, torch.tensor([5, 4]), 5, form="loglinear")
+    torch.testing.assert_close(found, behaviour)
+
+
+def test_kl_full_is_the_expectation_of_k1() -> None:
+    """The exact divergence is what the estimators estimate."""
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = torch.randn(2, 7, generator=generator).double()
+    p, q = mine.softmax(-1), theirs.softmax(-1)
+    expected = sum(float(p[v]) * float(kl_estimate(p[v].log(), q[v].log(), "k1")) for v in range(7))
+    assert float(kl_full(mine, theirs)) == pytest.approx(expected)
+
+
+def test_a_straight_through_estimate_has_the_gradient_of_k2() -> None:
+    """``k3+`` has k3's value and k2's gradient."""
+    one, other = torch.tensor([-1.0], requires_grad=True), torch.tensor([-1.0], requires_grad=True)
+    reference = torch.tensor([-1.7])
+    value = kl_estimate(one, reference, "k3+")
+    value.backward()
+    kl_estimate(other, reference, "k2").backward()
+    torch.testing.assert_close(value.detach(), kl_estimate(one.detach(), reference, "k3"))
+    torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_fixed_kl_coefficient_stays() -> None:
+    """Without a target the controller does not steer."""
+    controller = KlController(0.1)
+    controller.update(5.0, 100)
+    assert controller.coefficient == 0.1
+
+
+def test_whitening_counts_a_trajectory_once_per_token() -> None:
+    """Weights are repetitions."""
+    values, counts = torch.tensor([1.0, 3.0, -2.0], dtype=torch.float64), torch.tensor([2, 1, 4])
+    spread = shape.whiten(values.repeat_interleave(counts))
+    torch.testing.assert_close(shape.whiten(values, weights=counts), torch.stack([spread[0], spread[2], spread[3]]))
+
+
+@examples(25)
+@given(
+    rewards=st.lists(finite, min_size=1, max_size=9), by_group=st.booleans(), shift=st.booleans(), scale=st.booleans()
+)
+def test_normalisation_is_finite_and_leaves_equal_rewards_alone(
+    rewards: list[float], by_group: bool, shift: bool, scale: bool
+) -> None:
+    """By group or batch, mean only, deviation only or both."""
+    values = torch.tensor(rewards, dtype=torch.float64)
+    groups = torch.arange(len(rewards)) // 2 if by_group else None
+    assert torch.isfinite(shape.normalise(values, groups, shift=shift, scale=scale)).all()
+    same = shape.normalise(torch.full((4,), 0.3, dtype=torch.float64), shift=shift, scale=scale)
+    torch.testing.assert_close(same, torch.zeros(4) if shift else torch.full((4,), 0.3), check_dtype=False)
+
+
+def test_running_moments_equal_those_of_everything_at_once() -> None:
+    """Batches of any size add up to the moments of their concatenation."""
+    values = torch.randn(50, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 3 + 7
+    moments = shape.RunningMoments()
+    for part in values.split([1, 20, 0, 29]):
+        moments.update(part)
+    assert moments.mean == pytest.approx(float(values.mean()))
+    assert moments.std == pytest.approx(float(values.std()))
+    torch.testing.assert_close(moments.scale(values, centre=True), (values - values.mean()) / values.std())
+
+
+def test_sample_weights_sum_to_their_number() -> None:
+    """Difficulty and length reweigh, they do not change how much a batch counts."""
+    weights = shape.sample_weights(
+        shape.difficulty_weights(torch.tensor([0.0, 0.5, 2.0])), shape.length_weights(torch.tensor([3, 9, 6])).float()
+    )
+    assert float(weights.sum()) == pytest.approx(3.0)
+    assert weights[0] < weights[2]
+
+
+def test_who_is_compared_with_whom() -> None:
+    """Equal names get equal numbers; ROLL's asymmetric clip lets a rare success stand out and bounds a rare failure."""
+    assert shape.numbered(["x", "x", "y", "x"]).tolist() == [0, 0, 1, 0]
+    rare = shape.normalise(torch.tensor([0.0] * 19 + [9.0], dtype=torch.float64))
+    assert rare.max() > 3.0
+    assert shape.asym_clip(rare).max() == 3.0
+    assert shape.asym_clip(-rare).min() == -1.0
+
+
+def test_prompt_mean_weighs_every_prompt_alike() -> None:
+    """Two prompts, one with twice the tokens: their tokens weigh half as much each."""
+    batch = Denominators(num_tokens=9, num_sequences=4, max_completion_tokens=8, num_prompts=2)
+    assert sequence_weight("prompt-mean", 2, batch, prompt_tokens=6) * 6 == pytest.approx(0.5)
+    assert sequence_weight("prompt-mean", 3, batch, prompt_tokens=3) * 3 == pytest.approx(0.5)
+
+
+def test_filters_name_their_reason() -> None:
+    """Each trajectory that stays out is counted under one reason."""
+    kept = TrajectoryFilter(drop_zero_advantage=True, mask_truncated=True).keep(
+        [1.0, 0.0, -1.0, 2.0], [False, False, False, True]
+    )
+    assert kept.places == (0, 2)
+    assert dict(kept.skipped) == {Skipped.ZERO_ADVANTAGE: 1, Skipped.TRUNCATED: 1}
+    assert TrajectoryFilter(skip_non_positive_advantage=True).keep([1.0, 0.0, -1.0], [False] * 3).places == (0,)
+    assert TrajectoryFilter(minimal_advantage=-0.5).keep([1.0, 0.0, -1.0], [False] * 3).places == (0, 1)
+
+
+def test_a_group_is_informative_when_its_rewards_differ() -> None:
+    """Groups of one and rounding noise teach nothing."""
+    assert differs([0.0, 1.0])
+    assert not differs([1.0])
+    assert not differs([0.1 + 0.2, 0.3])
+
+
+def test_a_record_is_reused_within_its_limits() -> None:
+    """At most so often, and not before so many steps have passed."""
+    rule = Reuse(max_trained_count=2, retrained_interval=3)
+    assert rule.reason(0, None, 5) is None
+    assert rule.reason(1, 4, 5) is Skipped.TRAINED_RECENTLY
+    assert rule.reason(1, 2, 5) is None
+    assert rule.reason(2, 0, 5) is Skipped.TRAINED_OFTEN
+
+
+def _veto(log_ratio: Tensor) -> Tensor:
+    return corr.not_vetoed(log_ratio, Sequences.of_lengths(torch.tensor([2, 2])), 1e-4)
+
+
+def test_one_impossible_token_vetoes_its_whole_sequence_and_no_other() -> None:
+    """A ratio below 1e-4 anywhere drops the sequence."""
+    assert _veto(torch.tensor([0.0, -12.0, 0.1, 0.2])).tolist() == [False, False, True, True]

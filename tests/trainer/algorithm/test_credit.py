@@ -1,0 +1,141 @@
+"""What a trajectory is credited with: the order of the shaping, what is remembered, and any batch whatever."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.algorithm_state import AlgorithmState
+from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.errors import CheckpointError
+
+PLAIN = {"name": "reinforce"}  # advantages are the shaped rewards themselves
+
+
+def scored(*rewards: float, source: str = "", kl: tuple[float, ...] = ()) -> Scored:
+    return Scored(rewards, [3] * len(rewards), [False] * len(rewards), source, kl)
+
+
+def test_rewards_are_scaled_by_all_rewards_of_the_run_so_far() -> None:
+    """The first batch by its own deviation, the next by that of both; the mean off first when asked."""
+    rule = credit_rule(AlgorithmSettings(**PLAIN, reward_scaling="std"), longest=10)
+    assert rule([scored(1.0, 3.0)]).advantages == pytest.approx([1 / math.sqrt(2), 3 / math.sqrt(2)])
+    deviation = math.sqrt(20 / 3)  # of 1, 3, 5, 7
+    assert rule([scored(5.0, 7.0)]).advantages == pytest.approx([5 / deviation, 7 / deviation])
+    centred = credit_rule(AlgorithmSettings(**PLAIN, reward_scaling="mean_std"), longest=10)
+    assert centred([scored(1.0, 3.0)]).advantages == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
+
+
+def test_running_normalisation_remembers_earlier_batches() -> None:
+    """A batch of equal rewards stands out against the ones before it."""
+    rule = credit_rule(AlgorithmSettings(**PLAIN, reward_norm="running", reward_scale=False), longest=10)
+    rule([scored(0.0, 0.0)])
+    assert rule([scored(1.0, 1.0)]).advantages == pytest.approx([0.5, 0.5])
+
+
+def test_a_resumed_rule_goes_on_bit_for_bit() -> None:
+    """What a checkpoint holds, through JSON, gives the very same advantages as going on without a stop."""
+    section = AlgorithmSettings(**PLAIN, reward_scaling="mean_std", reward_norm="running")
+    batches = [[scored(0.1 * n, 0.7, -n / 3.0)] for n in range(8)]
+    through = AlgorithmState.fresh(section)
+    whole = [credit_rule(section, longest=10, state=through)(batch).advantages for batch in batches]
+    first = AlgorithmState.fresh(section)
+    halves = [credit_rule(section, longest=10, state=first)(batch).advantages for batch in batches[:4]]
+    second = AlgorithmState.resumed(section, json.loads(json.dumps(first.to_document())))
+    halves += [credit_rule(section, longest=10, state=second)(batch).advantages for batch in batches[4:]]
+    assert halves == whole
+    assert second.to_document() == through.to_document()
+
+
+def test_a_steered_coefficient_is_resumed_and_a_fixed_one_is_the_run_files() -> None:
+    """A checkpoint keeps where the controller was; without a target the run file may change the coefficient."""
+    steered = AlgorithmSettings(kl_coefficient=0.1, kl_target=0.01, kl_horizon=10)
+    state = AlgorithmState.fresh(steered)
+    state.kl.update(1.0, 5)
+    assert state.kl.coefficient == pytest.approx(0.1 * 1.1)
+    document = state.to_document()
+    assert AlgorithmState.resumed(steered, document).kl == state.kl
+    assert AlgorithmState.resumed(AlgorithmSettings(kl_coefficient=0.3), document).kl.coefficient == 0.3
+    with pytest.raises(CheckpointError, match="algorithm state"):
+        AlgorithmState.resumed(steered, {"schema_tag": "something.else"})
+
+
+def test_rewards_are_compared_within_a_kind_of_task() -> None:
+    """Two sources with different scales of reward: each normalised by itself (ROLL's `inductive`)."""
+    section = AlgorithmSettings(**PLAIN, reward_norm="source", reward_scale=False)
+    found = credit_rule(section, longest=10)(
+        [scored(1.0, 0.0, source="a"), scored(10.0, 20.0, source="b"), scored(0.5, 0.5, source="a")]
+    )
+    assert found.advantages == pytest.approx([0.5, -0.5, -5.0, 5.0, 0.0, 0.0])
+
+
+def test_a_rare_success_is_limited_less_than_a_rare_failure() -> None:
+    """asym_clip keeps normalised rewards in [-1, 3]."""
+    section = AlgorithmSettings(**PLAIN, reward_norm="batch", asym_clip=True)
+    one_right = credit_rule(section, longest=10)([scored(*[0.0] * 19, 1.0)]).advantages
+    one_wrong = credit_rule(section, longest=10)([scored(*[1.0] * 19, 0.0)]).advantages
+    assert max(one_right) == 3.0
+    assert min(one_wrong) == -1.0
+
+
+def test_the_kl_is_taken_off_after_normalisation_and_before_the_estimator() -> None:
+    """The documented order: a normalised reward loses coefficient x KL, and the group mean of that is the baseline."""
+    section = AlgorithmSettings(
+        normalise_by_std=False, reward_norm="group", reward_scale=False, reward_kl_coefficient=0.5
+    )
+    found = credit_rule(section, longest=10)([scored(1.0, 0.0, kl=(0.2, 0.6))])
+    shaped = [0.5 - 0.1, -0.5 - 0.3]
+    assert found.advantages == pytest.approx([r - sum(shaped) / 2 for r in shaped])
+    assert found.rewards == [1.0, 0.0]
+
+
+rewards = st.floats(-1e6, 1e6) | st.sampled_from([0.0, 1.0])
+groups = st.lists(
+    st.lists(st.tuples(rewards, st.integers(0, 9), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5
+)
+OPTIONS = [
+    {},
+    {"reward_norm": "group", "asym_clip": True, "whiten_advantages": True, "advantage_clip": 2.0},
+    {"reward_scaling": "mean_std", "reward_norm": "running", "length_weight": True, "difficulty_weight": True},
+    {"reward_norm": "source", "overlong_buffer": 0.5, "mask_truncated": True, "drop_zero_advantage": True},
+    {"reward_kl_coefficient": 0.1, "skip_non_positive_advantage": True},
+]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@examples(12)
+@given(batch=groups, options=st.sampled_from(OPTIONS), order=st.randoms(use_true_random=False))
+def test_any_batch_of_any_preset_is_credited_finitely_and_whatever_its_order(
+    name: str, batch: list[list[tuple[float, int, bool]]], options: dict[str, object], order: object
+) -> None:
+    """Groups of one, equal rewards, empty answers, absurd rewards: finite; permuting groups permutes the credit."""
+    if PRESETS[name]["advantage"] == "gae":  # every token has its own advantage, filters by one are refused
+        options = {key: value for key, value in options.items() if "advantage" not in key or "whiten" in key}
+    section = AlgorithmSettings(name=name, **options)  # type: ignore[arg-type]
+    held = [
+        Scored(
+            *map(list, zip(*g, strict=True)), source="ab"[len(g) % 2], kl=[r % 1.0 for r, _, _ in g],  # type: ignore[arg-type]
+            baseline=(0.5, 4) if section.needs_baseline else None,
+        )
+        for g in batch
+    ]  # fmt: skip
+    found = credit_rule(section, longest=8)(held)
+    assert all(map(math.isfinite, [*found.advantages, *found.weights]))
+    assert sum(w > 0 for w in found.weights) + found.skipped.total() == sum(map(len, batch))
+    shuffled = list(range(len(held)))
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    again = credit_rule(section, longest=8)([held[place] for place in shuffled])
+    largest = max(1.0, *map(abs, found.advantages))
+    for values, others in ((found.advantages, again.advantages), (found.weights, again.weights)):
+        edges = [0]
+        for group in batch:
+            edges.append(edges[-1] + len(group))
+        expected = [v for place in shuffled for v in values[edges[place] : edges[place + 1]]]
+        assert others == pytest.approx(expected, rel=1e-5, abs=1e-7 * largest)

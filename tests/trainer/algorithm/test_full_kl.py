@@ -1,0 +1,122 @@
+"""The KL over the whole vocabulary: exact, with the right gradient, and never for all tokens at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from tests.trainer.learner.test_shared_prompts import _row as row_of
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.trainer.algorithm.batch import MicroBatch, build
+from penstock.trainer.algorithm.kl import kl_full
+from penstock.trainer.algorithm.losses import reinforce
+from penstock.trainer.algorithm.objective import KlTerm, PolicyGradient
+from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.reference import Reference
+
+VOCABULARY = 17
+
+
+def _model(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=64, initializer_range=0.3,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+POLICY, OTHER = _model(0), _model(1)
+
+
+def _scorers(chunk: int, temperature: float) -> tuple[CompletionScorer, Reference, list[int]]:
+    """Policy and reference that send ``chunk`` tokens through the output head at once, and how many they sent."""
+    policy = CompletionScorer(copy.deepcopy(POLICY), temperature, max_logits=chunk * VOCABULARY)
+    other = CompletionScorer(copy.deepcopy(OTHER), temperature, max_logits=chunk * VOCABULARY)
+    sizes: list[int] = []
+    for scorer in (policy, other):
+        scorer.language_model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(len(logits)))
+    return policy, Reference(other, torch.device("cpu")), sizes
+
+
+def _read(scorer: CompletionScorer, batch: MicroBatch, **what: object) -> Tensor:
+    return scorer(
+        batch.input_ids, batch.predictors, batch.targets, position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask, **what,
+    )  # fmt: skip
+
+
+def _by_hand(batch: MicroBatch, temperature: float) -> tuple[Tensor, list[Tensor]]:
+    """The KL of every sampled token's position from whole tables of logits, and the gradient of its weighted sum."""
+    model = copy.deepcopy(POLICY)
+
+    def table(of: Qwen3ForCausalLM) -> Tensor:
+        mask = batch.attention_mask
+        logits = of(input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=mask).logits
+        return logits.flatten(0, 1)[batch.predictors].double() / temperature
+
+    mine, theirs = table(model).log_softmax(-1), table(OTHER).detach().log_softmax(-1)
+    kl = torch.stack([(m.exp() * (m - t)).sum() for m, t in zip(mine, theirs, strict=True)])
+    (kl * batch.weights).sum().backward()
+    return kl.detach(), [p.grad.double() for p in model.parameters() if p.grad is not None]
+
+
+@examples(15)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), chunk=st.integers(1, 9),
+    temperature=st.sampled_from([1.0, 0.7]), with_entropy=st.booleans(), same_prompt=st.booleans(),
+)  # fmt: skip
+def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
+    lengths: list[int], chunk: int, temperature: float, with_entropy: bool, same_prompt: bool
+) -> None:
+    """Whatever the chunk, the temperature and the layout; beside entropies or alone; no more logits at once than a chunk."""
+    rows = [
+        row_of([1, 2, 3, 4] if same_prompt else [n + 1, 2], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
+        for n, size in enumerate(lengths)
+    ]  # fmt: skip
+    batch = build(rows)
+    policy, reference, sizes = _scorers(chunk, temperature)
+    scores = _read(policy, batch, with_entropy=with_entropy, kl_to=reference.logits(batch))
+    assert len(scores) == 2 + with_entropy
+    (scores[-1] * batch.weights).sum().backward()
+    expected, gradients = _by_hand(batch, temperature)
+    torch.testing.assert_close(scores[-1].detach().double(), expected, rtol=1e-4, atol=1e-6)
+    found = [p.grad.double() for p in policy.parameters() if p.grad is not None]
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert max(sizes) <= chunk
+    plain = _read(policy, batch, with_entropy=with_entropy)
+    torch.testing.assert_close(torch.atleast_2d(scores)[0], torch.atleast_2d(plain)[0])
+
+
+def test_in_the_loss_it_counts_with_its_coefficient_and_is_reported() -> None:
+    """The loss is the policy gradient's plus coefficient x KL, weighted like any token's loss; the sum is the KL itself."""
+    batch = build([row_of([1, 2], [3, 4, 5], 0.5), row_of([2], [6], 0.25)])
+    logprobs = torch.full((4,), -1.0, requires_grad=True)
+    kl = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
+    term = KlTerm("full", 0.5)
+    rule = PolicyGradient(loss=reinforce, kl=term)
+    assert (rule.needs_full_kl, rule.needs_reference) == (True, False)
+    plain = PolicyGradient(loss=reinforce)(logprobs, batch).loss
+    outcome = rule(logprobs, batch, None, kl)
+    outcome.loss.backward()
+    assert float(outcome.loss.detach() - plain.detach()) == pytest.approx(0.5 * (0.5 * 0.6 + 0.25 * 0.4))
+    torch.testing.assert_close(kl.grad, 0.5 * batch.weights)
+    assert float(outcome.sums["kl_reference"]) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="needs full KL values"):
+        rule(logprobs, batch)
+
+
+def test_it_is_what_the_estimators_estimate() -> None:
+    """Drawn from the policy, k1 and k3 have the full KL as their mean."""
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = torch.randn(2, 9, generator=generator, dtype=torch.float64).log_softmax(-1)
+    gap = mine - theirs
+    assert float((mine.exp() * gap).sum()) == pytest.approx(float(kl_full(mine, theirs)))
+    assert float((mine.exp() * ((-gap).exp() - 1 + gap)).sum()) == pytest.approx(float(kl_full(mine, theirs)))

@@ -1,0 +1,174 @@
+"""What every policy loss promises, whatever the data: finite, right on-policy, and blind to how it was batched."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from tests.trainer.algorithm.tokens import lengths, sample, seeds
+
+from penstock.trainer.algorithm.losses import (
+    PolicyLoss,
+    Sequences,
+    Tokens,
+    ce_gppo,
+    cispo,
+    double_sided,
+    dppo,
+    dppo_tv_ratio,
+    dro,
+    gmpo,
+    gspo,
+    gspo_token,
+    minirl,
+    ppo_clip,
+    product_clip,
+    reinforce,
+    sapo,
+    topr,
+    topr_token,
+    vespo,
+)
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+# Losses that look at one sequence at a time; clip_cov and kl_cov look at the whole batch by definition.
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo_clip": partial(ppo_clip, **CLIP),
+    "ppo_clip dual": partial(ppo_clip, **CLIP, dual_clip=1.5, token_tis_cap=2.0),
+    "ce_gppo": partial(ce_gppo, **CLIP, beta_low=0.75, beta_high=1.0),
+    "sapo": partial(sapo, tau_positive=1.0, tau_negative=1.05),
+    "dppo tv": partial(dppo, divergence="tv", limit_low=0.2, limit_high=0.2, cap=20.0),
+    "dppo kl": partial(dppo, divergence="kl", limit_low=0.05, limit_high=0.05, cap=20.0),
+    "dppo_tv_ratio": partial(dppo_tv_ratio, limit_low=0.2, limit_high=0.2, drift=1e-3),
+    "gspo": partial(gspo, **CLIP),
+    "gspo dual": partial(gspo, **CLIP, dual_clip=1.5),
+    "gspo_token": partial(gspo_token, **CLIP),
+    "gmpo": partial(gmpo, clip_low=0.4, clip_high=0.4),
+    "reinforce": reinforce,
+    "cispo": partial(cispo, cap=4.0),
+    "minirl": partial(minirl, clip_low=0.2, clip_high=0.27, cap=5.0),
+    "topr_token": topr_token,
+    "double_sided": partial(double_sided, **CLIP),
+    "dro": partial(dro, beta=0.1),
+    "vespo": partial(vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0),
+}
+# Their value for a sequence is one number, given back for each of its tokens: the gradient is right per sequence.
+BY_SEQUENCE: dict[str, PolicyLoss] = {
+    "topr": topr,
+    "product_clip": partial(product_clip, **CLIP),
+}
+ALL = LOSSES | BY_SEQUENCE
+
+
+@pytest.mark.parametrize("name", ALL)
+@examples(8)
+@given(rows=lengths, seed=seeds, spread=st.sampled_from([0.0, 0.3, 5.0, 400.0]))
+def test_any_input_gives_finite_losses_and_gradients(name: str, rows: list[int], seed: int, spread: float) -> None:
+    """One-token rows, rows without tokens and absurd ratios give neither infinity nor NaN."""
+    given_ = sample(rows, seed, spread=spread)
+    terms = ALL[name](given_.tokens)
+    terms.loss.sum().backward()
+    assert torch.isfinite(terms.loss).all()
+    assert torch.isfinite(terms.ratio).all()
+    assert given_.current.grad is not None
+    assert torch.isfinite(given_.current.grad).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@examples(8)
+@given(rows=lengths, seed=seeds)
+def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(
+    name: str, rows: list[int], seed: int
+) -> None:
+    """Where current, anchor and behaviour are equal, the gradient of a token is minus its advantage."""
+    given_ = sample(rows, seed, stale=False)
+    LOSSES[name](given_.tokens).loss.sum().backward()
+    torch.testing.assert_close(given_.current.grad, -given_.advantages)
+
+
+@pytest.mark.parametrize("name", BY_SEQUENCE)
+@examples(8)
+@given(rows=lengths, seed=seeds)
+def test_on_policy_losses_of_whole_sequences_do_so_too(name: str, rows: list[int], seed: int) -> None:
+    """The product's gradient reaches every token of the sequence, whose loss is counted once."""
+    given_ = sample(rows, seed, stale=False)
+    once = given_.sequences.spread(given_.sequences.lengths(given_.current).clamp(min=1.0))
+    weights = 1.0 / once if name == "product_clip" else torch.ones_like(once)
+    (BY_SEQUENCE[name](given_.tokens).loss * weights).sum().backward()
+    torch.testing.assert_close(given_.current.grad, -given_.advantages)
+
+
+@pytest.mark.parametrize("name", ALL)
+@examples(8)
+@given(rows=lengths, seed=seeds, cut=st.integers(0, 6), order=st.randoms(use_true_random=False))
+def test_splitting_and_permuting_sequences_changes_nothing(
+    name: str, rows: list[int], seed: int, cut: int, order: object
+) -> None:
+    """A batch in one micro-batch, in two, or in another order has the same loss and gradient for every token."""
+    whole = sample(rows, seed)
+    terms = ALL[name](whole.tokens)
+    terms.loss.sum().backward()
+    shuffled = list(range(len(rows)))
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+    loss, grad = torch.zeros_like(terms.loss), torch.zeros_like(terms.loss)
+    for part in (shuffled[:cut], shuffled[cut:]):
+        places = torch.cat(
+            [torch.nonzero(whole.sequences.index == s).flatten() for s in part] or [torch.empty(0).long()]
+        )
+        leaf = whole.current.detach()[places].requires_grad_()
+        sequences = Sequences.of_lengths(torch.tensor([rows[s] for s in part], dtype=torch.int64))
+        again = ALL[name](
+            Tokens(leaf, whole.anchor[places], whole.behaviour[places], whole.advantages[places], sequences)
+        )
+        again.loss.sum().backward()
+        loss[places], grad[places] = again.loss.detach(), leaf.grad if leaf.grad is not None else 0.0
+    torch.testing.assert_close(loss, terms.loss.detach())
+    torch.testing.assert_close(grad, whole.current.grad)
+
+
+def _tokens(ratio: list[float], advantages: list[float]) -> Tokens:
+    """One sequence whose tokens have these ratios to an anchor of probability e^-3."""
+    anchor = torch.full((len(ratio),), -3.0, dtype=torch.float64)
+    current = (anchor + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
+    credit = torch.tensor(advantages, dtype=torch.float64)
+    return Tokens(current, anchor, anchor, credit, Sequences.of_lengths(torch.tensor([len(ratio)])))
+
+
+def test_token_truncation_caps_the_weight_in_the_gradient() -> None:
+    """A failed token that became five times likelier pushes with weight 2, not 5, under a cap of 2."""
+    tokens = _tokens([5.0, 0.9], [-1.0, -1.0])
+    ppo_clip(tokens, clip_low=0.2, clip_high=0.2, token_tis_cap=2.0).loss.sum().backward()
+    torch.testing.assert_close(tokens.current.grad, torch.tensor([2.0, 0.9], dtype=torch.float64))
+
+
+def test_which_clip_applied_is_told_apart() -> None:
+    """The clip and the dual clip are counted separately, each only where it took the gradient away."""
+    # ratio: 1.5, A>0: clip; 1.5, A<0: dual 1.2; 0.5, A<0: clip; 0.5, A>0: free; 1.1: free
+    tokens = _tokens([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, -1.0, 1.0, -1.0])
+    terms = ppo_clip(tokens, clip_low=0.2, clip_high=0.2, dual_clip=1.2)
+    terms.loss.sum().backward()
+    assert terms.clipped.tolist() == [True, False, True, False, False]
+    assert terms.dual_clipped.tolist() == [False, True, False, False, False]
+    torch.testing.assert_close(tokens.current.grad, torch.tensor([0.0, 0.0, 0.0, -0.5, 1.1], dtype=torch.float64))
+
+
+def test_ce_gppo_without_betas_has_the_gradient_of_ppo() -> None:
+    """With both betas 0 the clipped tokens lose their gradient, as under the plain clip."""
+    ratio, advantages = [1.5, 0.5, 1.1, 0.9], [1.0, -1.0, 1.0, -1.0]
+    ours, plain = _tokens(ratio, advantages), _tokens(ratio, advantages)
+    ce_gppo(ours, clip_low=0.2, clip_high=0.2, beta_low=0.0, beta_high=0.0).loss.sum().backward()
+    ppo_clip(plain, clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    torch.testing.assert_close(ours.current.grad, plain.current.grad)
+
+
+def test_gspo_token_equals_gspo_for_one_advantage_per_sequence() -> None:
+    """The two differ only where advantages differ within a sequence."""
+    one, other = _tokens([1.1, 0.95, 1.3], [1.0] * 3), _tokens([1.1, 0.95, 1.3], [1.0] * 3)
+    gspo(one, **CLIP).loss.sum().backward()
+    gspo_token(other, **CLIP).loss.sum().backward()
+    torch.testing.assert_close(one.current.grad, other.current.grad)

@@ -1,0 +1,65 @@
+"""A few steps for each of several algorithms, in a process of its own; prints what they came to.
+
+python -m tests.trainer.parts_check MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.groups.stored_groups import invent_group
+from tests.trainer.learner.rank_check import how
+
+from penstock.protocol.config.run_file import load
+from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.learner.planning import Planner
+from penstock.trainer.learner.policy import load_policy, load_reference
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import TrainerSettings
+
+NUM_STEPS = 3
+
+
+def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, Any]]:
+    """Train a fresh policy and say what each step did."""
+    given = [f"model.path={model}", "trainer.micro_batch_tokens=120", "data.max_prompt_tokens=100"]
+    loaded = load(TrainerSettings, overrides=[*given, "rollout.max_new_tokens=10", *overrides]).settings
+    settings = loaded.algorithm
+    policy = load_policy(Path(model), how(1, "float32"), ranks, temperature=1.0)
+    reference = None
+    if settings.needs_reference:
+        reference = load_reference(Path(model), how(1, "float32"), policy.device, temperature=1.0)
+    nothing: Any = None  # a rank that is given its groups fetches none
+    rank_group = RankGroup(policy, ranks, nothing, objective(settings), reference)
+    pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
+    groups = []
+    for number in range(3):
+        group = invent_group(f"e0.p{number}.a0", version=2, seed=number)
+        scored = ScoredGroup(generated=group.summary(number), rewards=(1.0, 0.0, 1.0, 0.0), scorer="test")
+        groups.append(ReadyGroup(scored, pack, group))
+    found, planner = [], Planner(loaded, rank_group, {})
+    for _ in range(NUM_STEPS):
+        plan = planner.plan(groups, 5)
+        done = rank_group.step(plan, groups)
+        found.append({"loss": done.loss, "lr": done.lr, "sums": done.sums, **planner.learned(done)})
+        found[-1]["advantages"] = [row.advantage for row in plan.rows]
+    return found
+
+
+def main() -> None:
+    model, cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    print(json.dumps({name: figures(model, overrides, ranks) for name, overrides in json.loads(cases).items()}))
+    ranks.leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What is refused before anything starts, each time with what to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.trainer.producer import ScriptedProducer
+from tests.trainer.publishing.test_publish import snapshot
+
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol import rewards_offered, streams
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.errors import BlobStoreRefused, BusUnreachable, ConfigError, MissingStream
+from penstock.protocol.facts import encode
+from penstock.protocol.rewards_offered import RewardsOffered
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.assemble import _open_data, train
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.errors import UnknownReward, UnsupportedModel
+from penstock.trainer.preflight import check_rewards, check_run_is_ours, open_doors
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import DataSettings, TrainerSettings
+
+
+@pytest.fixture
+def settings(tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings, run_id: str) -> TrainerSettings:
+    """Settings of a run on the real servers, with the quickstart's model and data."""
+    write_model(tmp_path / "model", seed=0)
+    write_data(tmp_path, seed=0, num_sft=1, num_train=20, num_eval=1)
+    return TrainerSettings.model_validate(
+        {
+            "run": {"id": run_id, "dir": tmp_path / "runs"},
+            "nats": nats_settings,
+            "s3": s3_settings,
+            "model": {"path": tmp_path / "model"},
+            "data": {"train": [tmp_path / "train.jsonl"]},
+        }
+    )
+
+
+def changed(settings: TrainerSettings, section: str, **values: object) -> TrainerSettings:
+    part = getattr(settings, section).model_copy(update=values)
+    return settings.model_copy(update={section: part})
+
+
+def test_a_missing_model_is_named(settings: TrainerSettings, tmp_path: Path) -> None:
+    """A model folder that is not there is an error with its path."""
+    with pytest.raises(UnsupportedModel, match=r"nowhere: no config.json there"):
+        _open_data(changed(settings, "model", path=tmp_path / "nowhere"))
+
+
+def test_no_nats_is_named(settings: TrainerSettings) -> None:
+    """Without a server at the URL the error says which URL and what to start."""
+    with pytest.raises(BusUnreachable, match=r"nats://127.0.0.1:1 .*penstock up"):
+        open_doors(changed(settings, "nats", url="nats://127.0.0.1:1"), deadline_s=0.3)
+
+
+def test_wrong_storage_credentials_are_named(settings: TrainerSettings) -> None:
+    """A refused secret is an error about s3.access_key, not a timeout."""
+    with pytest.raises(BlobStoreRefused, match=r"refused access key penstock.*s3\.secret_key"):
+        open_doors(changed(settings, "s3", secret_key="wrong"))
+
+
+def test_a_run_that_was_not_bootstrapped_says_how(settings: TrainerSettings, bus: Bus, blobs: Blobs) -> None:
+    """Missing streams and buckets are an error with the command that makes them."""
+    with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
+        check_run_is_ours(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
+
+
+def test_starting_a_published_run_over_is_refused(
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str
+) -> None:
+    """Without resume a run id that has published weights is refused; with it, it goes on."""
+    connections = Connections(ring_streams, bus, blobs)
+    assert check_run_is_ours(connections, resume=False, has_checkpoint=False) is None
+    publisher = Publisher(connections, model_folder=settings.model.path)
+    publisher.submit(snapshot(5))
+    publisher.wait_until_published(PolicyVersion(5), 20.0)
+    publisher.close()
+    with pytest.raises(ConfigError, match=r"published version 5.*trainer\.resume = false.*--delete"):
+        check_run_is_ours(connections, resume=False, has_checkpoint=False)
+    head = check_run_is_ours(connections, resume=True, has_checkpoint=False)
+    assert head is not None
+    assert head.version == 5
+
+
+def prompts(settings: TrainerSettings, reward: RewardSettings) -> PromptSet:
+    tokenizer = ChatTokenizer.read(settings.model.path)
+    return PromptSet.open(settings.data.train_files, data=DataSettings(), reward=reward, tokenizer=tokenizer)
+
+
+def test_an_unknown_reward_is_refused_with_those_on_offer(
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
+    nats_settings: NatsSettings, s3_settings: S3Settings,
+) -> None:  # fmt: skip
+    """A reward that no living service offers is an error that lists the offers; a known one passes."""
+    connections = Connections(ring_streams, bus, blobs)
+    wanted = prompts(settings, RewardSettings(name="vibes"))
+    with pytest.raises(UnknownReward, match=r"no reward service of this run is alive.*penstock reward service"):
+        check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
+    with ScriptedProducer(nats_settings, s3_settings, ring_streams):
+        with pytest.raises(UnknownReward, match=r"offers vibes; offered: auto, exact_match"):
+            check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
+        known = prompts(settings, RewardSettings(name="exact_match"))
+        by_source = prompts(settings, RewardSettings())
+        check_rewards(connections, [known, by_source], clock=time.time, deadline_s=5.0)
+        elsewhere = prompts(settings, RewardSettings(by_source={"sort_digits": "vibes"}))
+        with pytest.raises(UnknownReward, match="vibes"):
+            check_rewards(connections, [elsewhere], clock=time.time, deadline_s=0.0)
+
+
+def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
+    nats_settings: NatsSettings, s3_settings: S3Settings,
+) -> None:  # fmt: skip
+    """A part nobody offers is named with the nearest names; a service that weighs otherwise is refused by its name."""
+    connections = Connections(ring_streams, bus, blobs)
+    parts = {"correct": {"reward": "exact_match"}, "form": {"reward": "auto", "weight": 0.2}}
+    ours = RewardSettings.model_validate({"name": "mine", "define": {"mine": {"parts": parts}}})
+    wanted = prompts(settings, ours)
+    bucket = bus.key_value(streams.registry_bucket().bucket).wait()
+
+    def offer(names: tuple[str, ...], digest: str) -> None:
+        fact = RewardsOffered(
+            run_id=ring_streams, replica="r1", at=time.time(), names=names, by_source={"sort_digits": "exact_match"},
+            definitions={"mine": digest},
+        )  # fmt: skip
+        bucket.put(rewards_offered.key("r1"), encode(fact)).wait()
+
+    def check() -> None:
+        check_rewards(connections, [wanted], define=ours.define, clock=time.time, deadline_s=0.0)
+
+    try:
+        offer(("auto", "exact_watch"), "0" * 16)
+        with pytest.raises(UnknownReward, match=r"offers exact_match, mine \(did you mean exact_watch\?\)"):
+            check()
+        offer(("auto", "exact_match", "mine"), "0" * 16)
+        with pytest.raises(UnknownReward, match=r"reward\.define\.mine here is not what r1 makes of it"):
+            check()
+        offer(("auto", "exact_match", "mine"), ours.define["mine"].digest)
+        check()
+    finally:
+        bucket.delete(rewards_offered.key("r1")).wait()
+
+
+def test_the_number_of_processes_must_fit(settings: TrainerSettings) -> None:
+    """Two ranks in the run file and one process is an error that says how to start two."""
+    alone = Ranks.__new__(Ranks)
+    alone.rank, alone.num_ranks = 0, 1
+    with pytest.raises(ConfigError, match=r"num_ranks = 2, but 1 process.*penstock train"):
+        train(changed(settings, "trainer", num_ranks=2), b"{}", alone, threading.Event())

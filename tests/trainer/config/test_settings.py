@@ -1,0 +1,206 @@
+"""The trainer's settings: documented, importable without torch, and contradictions say the fix."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import BaseModel
+
+from penstock.protocol.config.foreign_config import RENAMED
+from penstock.protocol.config.run_file import SECTIONS, format_config, load
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.batch import Row, build
+from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.settings import TrainerSettings
+
+
+def settings(*overrides: str) -> TrainerSettings:
+    return load(TrainerSettings, overrides=["model.path=model", *overrides]).settings
+
+
+def test_the_model_folder_is_the_only_thing_that_must_be_said():
+    """Every other setting has a default; without the model's path the loader says where to write it."""
+    assert settings().model.path == Path("model")
+    with pytest.raises(ConfigError, match=r"model.path is required: set `path` under \[model\]"):
+        load(TrainerSettings)
+
+
+@pytest.mark.parametrize("section", sorted(TrainerSettings.model_fields))
+def test_every_setting_is_described(section: str):
+    """Each field of each section says what it means."""
+    assert section in SECTIONS
+    model = TrainerSettings.model_fields[section].annotation
+    assert isinstance(model, type)
+    assert issubclass(model, BaseModel)
+    assert model.__doc__
+    undescribed = [name for name, field in model.model_fields.items() if not field.description]
+    assert not undescribed
+
+
+def test_foreign_names_lead_to_settings_that_exist():
+    """What the table of other projects' names recommends is a key the trainer knows."""
+    for name, target in RENAMED.items():
+        for dotted in target.split(" (")[0].split(" and "):
+            section, _, key = dotted.partition(".")
+            if section in TrainerSettings.model_fields and not key.startswith("map."):
+                model = TrainerSettings.model_fields[section].annotation
+                assert isinstance(model, type)
+                assert issubclass(model, BaseModel)
+                table, _, inner = key.partition(".")
+                assert table in model.model_fields, f"{name} -> {target}"
+                nested = model.model_fields[table].annotation
+                assert not inner or inner in nested.model_fields, f"{name} -> {target}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reply"),
+    [
+        (["trainer.micro_batch_tokens=100"], "raise it to at least 1280"),
+        (["rollout.groups_per_message=64"], "a message never spans steps, lower it or set it to 0"),
+        (["rollout.groups_per_step=1", "rollout.group_size=1", "trainer.num_ranks=2"], "have nothing to do, lower it"),
+        (["rollout.max_staleness=8"], "raise it to at least 10"),
+        (["eval.every=5"], "set data.eval, or eval.every = 0"),
+        (["eval.samples=4"], "set eval.temperature above 0 or eval.samples = 1"),
+        (["trainer.warmup_steps=200"], "trainer.warmup_steps is more than trainer.steps"),
+        (["sft.warmup_steps=200"], "sft.warmup_steps is more than sft.steps"),
+        (["data.map.promt=x"], "data.map.promt maps a column we do not read"),
+        (["reward.name=my reward"], "should match pattern"),
+        (["rollout.temperature=0"], "expected greater than 0"),
+        (["algorithm.dual_clip=1"], "expected greater than 1"),
+        (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
+        (["model.lora.publish=merged"], "does nothing while model.lora.rank is 0"),
+        (['model.lora.targets=["q_proj", "lm_head"]', "model.lora.rank=8"], "engines take no adapter of lm_head"),
+        (
+            ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"],
+            "the reference is the policy with its adapters switched off",
+        ),
+        (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
+        (["critic.lr=1e-3"], 'needs no critic; set algorithm.name = "ppo"'),
+        (["algorithm.name=ppo", "critic.value_clip=0.2"], "raise critic.updates"),
+        (["algorithm.name=ppo", "critic.head_start_steps=100"], "leaves the policy none of trainer.steps"),
+        (["algorithm.name=ppo", "algorithm.drop_zero_advantage=true"], "every token has its own"),
+        (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
+        (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; known are"),
+        (["algorithm.name=cispo", "algorithm.clip_low=0.1"], "clip_low does nothing with algorithm.loss = cispo"),
+        (["algorithm.name=rloo", "algorithm.normalise_by_std=false"], "does nothing with algorithm.advantage = rloo"),
+        (["algorithm.rejection_high=3.0"], "does nothing while algorithm.rejection is off"),
+        (["algorithm.kl_form=k2"], "does nothing while algorithm.kl_coefficient is off"),
+        (
+            ["algorithm.name=gspo", "algorithm.m2po_budget=0.04", "algorithm.m2po_form=clip"],
+            "sets the clip of ppo_clip",
+        ),
+        (["algorithm.whiten_rewards=true"], "whiten_rewards does nothing with algorithm.advantage = grpo"),
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_form=full", "algorithm.kl_unbiased=true"],
+            "weighs an estimate by its token's ratio",
+        ),
+        (["algorithm.m2po_form=clip"], "does nothing while algorithm.m2po_budget is off"),
+        (["algorithm.importance=token"], "would weigh the ratio of ppo_clip twice"),
+    ],
+)
+def test_contradictions_say_the_fix(overrides: list[str], reply: str):
+    """Settings that cannot work together are refused with the change that helps."""
+    with pytest.raises(ConfigError) as caught:
+        settings(*overrides)
+    assert reply in str(caught.value)
+
+
+def test_files_are_one_or_a_list():
+    """data.train takes one file or several; none at all is refused when it is needed."""
+    assert settings("data.train=a.jsonl").data.train_files == (Path("a.jsonl"),)
+    assert settings('data.train=["a", "b"]').data.train_files == (Path("a"), Path("b"))
+    assert settings().data.eval_files == ()
+    with pytest.raises(ConfigError, match=r"data.train names no file"):
+        _ = settings().data.train_files
+
+
+def test_settings_import_without_torch():
+    """The settings load in a process that never imports torch."""
+    code = "import sys, trainer.settings; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_loads_shows_itself_and_reads_back(name: str):
+    """What a preset set is marked as its own, and the shown configuration loads to the same settings."""
+    loaded = load(TrainerSettings, overrides=["model.path=model", f"algorithm.name={name}"])
+    for part, value in PRESETS[name].items():
+        assert getattr(loaded.settings.algorithm, part) == value
+        assert loaded.origins[f"algorithm.{part}"] == f"preset {name}"
+    shown = [
+        line.split("  #")[0].strip() for line in format_config(loaded).splitlines() if line.startswith("algorithm.")
+    ]
+    again = load(TrainerSettings, overrides=["model.path=model", *(line.replace(" = ", "=", 1) for line in shown)])
+    assert again.settings.algorithm == loaded.settings.algorithm
+
+
+def test_every_part_of_a_preset_can_be_overridden():
+    """What is set by hand wins over the preset, whichever order the two come in."""
+    loaded = load(TrainerSettings, overrides=["model.path=model", "algorithm.clip_high=0.05", "algorithm.name=gspo"])
+    assert loaded.settings.algorithm.clip_high == 0.05
+    assert loaded.settings.algorithm.clip_low == 3e-4
+    assert loaded.origins["algorithm.clip_high"] == "override"
+    cleared = settings("algorithm.name=dapo", "algorithm.dual_clip=none")
+    assert cleared.algorithm.dual_clip is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("GRPO", "grpo"),  # AgentRL
+        ("gae", "ppo"),  # verl, ROLL
+        ("MINIRL", "minirl"),
+        ("CISPO", "cispo"),
+        ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),  # verl
+        ("grpo_passk", "pass_at_k"),
+        ("geo_mean", "gmpo"),
+        ("remax", "remax"),
+        ("m2po-released", "m2po_released"),
+        ("OPSM", "opsm"),
+        ("RAFT", "raft"),
+        ("CE-GPPO", "ce_gppo"),
+        ("Reinforce++", "reinforce_pp"),
+        ("GSPO-token", "gspo_token"),
+        ("topr", "topr"),  # ROLL
+        ("Dr.GRPO", "dr_grpo"),
+        ("tpro", "topr"),  # an old guide to ROLL
+    ],
+)
+def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: str):
+    """A name that means the same is accepted."""
+    assert settings(f"algorithm.name={theirs}").algorithm.name == ours
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_trains(name: str):
+    """Objective and credit of every preset give a finite loss and gradient on a small batch."""
+    section = settings(f"algorithm.name={name}").algorithm
+    baseline = (0.25, 2) if section.needs_baseline else None
+    groups = [
+        Scored([1.0, 0.0, 0.5], [3, 4, 2], [False, True, False], baseline=baseline),
+        Scored([0.0, 0.0], [1, 4], [False, False], baseline=baseline),
+    ]
+    found = credit_rule(section, longest=4)(groups)
+    lengths = [3, 4, 2, 1, 4]
+    rows = [
+        Row(
+            np.arange(n + 1, dtype=np.int32), np.array([False] + [True] * n),
+            np.full(n + 1, -1.0, dtype=np.float32), advantage, weight / sum(lengths),
+        )
+        for n, advantage, weight in zip(lengths, found.advantages, found.weights, strict=True)
+    ]  # fmt: skip
+    batch = build(rows)
+    logprobs = (batch.behaviour_logprobs + torch.linspace(-0.4, 0.4, sum(lengths))).requires_grad_()
+    outcome = objective(section)(logprobs, batch)
+    outcome.loss.backward()
+    assert torch.isfinite(outcome.loss)
+    assert logprobs.grad is not None
+    assert torch.isfinite(logprobs.grad).all()
+    assert logprobs.grad.abs().sum() > 0

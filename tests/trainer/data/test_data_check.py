@@ -1,0 +1,128 @@
+"""`data-check` and `config`: what they print, what they return, and that neither loads torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.trainer.__main__ import main
+from penstock.trainer.commands.data_check import MAX_BAD_ROWS_SHOWN, length_statistics
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "m", seed=0)
+    write_data(tmp_path, seed=0, num_sft=4, num_train=5, num_eval=3)
+    return tmp_path
+
+
+def test_a_good_file_is_described(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Format, what it trains, data sources and token lengths are printed; the exit code is 0."""
+    assert main(["data-check", str(folder / "train.jsonl"), "--model", str(folder / "m")]) == 0
+    printed = capsys.readouterr().out
+    assert f"{folder / 'train.jsonl'}: 5 rows, format flat" in printed
+    assert "grpo with 5 rows, sft with 0 rows" in printed
+    assert "sort_digits: 5 rows, 5 with a ground truth" in printed
+    assert "min 21  mean 21.0  median 21  p95 21  max 21" in printed
+    assert "bad rows               none" in printed
+
+
+def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """With --json every file is one object on a line of its own."""
+    files = [str(folder / "sft.jsonl"), str(folder / "train.jsonl")]
+    assert main(["data-check", *files, "--json"]) == 0
+    sft, train = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sft["formats"] == {"messages": 4}
+    assert sft["can_train"] == {"grpo": 4, "sft": 4}
+    assert sft["completion_length"] == {"min": 8, "mean": 8.0, "median": 8, "p95": 8, "max": 8}
+    assert sft["length_unit"] == "characters"
+    assert train["data_sources"] == {"sort_digits": {"rows": 5, "with_ground_truth": 5}}
+
+
+def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Bad rows are shown with file, line and column, and the exit code is 1; the good ones still count."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 2 + '{"prompt": 3}\n' * 12)
+    assert main(["data-check", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert "grpo with 2 rows" in printed
+    assert "1 rows repeat an earlier prompt" in printed
+    assert "(none): 2 rows, 0 with a ground truth; reward.name must say who scores them" in printed
+    assert f"    {path}:3: column prompt: expected a text or a list of messages, got 3" in printed
+    assert f"and {12 - MAX_BAD_ROWS_SHOWN} more" in printed
+    assert main(["data-check", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere: not readable" in capsys.readouterr().out
+
+
+def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """--map and --format mean what data.map and data.format mean; a wrong one is refused."""
+    path = tmp_path / "x.csv"
+    path.write_text("instruction,output,gold\na,b,c\n")
+    arguments = ["data-check", str(path), "--map", "prompt=instruction", "--map", "response=output"]
+    assert main([*arguments, "--format", "trl", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["can_train"] == {"grpo": 1, "sft": 1}
+    for wrong in (["--map", "promt=x"], ["--map", "prompt"], ["--format", "xml"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["data-check", str(path), *wrong])
+
+
+def test_rows_that_only_sft_can_use_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A row that answers itself is fine for SFT; the report says why GRPO cannot use it."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "a", "response": "b", "data_source": 3}\n')
+    assert main(["data-check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"grpo with 0 rows (not all: {path}:1: column data_source: expected a text, got 3)" in printed
+    assert "sft with 1 rows" in printed
+
+
+def test_statistics_of_nothing_are_nothing():
+    """No lengths, no statistics."""
+    assert length_statistics([]) is None
+    assert length_statistics([3, 1]) == {"min": 1, "mean": 2.0, "median": 2, "p95": 2, "max": 3}
+
+
+def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """File, line and override are named beside the values; --json gives the same to machines."""
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\npath = 'm'\n")
+    assert main(["config", str(file), "trainer.lr=0.5"]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split(" = ")[0]: line.split() for line in printed.splitlines()}
+    assert rows["model.path"] == ["model.path", "=", '"m"', "#", f"{file}:2"]
+    assert rows["trainer.lr"] == ["trainer.lr", "=", "0.5", "#", "override"]
+    assert rows["algorithm.loss"] == ["algorithm.loss", "=", '"ppo_clip"', "#", "preset", "grpo"]
+    assert main(["config", str(file), "--json", "--trainer.lr", "0.5"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["settings"]["trainer"]["lr"] == 0.5
+    assert document["origins"]["model.path"] == f"{file}:2"
+
+
+def test_mistakes_end_with_their_text_and_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A refusal is a sentence on stderr, never a traceback."""
+    assert main(["config", "model.pth=x"]) == 2
+    assert "unknown key model.pth; did you mean model.path?" in capsys.readouterr().err
+    assert main(["data-check", "x", "--model", str(tmp_path / "no")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main([]) == 2
+    assert main(["dance"]) == 2
+    usage = capsys.readouterr().err
+    assert usage.count("usage: python -m penstock.trainer {") == 2
+    assert "data-check" in usage
+
+
+@pytest.mark.parametrize("command", [["config", "model.path=x"], ["data-check", "--help"]])
+def test_config_and_data_check_start_without_torch(command: list[str]):
+    """Both commands run in a process that never imports torch or transformers."""
+    code = (
+        "import sys; from trainer.__main__ import main\n"
+        f"try: main({command!r})\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)

@@ -1,0 +1,406 @@
+"""Data files of every form become prompts and turns; what is wrong with them is named by file, line and column."""
+
+from __future__ import annotations
+
+import csv
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
+from tests.examples import examples
+
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.dataset import MAX_MISTAKES_SHOWN, PromptSet, TurnSet, reward_name
+from penstock.trainer.data.row_files import fingerprint, open_rows
+from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import DataSettings
+
+CHAT = [{"role": "user", "content": "sort 21"}]
+ANSWERED = [*CHAT, {"role": "assistant", "content": "12"}]
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": CHAT,
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "12"},
+    "extra_info": {"split": "train", "index": 3},
+}
+FLAT = {"prompt": "sort 21", "ground_truth": "12", "data_source": "sort"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, seed=0)
+    return ChatTokenizer.read(folder)
+
+
+def write(folder: Path, rows: list[Any], kind: str = "jsonl") -> Path:
+    path = folder / f"data.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        columns = list(rows[0])
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            for row in rows:
+                cells = [row[name] for name in columns]
+                writer.writerow([cell if isinstance(cell, str) else json.dumps(cell) for cell in cells])
+    return path
+
+
+def prompts(path: Path | list[Path], tokenizer: ChatTokenizer, *, reward: str | None = "r", **data: Any) -> PromptSet:
+    paths = path if isinstance(path, list) else [path]
+    return PromptSet.open(
+        paths, data=DataSettings.model_validate(data), reward=RewardSettings(name=reward), tokenizer=tokenizer
+    )
+
+
+def turns(path: Path, tokenizer: ChatTokenizer, *, max_tokens: int = 1000, **data: Any) -> TurnSet:
+    return TurnSet.open([path], data=DataSettings.model_validate(data), tokenizer=tokenizer, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "truth", "source"),
+    [
+        (VERL, '"12"', "openai/gsm8k"),
+        (FLAT, '"12"', "sort"),
+        ({"prompt": CHAT}, None, ""),
+        ({"prompt": "sort 21", "completion": "12"}, None, ""),
+        ({"prompt": CHAT, "completion": [ANSWERED[1]]}, None, ""),
+        ({"messages": ANSWERED}, None, ""),
+        ({"messages": CHAT, "ground_truth": "12"}, '"12"', ""),
+        ({"question": "sort 21", "answer": "12"}, '"12"', ""),
+    ],
+)
+def test_every_form_in_every_kind_of_file_gives_the_same_prompt(
+    tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, truth: str | None, source: str
+):
+    """verl, TRL, messages, flat and question/answer rows are recognised in JSONL, JSON, CSV and Parquet."""
+    loaded = prompts(write(tmp_path, [row, row], kind), tokenizer)
+    assert len(loaded) == 2
+    prompt = loaded[1]
+    assert prompt.index == 1
+    assert prompt.text == "<|im_start|>user\nsort 21<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.token_ids == tuple(tokenizer.encode(prompt.text))
+    assert (prompt.reward.name, prompt.reward.ground_truth, prompt.reward.data_source) == ("r", truth, source)
+    assert loaded.longest_tokens == len(prompt.token_ids) == loaded.num_tokens / 2
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        ({"messages": ANSWERED}, {}),
+        ({"prompt": "sort 21", "response": "12"}, {}),
+        ({"prompt": "sort 21", "completion": "12"}, {}),
+        ({"prompt": CHAT, "completion": [ANSWERED[1]]}, {"format": "trl"}),
+        ({"question": "sort 21", "answer": "12"}, {}),
+        ({"instruction": "sort 21", "output": "12"}, {"map": {"prompt": "instruction", "response": "output"}}),
+        (FLAT, {"map": {"response": "ground_truth"}}),
+    ],
+)
+def test_every_form_gives_the_same_turn(tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, data: dict):
+    """Rows with an answer teach exactly the answer and its end token, whatever their form."""
+    turn = turns(write(tmp_path, [row], kind), tokenizer, **data)[0]
+    text = "<|im_start|>user\nsort 21<|im_end|>\n<|im_start|>assistant\n12<|im_end|>"
+    assert turn.token_ids.dtype == np.int32
+    assert turn.token_ids.tolist() == tokenizer.encode(text)
+    assert tokenizer.decode(turn.token_ids[turn.loss_mask], skip_special_tokens=False) == "12<|im_end|>"
+
+
+def test_every_assistant_turn_is_taught_once(tmp_path: Path, tokenizer: ChatTokenizer):
+    """A conversation becomes one turn per answer, each after exactly the chat that inference would see."""
+    chat = [*ANSWERED, {"role": "user", "content": "sort 43"}, {"role": "assistant", "content": "34"}]
+    loaded = turns(write(tmp_path, [{"messages": chat}]), tokenizer, system_prompt="be brief")
+    taught = [
+        tokenizer.decode(t.token_ids[t.loss_mask], skip_special_tokens=False) for t in map(loaded.__getitem__, (0, 1))
+    ]
+    assert taught == ["12<|im_end|>", "34<|im_end|>"]
+    before = tokenizer.decode(loaded[1].token_ids[~loaded[1].loss_mask], skip_special_tokens=False)
+    assert before.startswith("<|im_start|>system\nbe brief<|im_end|>")
+    assert before.endswith("12<|im_end|>\n<|im_start|>user\nsort 43<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_other_columns_reach_the_reward(tmp_path: Path, tokenizer: ChatTokenizer):
+    """extra_info carries what the row says besides, its own entries first; dates and decimals as text."""
+    row = {**FLAT, "level": 3, "index": 1, "price": Decimal("1.50"), "extra_info": {"index": 7}}
+    request = prompts(write(tmp_path, [row], "parquet"), tokenizer)[0].reward
+    assert json.loads(request.extra_info) == {"level": 3, "index": 7, "price": "1.50"}
+    verl = prompts(write(tmp_path, [VERL]), tokenizer)[0].reward
+    assert json.loads(verl.extra_info) == {"ability": "math", "split": "train", "index": 3}
+
+
+def test_columns_of_other_names_are_mapped(tmp_path: Path, tokenizer: ChatTokenizer):
+    """data.map names columns, also nested ones, and a system prompt stands before chats without one."""
+    row = {"q": "sort 21", "info": {"gold": [1, 2]}, "kind": "s"}
+    mapping = {"prompt": "q", "ground_truth": "info.gold", "data_source": "kind"}
+    prompt = prompts(write(tmp_path, [row]), tokenizer, map=mapping, system_prompt="be brief")[0]
+    assert prompt.text.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nsort 21")
+    assert (prompt.reward.ground_truth, prompt.reward.data_source) == ("[1, 2]", "s")
+    own = {"prompt": [{"role": "system", "content": "own"}, *CHAT]}
+    assert "brief" not in prompts(write(tmp_path, [own]), tokenizer, system_prompt="be brief")[0].text
+
+
+def test_reward_names_follow_source_then_name_then_service():
+    """by_source wins over name; without either the reward service chooses by data_source."""
+    both = RewardSettings(name="mine", by_source={"gsm8k": "special"})
+    assert reward_name(both, "gsm8k") == "special"
+    assert reward_name(both, "other") == "mine"
+    assert reward_name(RewardSettings(name=None), "other") == "auto"
+    with pytest.raises(MalformedData, match=r"column data_source: missing, and reward\.name"):
+        reward_name(RewardSettings(name=None), "")
+
+
+@pytest.mark.parametrize(
+    ("row", "reply"),
+    [
+        ({"x": 1}, "no format recognised from the columns x; expected prompt, messages, or question and answer"),
+        ({}, "no format recognised from the columns (none)"),
+        ([1], "expected an object with columns, got list"),
+        ({"prompt": 3}, "column prompt: expected a text or a list of messages, got 3"),
+        ({"prompt": " "}, "column prompt: expected a text, got an empty one"),
+        ({"prompt": []}, "column prompt: expected a text or a list of messages, got an empty list"),
+        ({"prompt": ["hi"]}, "column prompt[0]: expected a message with role and content, got 'hi'"),
+        ({"prompt": [{"content": "x"}]}, "column prompt[0].role: expected a role such as user, got nothing"),
+        ({"prompt": [{"role": "user", "content": 4}]}, "column prompt[0].content: expected a text, got 4"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "column prompt[0].content[0]: expected a part of type text, got 'image'",
+        ),
+        ({"prompt": ANSWERED}, "column prompt: expected the chat to end with a message to answer"),
+        ({"messages": [ANSWERED[1]]}, "column messages: expected the chat to end with a message to answer, got none"),
+        ({**VERL, "reward_model": "rule"}, "column reward_model: expected an object with style and ground_truth, got"),
+        ({**VERL, "reward_model": {"style": "rule"}}, "column reward_model.ground_truth: expected the right answer"),
+        ({**FLAT, "data_source": 3}, "column data_source: expected a text, got 3"),
+        ({**FLAT, "extra_info": "x"}, "column extra_info: expected an object, got 'x'"),
+    ],
+)
+def test_a_malformed_row_is_named_with_line_and_column(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
+    """The message of a malformed row begins with file and line and says column, expected and got."""
+    path = write(tmp_path, [FLAT, FLAT, row])
+    with pytest.raises(MalformedData) as caught:
+        prompts(path, tokenizer)
+    assert str(caught.value).startswith(f"{path}:3: {reply}")
+
+
+@pytest.mark.parametrize(
+    ("row", "reply"),
+    [
+        ({"messages": CHAT}, "column messages: expected an assistant message to imitate, got roles ['user']"),
+        (FLAT, "column response: missing, nothing to imitate; the row has data_source, ground_truth, prompt"),
+        ({"prompt": "x", "response": ""}, "column response: expected a text, got an empty one"),
+    ],
+)
+def test_a_row_without_an_answer_cannot_be_imitated(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
+    """SFT says which column it misses and how to name it."""
+    with pytest.raises(MalformedData) as caught:
+        turns(write(tmp_path, [row]), tokenizer)
+    assert f":1: {reply}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reply"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": \n', ":3: not JSON (Expecting value at column"),
+        ("a.jsonl", b'{"prompt": NaN}\n', ":1: not JSON (NaN is not JSON)"),
+        ("a.jsonl", b'{"prompt": "\xff"}\n', ":1: not UTF-8 text (at byte 12 of the line)"),
+        ("a.jsonl", b'[{"prompt": "x"}]\n', ":1: expected an object with columns, got list"),
+        ("a.json", b'[{"prompt": "x"},\n{"prompt": y}]\n', ":2: not JSON (Expecting value"),
+        ("a.json", b'[{"prompt": "x"}\n {"prompt": "y"}]', ":2: not JSON (expected ',' or the closing ']'"),
+        ("a.json", b'[{"prompt": "x"}', ":1: not JSON (expected ',' or the closing ']'"),
+        ("a.json", b"[]", ": no rows"),
+        (
+            "a.csv",
+            b"prompt,ground_truth\nx,1\ny\n",
+            ":3: expected 2 cells as in the header (prompt, ground_truth), got 1",
+        ),
+        ("a.csv", b'prompt,ground_truth\n"x,1\n', ":2: not CSV (unexpected end of data)"),
+        ("a.csv", b'prompt,reward_model\nx,"{""style"": "\n', ":2: column reward_model: expected JSON text, got"),
+        ("a.parquet", b"PAR1 and no more", ": not a readable Parquet file"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\x00", ": expected JSON lines, a JSON array, CSV or Parquet; it begins with"),
+        ("a.txt", b"hello", ": expected JSON lines, a JSON array, CSV or Parquet; it begins with b'hello'"),
+        ("a.jsonl", b" \n", ": the file is empty"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_place(tmp_path: Path, tokenizer: ChatTokenizer, name, content, reply: str):
+    """Damaged files are refused with the line where reading stopped."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(MalformedData) as caught:
+        prompts(path, tokenizer)
+    assert str(caught.value).startswith(f"{path}{reply}")
+
+
+def test_a_parquet_row_is_named_by_its_number(tmp_path: Path, tokenizer: ChatTokenizer):
+    """Parquet has no lines: the row counts from 1."""
+    path = write(tmp_path, [VERL, {**VERL, "prompt": []}], "parquet")
+    with pytest.raises(MalformedData, match=r"data\.parquet: row 2: column prompt: expected"):
+        prompts(path, tokenizer)
+
+
+def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: ChatTokenizer):
+    """The first twenty are shown, the rest counted, over all files."""
+    bad = write(tmp_path, [{"prompt": n} for n in range(30)])
+    good = write(tmp_path, [FLAT], "json")
+    with pytest.raises(MalformedData) as caught:
+        prompts([good, bad], tokenizer)
+    lines = str(caught.value).split("\n")
+    assert len(lines) == MAX_MISTAKES_SHOWN + 1
+    assert lines[-1] == "and 10 more"
+
+
+def test_a_missing_file_is_refused(tmp_path: Path, tokenizer: ChatTokenizer):
+    """A file that is not there is named."""
+    with pytest.raises(MalformedData, match=r"nowhere\.jsonl: not readable \(No such file"):
+        prompts(tmp_path / "nowhere.jsonl", tokenizer)
+
+
+def test_a_mapped_column_that_is_missing_is_named(tmp_path: Path, tokenizer: ChatTokenizer):
+    """The message says which mapping asked for the column, and which columns there are."""
+    with pytest.raises(MalformedData, match=r":1: column q: missing \(data.map.prompt\); the row has prompt"):
+        prompts(write(tmp_path, [{"prompt": "x"}]), tokenizer, map={"prompt": "q"})
+    with pytest.raises(MalformedData, match=r"column reward_model: missing in a row of format verl"):
+        prompts(write(tmp_path, [FLAT]), tokenizer, format="verl")
+
+
+def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokenizer: ChatTokenizer):
+    """data.overlong decides; a set of which nothing is left is refused in any case."""
+    path = write(tmp_path, [FLAT, {**FLAT, "prompt": "sort 12345678"}, FLAT])
+    loaded = prompts(path, tokenizer, max_prompt_tokens=16)
+    assert len(loaded) == 2
+    assert loaded.dropped == {"overlong": 1}
+    assert [loaded[i].index for i in (0, 1)] == [0, 1]
+    with pytest.raises(MalformedData, match=r":2: 21 tokens, the limit is 16; raise it, or set data.overlong"):
+        prompts(path, tokenizer, max_prompt_tokens=16, overlong="error")
+    with pytest.raises(MalformedData, match="no row is left; all 3 are longer than the limit of 3 tokens"):
+        prompts(path, tokenizer, max_prompt_tokens=3)
+    answered = write(tmp_path, [{"prompt": "sort 21", "response": "12"}] * 2, "json")
+    with pytest.raises(MalformedData, match="no row is left; all 2 are longer than the limit of 10 tokens"):
+        turns(answered, tokenizer, max_tokens=10)
+
+
+def test_only_the_first_samples_are_read(tmp_path: Path, tokenizer: ChatTokenizer):
+    """data.max_samples counts rows over all files, in their order."""
+    first, second = write(tmp_path, [FLAT] * 3), write(tmp_path, [{**FLAT, "prompt": "b"}] * 3, "json")
+    loaded = prompts([first, second], tokenizer, max_samples=4)
+    assert len(loaded) == 4
+    assert "user\nb" in loaded[3].text
+
+
+def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path, tokenizer: ChatTokenizer):
+    """A row that was fine at the start and is not any more is refused, and other content has another fingerprint."""
+    path = write(tmp_path, [FLAT, FLAT])
+    loaded = prompts(path, tokenizer)
+    before = path.read_text()
+    path.write_text(before.replace("prompt", "promqt"))
+    with pytest.raises(MalformedData, match=r":2: no format .*the file has changed since the start"):
+        _ = loaded[1]
+    assert fingerprint([path]) != loaded.fingerprint
+    path.write_text(before)
+    assert fingerprint([path]) == loaded.fingerprint
+
+
+def test_a_template_that_renders_answers_otherwise_is_refused(tmp_path: Path):
+    """SFT would teach a format that inference never asks for, so it refuses such a template."""
+    write_model(tmp_path, seed=0)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    path = write(tmp_path, [{"prompt": "a", "response": "b"}])
+    with pytest.raises(MalformedData, match="renders the answer differently from its own generation prompt"):
+        turns(path, ChatTokenizer.read(tmp_path))
+
+
+def test_a_completion_always_ends(tmp_path: Path):
+    """Where the template writes no end token, one is added."""
+    write_model(tmp_path, seed=0)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = ChatTokenizer.read(tmp_path)
+    turn = turns(write(tmp_path, [{"prompt": "a", "response": "b"}]), tokenizer)[0]
+    assert tokenizer.decode(turn.token_ids, skip_special_tokens=False) == "user:aassistant:b<|im_end|>"
+
+
+def test_the_quickstarts_files_are_ordinary_ones(tmp_path: Path, tokenizer: ChatTokenizer):
+    """The data path reads what the quickstart writes, warm-up and prompts alike."""
+    write_data(tmp_path, seed=0, num_sft=5, num_train=7, num_eval=3)
+    assert len(turns(tmp_path / "sft.jsonl", tokenizer)) == 5
+    loaded = prompts(tmp_path / "train.jsonl", tokenizer, reward=None)
+    assert len(loaded) == 7
+    assert loaded.rows_by_reward == {"auto": 7}
+    assert loaded[0].reward.data_source == "sort_digits"
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+column_names = st.sampled_from(
+    ["prompt", "messages", "question", "answer", "ground_truth", "extra_info", "reward_model", "x"]
+)
+
+
+@given(st.dictionaries(column_names, json_values))
+def test_any_row_is_read_or_refused_with_a_reason(row: dict):
+    """Whatever JSON a row holds, reading it either works or raises MalformedData; nothing else ever."""
+    for read in (prompt_row, turn_rows):
+        try:
+            read(rename(row, {}, nested_texts=True), "auto", system_prompt="")
+        except MalformedData:
+            continue
+
+
+@examples(50, without=(HealthCheck.function_scoped_fixture,))
+@given(
+    st.lists(st.dictionaries(st.text(), json_values, min_size=1), min_size=1, max_size=8),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_json_rows_come_back_in_any_order(tmp_path: Path, rows: list[dict], as_array: bool, indent: int):
+    """Rows of JSONL and JSON arrays are found again by number, without the columns that are null."""
+    path = tmp_path / ("x.json" if as_array else "x.jsonl")
+    path.write_text(json.dumps(rows, indent=indent) if as_array else "\n\n".join(json.dumps(row) for row in rows))
+    file = open_rows(path)
+    assert len(file) == len(rows)
+    for number in reversed(range(len(rows))):
+        assert file.row(number) == {name: value for name, value in rows[number].items() if value is not None}
+
+
+@pytest.mark.parametrize("text", ["[1] is a list", '[{"a": 1}]', '{"role": "user"}', "[{'role': 'user'}]", "[{"])
+def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatTokenizer, text: str):
+    """In CSV only a whole chat in JSON is read as one; code and data in a prompt stay as they are."""
+    [row] = [open_rows(write(tmp_path, [{"prompt": text}], "csv")).row(0)]
+    chat = prompt_row(rename(row, {}, nested_texts=True), "auto", system_prompt="").chat
+    assert chat == ({"role": "user", "content": text},)
+    with pytest.raises(MalformedData, match=r":2: column messages: expected a list of messages, got"):
+        prompts(write(tmp_path, [{"messages": text}], "csv"), tokenizer)
+
+
+def test_detection_prefers_the_more_telling_columns():
+    """A row with several forms' columns is read as the one that says more."""
+    assert detect({"messages": [], "prompt": "x"}) == "messages"
+    assert detect({"prompt": "x", "reward_model": {}}) == "verl"
+    assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}) == "trl"
+    assert detect({"question": "x", "answer": "y"}) == "question_answer"

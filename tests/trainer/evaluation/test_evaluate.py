@@ -1,0 +1,177 @@
+"""Evaluations: pinned to one version, counted only as a whole, without stopping anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.servers import wait_for
+from tests.trainer.producer import Answer, ScriptedProducer, recite
+
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol import blob_keys, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.facts import DeadLetter, Sampling, Task
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.errors import EvaluationFailed
+from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, pass_at_k
+from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.snapshot import Snapshot
+from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.settings import DataSettings, EvalSettings
+
+V3, V4 = PolicyVersion(3), PolicyVersion(4)
+
+
+class Scene:
+    """An evaluator with what it needs: held-out prompts, a publisher, somebody who answers."""
+
+    def __init__(self, connections: Connections, folder: Path, producer: ScriptedProducer) -> None:
+        write_model(folder / "model", seed=0)
+        write_data(folder, seed=0, num_sft=1, num_train=1, num_eval=70)
+        prompts = PromptSet.open(
+            [folder / "eval.jsonl"], data=DataSettings(), reward=RewardSettings(name="exact_match"),
+            tokenizer=ChatTokenizer.read(folder / "model"),
+        )  # fmt: skip
+        self.connections = connections
+        self.producer = producer
+        self.results: list[EvalResult] = []
+        self.lost: list[LostEvaluation] = []
+        self.account = Accounting()
+        self.publisher = Publisher(connections, model_folder=folder / "model")
+        self.evaluator = Evaluator(
+            connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
+            sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
+            on_end=self.hear, account=self.account,
+        )  # fmt: skip
+
+    def hear(self, end: EvalResult | LostEvaluation) -> None:
+        if isinstance(end, LostEvaluation):
+            self.lost.append(end)
+        else:
+            self.results.append(end)
+
+    def publish(self, version: PolicyVersion) -> None:
+        self.publisher.submit(Snapshot(version, 3, part_of({"a": torch.zeros(2)}), "float32", must_publish=True))
+
+
+@pytest.fixture
+def scene(
+    bus: Bus, blobs: Blobs, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+) -> Iterator[Scene]:
+    """A bootstrapped run with an evaluator at work."""
+    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+        scene = Scene(Connections(ring_streams, bus, blobs), tmp_path, producer)
+        with scene.evaluator:
+            yield scene
+        scene.publisher.close()
+
+
+def half_right(task: Task, version: PolicyVersion) -> Answer:
+    """One of two completions is right, for every other prompt."""
+    group, _ = recite(task, version)
+    return group, (1.0, 0.0) if int(task.group_id.rsplit("p", 1)[1]) % 2 else (0.0, 0.5)
+
+
+def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) -> None:
+    """Every prompt comes back from the pinned version though newer ones are out; accuracy counts full rewards."""
+    scene.producer.author = half_right
+    scene.evaluator.start(V3, 3)  # not published yet: nothing is issued before
+    scene.publish(V3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    scene.publish(V4)
+    scene.evaluator.wait(V3)
+    wait_for(lambda: scene.results, "the result")
+    result = scene.results[0]
+    assert set(scene.producer.versions) == {3}
+    assert (result.version, result.step, result.num_prompts, result.num_samples) == (3, 3, 70, 2)
+    assert result.accuracy == pytest.approx(0.25)
+    assert result.reward_mean == pytest.approx(0.375)
+    assert result.pass_at == {1: pytest.approx(0.25), 2: pytest.approx(0.5)}
+
+
+def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
+    """A worker that ignores the pin makes the evaluation fail, by name; its numbers are not reported."""
+    scene.producer.author = lambda task, version: recite(task, PolicyVersion(version - 1))
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    with pytest.raises(EvaluationFailed, match=r"sampled by versions 2 to 2; the worker ignored the pin"):
+        scene.evaluator.wait(V3)
+    assert not scene.results
+    assert [(lost.version, lost.step) for lost in scene.lost] == [(3, 3)]
+    assert "ignored the pin" in scene.lost[0].reason
+
+
+def test_an_evaluation_under_way_at_a_crash_goes_on_in_the_next_life(scene: Scene) -> None:
+    """Its version is older than the checkpoint's and is stored still: its result comes by its own step, and is unpinned."""
+    for version in (V3, V4):
+        scene.publish(version)
+        scene.publisher.wait_until_published(version, 20.0)
+        scene.publisher.unpin(version)
+    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(70)])  # by the life before
+    assert not scene.evaluator.resume(V4, now=V4, step=4)
+    assert scene.publisher.pinned() == {V3}
+    scene.evaluator.wait_for_all()
+    assert [(result.version, result.step, result.num_prompts) for result in scene.results] == [(3, 3, 70)]
+    assert not scene.lost
+    assert not scene.publisher.pinned()
+    assert not scene.account.in_flight("eval")
+
+
+def test_the_weights_of_the_checkpoint_are_evaluated_under_their_new_number(scene: Scene) -> None:
+    """Published again as another version, they are evaluated as that one: nothing is lost."""
+    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
+    assert scene.evaluator.resume(V3, now=V4, step=3)
+    assert not scene.account.in_flight("eval")
+    assert not scene.lost
+
+
+@pytest.mark.parametrize(
+    ("is_stored", "num_groups", "reason"), [(False, 70, "no longer stored"), (True, 69, "with 69 groups in flight")]
+)
+def test_an_evaluation_that_cannot_go_on_is_told(scene: Scene, is_stored: bool, num_groups: int, reason: str) -> None:
+    """Without its weights, or with only some of its groups left, it is lost with the reason; its groups are closed."""
+    scene.publish(V3)
+    scene.publisher.wait_until_published(V3, 20.0)
+    if not is_stored:
+        prefix = blob_keys.weights_prefix(scene.connections.run_id, V3)
+        scene.connections.blobs.delete([stat.key for stat in scene.connections.blobs.list(prefix)])
+    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(num_groups)])
+    assert not scene.evaluator.resume(V4, now=V4, step=4)
+    (lost,) = scene.lost
+    assert (lost.version, lost.step) == (3, 3 if is_stored else None)
+    assert reason in lost.reason
+    assert not scene.account.in_flight("eval")
+
+
+def test_a_dead_group_makes_the_evaluation_fail(scene: Scene) -> None:
+    """An evaluation that lost a group has no accuracy; the reason of the dead letter is in the error."""
+    scene.producer.limit = 0
+    scene.publish(V3)
+    scene.evaluator.start(V3, 3)
+    letter = DeadLetter(
+        run_id=scene.connections.run_id, stage="tasks", subject="x", reason="VersionGone", detail="no weights of 3",
+        group_ids=("eval.v3.p1",), num_delivered=3,
+    )  # fmt: skip
+    scene.connections.bus.publish(subjects.dead(scene.connections.run_id, "tasks"), letter, msg_id="d").wait()
+    with pytest.raises(EvaluationFailed, match="VersionGone: no weights of 3"):
+        scene.evaluator.wait(V3)
+    wait_for(lambda: scene.evaluator.num_failed == 1, "the failure to be counted")
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """pass@k from n samples with c correct is the share of k-subsets with at least one correct."""
+    assert pass_at_k(4, 0, 2) == 0.0
+    assert pass_at_k(4, 1, 1) == pytest.approx(0.25)
+    assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)
+    assert pass_at_k(4, 3, 4) == 1.0

@@ -1,0 +1,48 @@
+"""Every group is opened once and closed once; each chapter hears of it once."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.protocol.record.lineage import SplitTotals
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.batcher import Drop
+from penstock.trainer.groups.drops import DropReason
+
+
+def test_entries_tell_what_happened_since_the_last_ones():
+    """Totals go on, events are told once; a resumed account continues both."""
+    account = Accounting()
+    account.issue("train", ["a", "b", "c"])
+    account.issue("eval", ["x"])
+    account.use("train", {"a": 5})
+    first = account.take_entries()
+    assert first.issued == {"train": ("a", "b", "c"), "eval": ("x",)}
+    assert first.account.totals["train"] == SplitTotals(issued=3, used=1, used_tokens=5, in_flight=2)
+    resumed = Accounting(first.account)
+    resumed.drop("train", Drop("b", DropReason.STALE, 7))
+    resumed.refuse("train", Drop("a", DropReason.DUPLICATE, 5))
+    resumed.use("eval", {"x": 2})
+    second = resumed.take_entries()
+    assert second.issued == {}
+    assert [(drop.group_id, drop.reason, drop.num_tokens) for drop in second.dropped] == [("b", "stale", 7)]
+    assert [(group.group_id, group.num_tokens) for group in second.evaluated] == [("x", 2)]
+    assert second.account.totals["train"] == SplitTotals(
+        issued=3, used=1, used_tokens=5, in_flight=1, dropped={"stale": 1}, dropped_tokens={"stale": 7},
+        refused={"duplicate": 1}, refused_tokens={"duplicate": 5},
+    )  # fmt: skip
+    assert second.account.in_flight == {"train": ("c",), "eval": ()}
+    assert resumed.take_entries().is_empty
+
+
+def test_what_breaks_the_account_is_an_error_at_once():
+    """Issued twice, closed twice, closed without having been issued."""
+    account = Accounting()
+    account.issue("train", ["a"])
+    with pytest.raises(ValueError, match="group a is issued already"):
+        account.issue("train", ["a"])
+    account.use("train", {"a": 1})
+    with pytest.raises(ValueError, match="group a is not in flight"):
+        account.drop("train", Drop("a", DropReason.LOST, 0))
+    with pytest.raises(ValueError, match="group b is not in flight"):
+        account.use("eval", {"b": 1})

@@ -1,0 +1,391 @@
+"""Dispatch: bounded, every prompt once, nothing issued twice, and a restart goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from tests.examples import examples
+
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.facts import MAX_FACT_BYTES, BlobRef, RewardRequest, Sampling, TaskList, decode, encode
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.dataset import Prompt, PromptSet
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups.dispatch import (
+    Dispatch,
+    DispatchState,
+    GroupKey,
+    expect,
+    order_id,
+    plan,
+    refuse_attempt,
+    send_back,
+    settle,
+)
+from penstock.trainer.groups.task_packs import choose_groups_per_message, make_task, pack_tasks, task_bytes
+from penstock.trainer.settings import DataSettings, RolloutSettings
+
+START = DispatchState("order")
+
+
+def rollout(**changes: object) -> RolloutSettings:
+    return RolloutSettings.model_validate({"groups_per_step": 4, "max_staleness": 1, "group_size": 2, **changes})
+
+
+class DispatchMachine(RuleBasedStateMachine):
+    """A trainer that issues, trains, sends back, checkpoints and crashes; a broker that keeps what was issued."""
+
+    in_flight: Bundle[str] = Bundle("in_flight")
+
+    @initialize(
+        num_prompts=st.integers(1, 12),
+        groups_per_step=st.integers(1, 6),
+        max_staleness=st.integers(0, 3),
+        groups_per_message=st.integers(1, 6),
+        max_attempts=st.integers(1, 3),
+    )
+    def begin(self, num_prompts, groups_per_step, max_staleness, groups_per_message, max_attempts):
+        self.rollout = rollout(groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts)
+        self.groups_per_message = min(groups_per_message, groups_per_step)
+        self.order = DataOrder(num_prompts, seed=1)
+        self.state = START
+        self.saved = (START, [])
+        self.done: list[str] = []  # trained or given up, since the run began; rolled back by a crash
+        self.issued_this_life: list[str] = []
+
+    def _plan(self):
+        return plan(self.state, order=self.order, rollout=self.rollout, groups_per_message=self.groups_per_message)
+
+    @rule(target=in_flight)
+    def issue(self):
+        before = len(self.state.outstanding)
+        packs, self.state = self._plan()
+        ids = [str(key) for pack in packs for key in pack]
+        assert all(0 < len(pack) <= self.groups_per_message for pack in packs)
+        assert not set(ids) & set(self.issued_this_life)
+        assert not set(ids) & set(self.done)
+        if before < self.rollout.groups_per_step and ids:
+            assert len(self.state.outstanding) >= self.rollout.groups_per_step  # the next step can be filled
+        self.issued_this_life += ids
+        return multiple(*ids)
+
+    @rule(group_id=consumes(in_flight), stale=st.booleans())
+    def arrive(self, group_id: str, stale: bool):
+        expected = expect(self.state, group_id, order=self.order)
+        if expected is None:
+            same_prompt = {GroupKey.parse(done).place for done in self.done} | {
+                key.place for key in (*self.state.outstanding, *self.state.again)
+            }
+            assert GroupKey.parse(group_id).place in same_prompt  # refused only because it is handled already
+            return
+        self.state = expected
+        if stale:
+            self.state, given_up = send_back(self.state, [group_id], max_attempts=self.rollout.max_attempts)
+            self.done += given_up
+        else:
+            self.state = settle(self.state, [group_id])
+            self.done.append(group_id)
+
+    @rule()
+    def checkpoint(self):
+        self.saved = (self.state, list(self.done))
+
+    @rule(target=in_flight)
+    def crash(self):
+        """The broker brings back everything that was not acknowledged: all that is not in the checkpoint."""
+        state, done = self.saved
+        document = json.loads(json.dumps(state.to_document()))
+        lost = [group_id for group_id in self.done if group_id not in done]
+        self.state = DispatchState.from_document(document, order_id="order")
+        assert self.state == state
+        self.done = list(done)
+        self.issued_this_life = []
+        return multiple(*lost)
+
+    @invariant()
+    def bounded_and_complete(self):
+        if not hasattr(self, "state"):
+            return
+        places = [GroupKey.parse(group_id).place for group_id in self.done]
+        assert len(places) == len(set(places))  # every prompt closed at most once per epoch
+        open_places = {key.place for key in (*self.state.outstanding, *self.state.again)}
+        behind = {self.order.at(position) for position in range(self.state.position)}
+        assert behind <= open_places | set(places)  # nothing behind the cursor is forgotten
+
+
+TestDispatchMachine = DispatchMachine.TestCase
+TestDispatchMachine.settings = examples(150, stateful_step_count=40)
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(0, 4),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 9), max_size=30),
+    st.integers(1, 50),
+)
+def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness, per_message, closings, num_prompts):
+    """Whatever is trained when, at most (max_staleness + 1) * groups_per_step groups are outstanding."""
+    limits = rollout(groups_per_step=per_step, max_staleness=staleness)
+    order = DataOrder(num_prompts, seed=0)
+    state = START
+    for closing in closings:
+        packs, state = plan(state, order=order, rollout=limits, groups_per_message=min(per_message, per_step))
+        assert all(packs)
+        assert per_step <= len(state.outstanding) <= limits.max_outstanding
+        state = settle(state, [str(key) for key in sorted(state.outstanding)[:closing]])
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(0, 3),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40),
+)
+def test_however_late_versions_are_announced_nothing_trained_in_order_is_too_old(per_step, limit, per_message, acts):
+    """Sampled by the very version they were issued for and trained first come first, all groups are within the bound."""
+    limits = rollout(groups_per_step=per_step, max_staleness=limit)
+    order = DataOrder(7, seed=0)
+    state, queue, version, announced = START, [], 0, 0
+    for trains, announces in acts:
+        packs, state = plan(
+            state, order=order, rollout=limits, groups_per_message=min(per_message, per_step), lag=version - announced
+        )
+        queue += [(key, announced) for pack in packs for key in pack]
+        if trains and len(queue) >= per_step:
+            batch, queue = queue[:per_step], queue[per_step:]
+            assert all(version - issued_for <= limit for _, issued_for in batch)
+            state = settle(state, [str(key) for key, _ in batch])
+            version += 1
+        if announces or not queue:
+            announced = version
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3))
+def test_every_prompt_is_issued_once_per_epoch(num_prompts: int, per_step: int, staleness: int):
+    """Issuing and training in turn goes through the whole data set before any prompt comes again."""
+    limits = rollout(groups_per_step=per_step, max_staleness=staleness)
+    order = DataOrder(num_prompts, seed=5)
+    state, issued = START, []
+    while len(issued) < 3 * num_prompts:
+        packs, state = plan(state, order=order, rollout=limits, groups_per_message=per_step)
+        issued += [key for pack in packs for key in pack]
+        state = settle(state, [str(key) for key in sorted(state.outstanding)[:per_step]])
+    assert len(set(issued)) == len(issued)
+    for epoch in range(3):
+        prompts = [key.prompt for key in issued[epoch * num_prompts : (epoch + 1) * num_prompts]]
+        assert sorted(prompts) == list(range(num_prompts))
+
+
+def test_packs_of_a_step_are_whole():
+    """A step's groups are cut into packs of the chosen size; the rest of a bound waits for a whole pack."""
+    limits = rollout(groups_per_step=10, max_staleness=1)
+    order = DataOrder(100, seed=0)
+    packs, state = plan(START, order=order, rollout=limits, groups_per_message=4)
+    assert [len(pack) for pack in packs] == [4, 4, 2, 4, 4, 2]
+    state = settle(state, [str(packs[0][0])])
+    assert plan(state, order=order, rollout=limits, groups_per_message=4) == ([], state)
+    state = settle(state, [str(key) for key in packs[0][1:]])
+    packs, _ = plan(state, order=order, rollout=limits, groups_per_message=4)
+    assert [len(pack) for pack in packs] == [4]
+
+
+def test_a_pack_is_cut_short_rather_than_starving_the_trainer():
+    """With no staleness allowed, one abandoned group is replaced by one, in a pack of its own."""
+    limits = rollout(groups_per_step=8, max_staleness=0)
+    order = DataOrder(100, seed=0)
+    packs, state = plan(START, order=order, rollout=limits, groups_per_message=8)
+    state = settle(state, [str(packs[0][3])])
+    packs, state = plan(state, order=order, rollout=limits, groups_per_message=8)
+    assert [len(pack) for pack in packs] == [1]
+    assert len(state.outstanding) == 8
+
+
+def test_stale_groups_come_again_before_new_prompts_and_a_bounded_number_of_times():
+    """A stale group is issued as the next attempt; after the last one it is given up."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=2)
+    order = DataOrder(10, seed=0, shuffle=False)
+    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
+    state, given_up = send_back(state, ["e0.p1.a0"], max_attempts=2)
+    assert given_up == ()
+    packs, state = plan(state, order=order, rollout=limits, groups_per_message=2)
+    assert packs == [(GroupKey(0, 1, 1),)]
+    state, given_up = send_back(state, ["e0.p1.a1"], max_attempts=2)
+    assert given_up == ("e0.p1.a1",)
+    assert (state.num_issued, state.num_issued_again, state.num_given_up) == (3, 1, 1)
+    with pytest.raises(ValueError, match=r"group e0\.p1\.a1 is not outstanding"):
+        settle(state, ["e0.p1.a1"])
+
+
+def test_a_group_of_an_earlier_life_counts_once():
+    """What was issued after the checkpoint is used when it comes back, and its prompt is not issued again."""
+    limits = rollout(groups_per_step=2, max_staleness=0)
+    order = DataOrder(4, seed=0, shuffle=False)
+    state = expect(START, "e0.p1.a0", order=order)
+    assert state is not None
+    assert expect(settle(state, ["e0.p1.a0"]), "e0.p1.a0", order=order) is None
+    assert expect(START, "e0.p9.a0", order=order) is None  # no such prompt
+    state = settle(state, ["e0.p1.a0"])
+    packs, state = plan(state, order=order, rollout=limits, groups_per_message=2)
+    assert [str(key) for pack in packs for key in pack] == ["e0.p0.a0", "e0.p2.a0"]
+    assert not state.ahead
+    assert expect(state, "e0.p1.a0", order=order) is None
+
+
+def test_state_of_other_data_is_refused():
+    """A checkpoint whose data, order or form differ is refused with what to do."""
+    order = DataOrder(4, seed=0)
+    assert len({order_id(order, "a"), order_id(order, "b"), order_id(replace(order, seed=1), "a")}) == 3
+    with pytest.raises(CheckpointError, match=r"prompts of other data .* trainer.resume = false"):
+        DispatchState.from_document(START.to_document(), order_id="another")
+    with pytest.raises(CheckpointError, match=r"expected dispatch_state\.v1"):
+        DispatchState.from_document({}, order_id="order")
+
+
+@pytest.mark.parametrize("text", ["e0.p1", "eval.v1.p2.s0", "e0.p1.a-1", "e0.p1.a0 "])
+def test_only_ids_of_training_groups_are_read(text: str):
+    """Anything but e<epoch>.p<prompt>.a<attempt> is refused."""
+    with pytest.raises(ValueError, match="is not the id of a training group"):
+        GroupKey.parse(text)
+    assert GroupKey.parse("e1.p23.a4") == GroupKey(1, 23, 4)
+
+
+def prompt(num_tokens: int = 21, text: str = "sort", truth: str = '"1"') -> Prompt:
+    return Prompt(0, tuple(range(100_000, 100_000 + num_tokens)), text, RewardRequest(name="auto", ground_truth=truth))
+
+
+def task(prompt: Prompt, group_id: str = "e0.p0.a0"):
+    sampling = Sampling(max_new_tokens=9, stop_token_ids=(2,))
+    return make_task(prompt, group_id, sampling=sampling, group_size=8, split="train", issued_version=PolicyVersion(3))
+
+
+def test_a_pack_is_a_message_while_it_fits_and_an_object_when_it_does_not():
+    """Small tasks travel inside the message, large ones as a stored list that decodes to the same tasks."""
+    small = pack_tasks([task(prompt(), f"e0.p{i}.a0") for i in range(12)])
+    message = small.announced("run")
+    assert message.tasks == small.tasks
+    assert small.pack_id.startswith("e0.p0.a0.n12.")
+    assert len(encode(message)) < 12_000
+    large = pack_tasks([task(prompt(num_tokens=20_000))])
+    assert large.blob is not None
+    assert decode(large.blob, TaskList).tasks == large.tasks
+    stored = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
+    assert large.announced("run", stored).tasks_blob == stored
+    with pytest.raises(ValueError, match="store its blob first"):
+        large.announced("run")
+    with pytest.raises(ValueError, match="it has no blob to store"):
+        small.announced("run", stored)
+
+
+@given(st.integers(1, 3000), st.text(max_size=2000), st.text(max_size=200), st.integers(1, 12))
+def test_what_is_called_small_enough_always_fits(num_tokens: int, text: str, truth: str, count: int):
+    """The estimate of a task's size is never below what the encoder makes of it."""
+    pack = pack_tasks([task(prompt(num_tokens, text, json.dumps(truth)), f"e0.p{i}.a0") for i in range(count)])
+    if pack.blob is None:
+        assert len(encode(pack.announced("a" * 48))) <= min(MAX_FACT_BYTES, sum(map(task_bytes, pack.tasks)) + 512)
+
+
+def test_pack_ids_follow_from_their_groups():
+    """The same groups have the same pack id, other groups another one."""
+    first = pack_tasks([task(prompt(), "e0.p0.a0"), task(prompt(), "e0.p1.a0")])
+    assert first.pack_id == pack_tasks(first.tasks).pack_id
+    assert first.pack_id != pack_tasks([task(prompt(), "e0.p0.a0"), task(prompt(), "e0.p2.a0")]).pack_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "prompt_tokens", "bytes_per_task", "expected"),
+    [
+        ({"groups_per_step": 48, "group_size": 8, "max_new_tokens": 9}, 21, 900, 12),  # the quickstart
+        ({"groups_per_step": 32, "group_size": 8, "max_new_tokens": 256}, 200, 2_000, 4),
+        ({"groups_per_step": 32, "group_size": 8, "max_new_tokens": 8192}, 1000, 8_000, 1),
+        ({"groups_per_step": 48, "group_size": 1, "max_new_tokens": 1}, 10, 8_000, 4),  # by bytes
+        ({"groups_per_step": 10, "group_size": 1, "max_new_tokens": 1}, 10, 600, 2),
+        ({"groups_per_step": 10, "groups_per_message": 7}, 10, 600, 7),
+        ({"groups_per_step": 1}, 10, 600, 1),
+    ],
+)
+def test_small_groups_travel_together(changes, prompt_tokens, bytes_per_task, expected):
+    """The number of groups in a message follows from bytes, tokens and a step's share of a worker."""
+    chosen = choose_groups_per_message(rollout(**changes), prompt_tokens=prompt_tokens, bytes_per_task=bytes_per_task)
+    assert chosen == expected
+
+
+def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
+    """On real rows: packs of 12 groups, the second life issues exactly what the first one would have."""
+    write_model(tmp_path / "m", seed=0)
+    write_data(tmp_path, seed=0, num_sft=1, num_train=200, num_eval=1)
+    tokenizer = ChatTokenizer.read(tmp_path / "m")
+    prompts = PromptSet.open(
+        [tmp_path / "train.jsonl"], data=DataSettings(), reward=RewardSettings(), tokenizer=tokenizer
+    )
+
+    def fresh() -> Dispatch:
+        return Dispatch(
+            prompts,
+            order=DataOrder(len(prompts), seed=0),
+            rollout=rollout(groups_per_step=48, group_size=8, max_new_tokens=9, max_staleness=2),
+            stop_token_ids=tokenizer.eos_ids,
+        )
+
+    first = fresh()
+    packs = first.next_packs(PolicyVersion(0))
+    assert [len(pack.tasks) for pack in packs] == [12] * 12
+    assert max(len(encode(pack.announced("run"))) for pack in packs) < 32 * 1024
+    assert first.next_packs(PolicyVersion(0)) == []
+    done = [task.group_id for pack in packs[:4] for task in pack.tasks]
+    assert all(map(first.expects, done))
+    assert first.send_back(done[:1]) == ()
+    first.settle(done[1:])
+    document = json.loads(json.dumps(first.state.to_document()))
+    second = fresh()
+    second.resume(document)
+    assert second.state == first.state
+    assert second.next_packs(PolicyVersion(1)) == (again := first.next_packs(PolicyVersion(1)))
+    assert again[0].tasks[0].group_id == done[0].replace("a0", "a1")
+    assert again[0].tasks[0].attempt == 1
+    assert again[0].tasks[0].issued_version == 1
+    assert not second.expects(done[1])
+
+
+def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
+    """The broker would take it for a repetition: the next attempt passes it over, or the prompt is given up."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
+    order = DataOrder(10, seed=0, shuffle=False)
+    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
+    state = refuse_attempt(state, "e0.p1.a1")
+    assert refuse_attempt(state, "e0.p7.a1") is state
+    resumed = DispatchState.from_document(json.loads(json.dumps(state.to_document())), order_id=state.order_id)
+    assert resumed == state
+    again, given_up = send_back(resumed, ["e0.p0.a0", "e0.p1.a0"], max_attempts=3)
+    assert again.again == (GroupKey(0, 0, 1), GroupKey(0, 1, 2))
+    assert given_up == ()
+    assert not again.refused
+    _, given_up = send_back(resumed, ["e0.p1.a0"], max_attempts=2)
+    assert given_up == ("e0.p1.a0",)
+    assert not settle(resumed, ["e0.p1.a0"]).refused
+
+
+def test_the_next_attempt_of_an_earlier_life_takes_the_older_ones_place():
+    """A life that died had dropped a group and issued its prompt again: what comes is used, the older is closed."""
+    limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
+    order = DataOrder(10, seed=0, shuffle=False)
+    _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
+    newer = expect(state, "e0.p1.a1", order=order)
+    assert newer is not None
+    assert newer.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
+    assert expect(newer, "e0.p1.a0", order=order) is None
+    assert expect(state, "e0.p1.a1", order=order, holds=lambda group_id: group_id == "e0.p1.a0") is None
+    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)  # queued, when its next attempt comes by itself
+    ahead = expect(state, "e0.p1.a1", order=order)
+    assert ahead is not None
+    assert ahead.again == ()
+    assert ahead.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}

@@ -1,0 +1,128 @@
+"""Groups that are trained on more than once, by design: how often, how far apart, never stale, never more after a crash."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tests.examples import examples
+from tests.trainer.groups.test_batcher import ready
+
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.settings import TrainerSettings
+
+
+class Box:
+    """A batcher with its ledger, trained as the trainer does."""
+
+    def __init__(self, reuse: Reuse, *, max_staleness: int = 3, size: int = 2, ledger: Ledger | None = None) -> None:
+        self.ledger = ledger or Ledger()
+        self.max_staleness = max_staleness
+        self.batcher = Batcher(groups_per_step=size, max_staleness=max_staleness, ledger=self.ledger, reuse=reuse)
+
+    def train(self, version: int) -> list[str]:
+        batch, _ = self.batcher.take(PolicyVersion(version))
+        ids = [group.group_id for group in batch]
+        if ids:
+            self.ledger.record(PolicyVersion(version), ids, max_staleness=self.max_staleness)
+            self.batcher.settle()
+        return ids
+
+
+def test_a_kept_group_fills_a_batch_that_would_wait() -> None:
+    """New groups go first; the one that was used least and is oldest makes up for what is missing."""
+    box = Box(Reuse(2))
+    for number in (1, 2):
+        box.batcher.offer(ready(number, 0))
+    assert box.train(0) == ["e0.p1.a0", "e0.p2.a0"]
+    box.batcher.offer(ready(3, 0))
+    assert box.train(1) == ["e0.p1.a0", "e0.p3.a0"]
+    assert box.train(2) == ["e0.p2.a0", "e0.p3.a0"]
+    assert box.train(3) == []  # all were used twice
+    assert not box.batcher.holds("e0.p1.a0")
+
+
+def test_new_groups_are_never_held_up_by_kept_ones() -> None:
+    """A full batch of new groups is trained although trained ones are here."""
+    box = Box(Reuse(9))
+    for number in range(4):
+        box.batcher.offer(ready(number, 0))
+    assert box.train(0) == ["e0.p0.a0", "e0.p1.a0"]
+    assert box.train(1) == ["e0.p2.a0", "e0.p3.a0"]
+
+
+def test_a_group_that_is_too_old_is_retired_not_dropped() -> None:
+    """Its message can be acknowledged; it is said once, and no discard is counted."""
+    box = Box(Reuse(9), max_staleness=1, size=1)
+    box.batcher.offer(ready(1, 0))
+    box.train(0)
+    assert box.train(1) == ["e0.p1.a0"]
+    batch, drops = box.batcher.take(PolicyVersion(2))
+    assert (batch, drops) == ([], [])
+    assert box.batcher.retired() == ["e0.p1.a0"]
+    assert box.batcher.retired() == []
+
+
+def test_after_a_resume_a_kept_group_comes_again_once() -> None:
+    """The ledger of the checkpoint says which trained groups have uses left; they are taken in, any other is spent."""
+    before = Box(Reuse(2), size=1)
+    before.batcher.offer(ready(1, 0))
+    before.batcher.offer(ready(2, 0))
+    assert before.train(0) + before.train(1) + before.train(2) == ["e0.p1.a0", "e0.p2.a0", "e0.p1.a0"]
+    after = Box(Reuse(2), size=1, ledger=Ledger(before.ledger.rows()))
+    assert not after.batcher.returns("e0.p1.a0")
+    assert after.batcher.is_spent("e0.p1.a0")
+    assert after.batcher.returns("e0.p2.a0")
+    after.batcher.offer(ready(2, 0))
+    assert not after.batcher.returns("e0.p2.a0")
+    assert after.batcher.is_spent("e0.p2.a0")
+    assert after.train(3) == ["e0.p2.a0"]
+    assert after.train(4) == []
+
+
+@examples(40)
+@given(
+    count=st.integers(1, 4), interval=st.integers(1, 3), staleness=st.integers(0, 5),
+    arrivals=st.lists(st.integers(0, 4), min_size=4, max_size=12), crash=st.integers(0, 12),
+)  # fmt: skip
+def test_whatever_arrives_and_crashes_no_group_is_used_too_often_too_soon_or_too_old(
+    count: int, interval: int, staleness: int, arrivals: list[int], crash: int
+) -> None:
+    """Uses and intervals are those of the setting, every use is within the bound, and every group is used or waits."""
+    reuse = Reuse(count, interval)
+    box = Box(reuse, max_staleness=staleness)
+    uses: dict[str, list[int]] = {}
+    made: dict[str, int] = {}
+    for version, num in enumerate(arrivals):
+        if version == crash:  # all messages of groups that are not retired come again
+            held = [group_id for group_id in made if box.batcher.holds(group_id)]
+            box = Box(reuse, max_staleness=staleness, ledger=Ledger(box.ledger.rows()))
+            for group_id in held:
+                if not box.batcher.is_spent(group_id) or box.batcher.returns(group_id):
+                    box.batcher.offer(ready(int(group_id.split(".")[1][1:]), made[group_id]))
+        for _ in range(num):
+            group = ready(len(made), version)
+            made[group.group_id] = version
+            box.batcher.offer(group)
+        for group_id in box.train(version):
+            uses.setdefault(group_id, []).append(version)
+    for group_id, versions in uses.items():
+        assert len(versions) <= count
+        assert all(later - earlier >= interval for earlier, later in pairwise(versions))
+        assert versions[-1] - made[group_id] <= staleness
+    used_up = {group_id for group_id, versions in uses.items() if len(versions) == count}
+    assert not any(box.batcher.holds(group_id) for group_id in used_up)
+
+
+def test_settings_that_could_never_reuse_are_refused() -> None:
+    """Synchronous runs have no second use, and an interval alone does nothing."""
+    with pytest.raises(ValidationError, match="never allows"):
+        TrainerSettings(model={"path": "m"}, rollout={"max_staleness": 0}, algorithm={"max_trained_count": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="retrained_interval = 2 does nothing"):
+        TrainerSettings(model={"path": "m"}, algorithm={"retrained_interval": 2})  # type: ignore[arg-type]

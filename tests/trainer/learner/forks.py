@@ -1,0 +1,99 @@
+"""Trainer processes that start at once: a fork server has loaded all that they need, each process is a fork of it.
+
+Each has a pid to stop and to kill; nothing but the loaded code is shared. Several ranks meet in a store that the test
+holds, as torchrun's agent does for its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.trainer.loaded", "tests.trainer.forks"])
+
+
+def _run(module: str, out: str, err: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    for number, path in ((1, out), (2, err)):
+        with Path(path).open("a") as file:
+            os.dup2(file.fileno(), number)
+    assert "tests.trainer.loaded" in sys.modules, "the fork server could not load tests.trainer.loaded"
+    os.environ.update(environ)
+    import torch
+
+    torch.set_num_threads(1)
+    code = import_module(module).main(arguments)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+class Fork:
+    """The ``main`` of a module with arguments, begun at once in processes of its own: one, or one for each rank."""
+
+    def __init__(self, folder: Path, module: str, *arguments: str, num_ranks: int = 1) -> None:
+        """Start it; what it says goes to files in ``folder``."""
+        name = os.urandom(3).hex()
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        for path in (self._out, self._err):
+            path.touch()
+        environ: dict[str, str] = {}
+        if num_ranks > 1:
+            self._store = TCPStore(
+                "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+            )
+            environ = {
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "WORLD_SIZE": str(num_ranks),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }  # fmt: skip
+        self.processes = []
+        for rank in range(num_ranks):
+            own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environ
+            given = (module, str(self._out), str(self._err), arguments, own)
+            self.processes.append(_CONTEXT.Process(target=_run, args=given, daemon=True))
+            self.processes[-1].start()
+
+    @property
+    def out(self) -> str:
+        """What it has said on stdout so far."""
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        """What it has said on stderr so far."""
+        return self._err.read_text()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its first process."""
+        pid = self.processes[0].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait(self, expected: int = 0, deadline_s: float = 150.0) -> str:
+        """Wait for the end and return stdout; fails with what it said when it is another end (-9: killed)."""
+        for process in self.processes:
+            process.join(deadline_s)
+        codes = [process.exitcode for process in self.processes]
+        assert codes == [expected] * len(codes), f"exit codes {codes}\n{self.out[-4000:]}{self.err[-4000:]}"
+        return self.out
+
+    def kill(self) -> None:
+        """End it with SIGKILL, whatever it does; idempotent."""
+        for process in self.processes:
+            process.kill()
+            process.join(10.0)
+
+
+class Command(Fork):
+    """``python -m penstock.trainer ...``."""
+
+    def __init__(self, folder: Path, *arguments: str, num_ranks: int = 1) -> None:
+        """Start it; what it says goes to files in ``folder``."""
+        super().__init__(folder, "penstock.trainer.__main__", *arguments, num_ranks=num_ranks)

@@ -1,0 +1,18 @@
+"""What the fork server of `tests.trainer.forks` has loaded: also what a trainer loads only when it comes to need it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from penstock.trainer.learner.trainable import _import_deepspeed
+
+for _name in (
+    "peft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "penstock.trainer.assemble",
+    "penstock.trainer.replay.replay_run",
+    "penstock.trainer.commands.sft_command",
+    "penstock.trainer.commands.train_command",
+):
+    import_module(_name)
+_import_deepspeed()

@@ -1,0 +1,249 @@
+"""Trains a few steps on stored groups, publishes them, and prints what came out, on one rank or several.
+
+Arguments: MODEL FOLDER (FOLDER/told.json: connections and run).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tests.weights_source import NEVER
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.protocol import group_pack
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import GroupScored, decode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig, factor_pairs
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.credit import credit_rule
+from penstock.trainer.algorithm.token_credit import TokenCredit
+from penstock.trainer.connections import Connections
+from penstock.trainer.learner import adapter
+from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.critic import Regression, load_critic
+from penstock.trainer.learner.policy import Policy, load_policy, load_reference
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.reference import WithoutAdapter
+from penstock.trainer.learner.step_plan import ReadyGroup, all_rows, make_plan
+from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
+from penstock.trainer.publishing.rank_publisher import Share
+from penstock.trainer.publishing.snapshot import Snapshot
+from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.ranks import Ranks
+
+CASES = [
+    *((f"{stage}-float32", stage, "float32", "grpo") for stage in (0, 1, 2, 3)),
+    *((f"{stage}-bfloat16", stage, "bfloat16", "grpo") for stage in (1, 2)),
+    *((f"ppo-{stage}", stage, "float32", "ppo") for stage in (0, 1, 2, 3)),
+    ("ppo-bfloat16", 2, "bfloat16", "ppo"),
+    *((f"lora-{stage}", stage, "float32", "grpo") for stage in (1, 2, 3)),
+    ("lora-bfloat16", 2, "bfloat16", "grpo"),
+]
+PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a life of one run
+CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
+NUM_STEPS = 4
+BUCKET_BYTES = 40_000  # the model has several buckets
+CHUNK_TOKENS = 7  # through the output head at once: every micro-batch takes several chunks, and not equally many
+
+
+def how(zero_stage: int, dtype: str) -> Optimisation:
+    return Optimisation(
+        num_steps=10, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, warmup_steps=2, schedule="linear",
+        min_lr_ratio=0.1, max_grad_norm=1.0, zero_stage=zero_stage, dtype=dtype, keep_whole_below=0,  # type: ignore[arg-type]
+        gradient_checkpointing=zero_stage == 2,
+    )  # fmt: skip
+
+
+class TwoWays:
+    """Publishes the same weights by the shares of all ranks, and by rank 0 alone as another run (rank 0)."""
+
+    def __init__(self, connections: Connections, shares: Shares, model: Path) -> None:
+        self._connections, self._shares, self._model = connections, shares, model
+        self._alone = Publisher(
+            Connections(f"{connections.run_id}-alone", connections.bus, connections.blobs),
+            model_folder=model,
+            policy=NEVER,
+        )
+        self._version = -1
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another life, which has to read the head."""
+        self._together = Publisher(self._connections, model_folder=self._model, policy=NEVER, shares=self._shares)
+
+    def publish(self, rank_group: RankGroup) -> dict:
+        """Publish the next version in both ways; returns what there is to be seen of it."""
+        self._version += 1
+        version = PolicyVersion(self._version)
+        mine = rank_group.weights(wanted=self._together.make_room()).part
+        whole = part_of(rank_group.snapshot(), taken=version, bucket_bytes=BUCKET_BYTES)
+        found = []
+        for publisher, part in ((self._together, mine), (self._alone, whole)):
+            publisher.submit(Snapshot(version, version, part, rank_group.policy.dtype, must_publish=True))
+            publisher.wait_until_published(version, 60.0)
+            publisher.unpin(version)
+            head = publisher.head
+            assert head is not None
+            found.append(VersionManifest.from_json(self._connections.blobs.get(head.manifest)))
+        together, alone = found
+        return {
+            "same": [_seen(together), together.state_root] == [_seen(alone), alone.state_root],
+            "digests": len({together.state_root, whole.state_root, rank_group.taken_root()}),
+            "kind": together.kind,
+            "num_buckets": len(together.buckets),
+            "num_changed": together.num_changed,
+            "packs": sorted(blob.key.rpartition("/")[2] for blob in together.objects),
+            "share": mine.num_bytes / whole.num_bytes,
+        }
+
+
+def _seen(manifest: VersionManifest) -> list[dict]:
+    """What a manifest says of its buckets, wherever they are stored."""
+    return [{**b.model_dump(exclude={"stored"}), "sha256": b.stored and b.stored.sha256} for b in manifest.buckets]
+
+
+def lead(
+    rank_group: RankGroup,
+    blobs: Blobs,
+    message: GroupScored,
+    folder: Path,
+    settings: AlgorithmSettings,
+    ways: TwoWays | None,
+) -> dict:
+    """Four steps, a checkpoint after two of them; returns what must not depend on the number of ranks."""
+    groups = group_pack.decode(blobs.get(message.pack))
+    ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
+    plan = make_plan(
+        ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
+        max_completion_tokens=10, budget_tokens=160, num_ranks=rank_group.num_ranks,
+    )  # fmt: skip
+    if settings.has_critic:
+        plan = replace(plan, token_kl=0.05)
+    published = [ways.publish(rank_group)] if ways else []
+    figures = []
+    for step in range(NUM_STEPS):
+        if step == 2:
+            rank_group.save(folder)
+        figures.append(rank_group.step(plan, ready))
+    rank_group.load(folder)
+    again = [rank_group.step(plan, ready) for _ in range(2)]
+    tensors = rank_group.snapshot()
+    published += [ways.publish(rank_group)] if ways else []
+    return {
+        "published": published,
+        "micro_batches": len(plan.micro_batches[0]),
+        "loss": [f.loss for f in figures],
+        "grad_norm": [f.grad_norm for f in figures],
+        "critic": [dict(f.critic) for f in figures],
+        "lr": [f.lr for f in figures],
+        "tokens": figures[0].sums["tokens"],
+        "clipped": figures[-1].sums["clipped"],
+        "gaps": rank_group.reference_gaps(
+            all_rows(ready, budget_tokens=160, num_ranks=rank_group.num_ranks), ready, "k2"
+        ),
+        "full_gaps": rank_group.reference_gaps(
+            all_rows(ready, budget_tokens=160, num_ranks=rank_group.num_ranks), ready, "full"
+        ),
+        "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
+        "names": sorted(tensors),
+        "adapter": published_adapter(rank_group, tensors),
+        "num_parameters": rank_group.policy.num_parameters,
+        "checkpoint_bytes": sum(path.stat().st_size for path in (folder / "engine").iterdir()),
+        "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
+    }
+
+
+def nudge(policy: Policy) -> None:
+    """Change a few values of every parameter that this rank holds; where all ranks hold all, the same ones."""
+    for parameter in policy._scorer.parameters():
+        getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
+
+
+def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) -> dict:
+    """Return what is published of adapters, and whether rank 0's base and the factors make exactly what is exported."""
+    weights = rank_group.weights(None, as_adapter=True)
+    if weights.base is None:
+        return {}
+    base, scale, factors = (
+        weights.base.tensors,
+        AdapterConfig.from_json(weights.base.config).scale,
+        weights.part.tensors(),
+    )
+    made = dict(base)
+    for name, down, up in factor_pairs(factors):
+        if name in base:
+            made[name] = adapter.merged(base[name], factors[down], factors[up], scale)
+    return {
+        "shapes": {name: list(tensor.shape) for name, tensor in factors.items()},
+        "scale": scale,
+        "base": weights.base.root,
+        "is_exact": all(torch.equal(made[name], merged[name]) for name in made),
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    model, folder = arguments
+    told = json.loads(Path(folder, "told.json").read_text())
+    ranks = Ranks()
+    blobs = Blobs(S3Settings.model_validate(told["s3"]))
+    share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
+    lines = Lines(ranks.line(), ranks.line())
+    ways = None
+    if ranks.is_leader:
+        bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank_check")
+        for run_id in (told["run_id"], f"{told['run_id']}-alone"):
+            bootstrap(bus, blobs, run_id)
+        ways = TwoWays(Connections(told["run_id"], bus, blobs), Shares(share, lines), Path(model))
+    else:
+        serve(share, lines)
+    results = {}
+    for name, stage, dtype, algorithm in CASES:
+        full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
+        settings = AlgorithmSettings(name=algorithm, **full_kl)  # type: ignore[arg-type]
+        lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
+        policy = load_policy(Path(model), replace(how(stage, dtype), lora=lora), ranks, temperature=1.0)
+        reference = (
+            WithoutAdapter(policy)
+            if lora
+            else load_reference(Path(model), how(0, "float32"), policy.device, temperature=1.0)
+        )
+        critic = None
+        if settings.has_critic:
+            credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
+            critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, ranks)
+        policy._scorer._chunk_tokens = CHUNK_TOKENS
+        rank_group = RankGroup(policy, ranks, blobs, objective(settings), reference, critic)
+        rank_group.bucket_bytes = BUCKET_BYTES
+        if ranks.is_leader:
+            message = decode((Path(model).parent / "ranks.scored").read_bytes(), GroupScored)
+            target = Path(folder) / name
+            target.mkdir(parents=True)
+            results[name] = lead(rank_group, blobs, message, target, settings, ways if name in PUBLISHED else None)
+            rank_group.dismiss()
+        else:
+            rank_group.follow(share)
+        if name in PUBLISHED:
+            nudge(policy)
+            if ranks.is_leader:
+                assert ways is not None
+                results[name]["published"].append(ways.publish(rank_group))
+                ways.begin()
+                rank_group.dismiss()
+            else:
+                rank_group.follow(share)
+        ranks.barrier()
+    if ranks.is_leader:
+        print(json.dumps(results))
+    ranks.leave(0)
+    return 0

@@ -1,0 +1,284 @@
+"""Adapters published: the base once, then factors alone; what a later life finds; what is mended; what may be collected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.servers import wait_for
+from tests.trainer.publishing.test_publish import head_of, manifest_of
+from tests.trainer.publishing.test_weight_gc import GRACE_S, beat, retirement, versions
+from tests.weights_source import NEVER
+from torch import Tensor
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol import blob_keys, subjects
+from penstock.protocol.facts import BlobRef, WeightsPublished, WeightsRefused
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
+from penstock.protocol.weights.export import export_adapter, export_version
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.connections import Connections
+from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.learner import adapter
+from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.publishing.full_snapshots import answer_is_due
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.snapshot import Base, Snapshot, Weights
+from penstock.trainer.publishing.version_writer import Written
+
+CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("q",))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for config and tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
+    """A bootstrapped run."""
+    return Connections(ring_streams, bus, blobs)
+
+
+def a_base(seed: int = 0) -> Base:
+    generator = torch.Generator().manual_seed(seed)
+    return Base.of({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
+
+
+def factors(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    names = {"A": (2, 4), "B": (8, 2)}
+    return {f"base_model.model.q.lora_{x}.weight": torch.randn(s, generator=generator) for x, s in names.items()}
+
+
+def publish(publisher: Publisher, version: int, base: Base, *, whole: bool = False) -> None:
+    number = PolicyVersion(version)
+    weights = Weights(base.part) if whole else Weights.of(factors(version), base)
+    publisher.submit(Snapshot(number, version, weights.part, "float32", must_publish=True, base=weights.base))
+    publisher.wait_until_published(number, 20.0)
+    publisher.unpin(number)
+
+
+def head_manifest(connections: Connections) -> VersionManifest:
+    return manifest_of(connections, head_of(connections).manifest)
+
+
+def assert_served(connections: Connections, manifest: VersionManifest, base: Base, folder: Path) -> None:
+    """The version merges to its base plus scale times its factors, and its PEFT folder holds exactly the factors."""
+    reader = WeightReader(connections.blobs, connections.run_id)
+    export_version(manifest, folder / "merged", reader=reader, blobs=connections.blobs)
+    export_adapter(manifest, folder / "peft", reader=reader, blobs=connections.blobs)
+    found = load_file(folder / "merged" / "model-00001-of-00001.safetensors")
+    own = factors(manifest.version)
+    down, up = own["base_model.model.q.lora_A.weight"], own["base_model.model.q.lora_B.weight"]
+    torch.testing.assert_close(found["q.weight"], base.tensors["q.weight"] + 3.0 * up @ down)
+    assert torch.equal(found["norm"], base.tensors["norm"])
+    stored = load_file(folder / "peft" / "adapter_model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in own.items())
+    assert AdapterConfig.from_json((folder / "peft" / "adapter_config.json").read_bytes()) == CONFIG
+
+
+def test_the_base_is_published_once_and_then_adapters_alone(
+    connections: Connections, model_folder: Path, tmp_path: Path
+) -> None:
+    """Version 0 is the model; each later version is a few bytes upon it, and is the head by the same move as any other."""
+    publisher, base = Publisher(connections, model_folder=model_folder), a_base()
+    publish(publisher, 0, base, whole=True)
+    publish(publisher, 1, base)
+    publish(publisher, 2, base)
+    publisher.close()
+    manifest = head_manifest(connections)
+    assert (manifest.version, manifest.kind, manifest.parent.version if manifest.parent else None) == (2, "adapter", 1)
+    assert manifest.base is not None
+    assert (manifest.base.version, manifest.base.state_root) == (0, base.root)
+    assert manifest.state_root == Weights.of(factors(2), base).root()
+    assert [file.name for file in manifest.model_files] == ["adapter_config.json"]
+    assert manifest.num_words == 2 * 4 + 8 * 2
+    assert_served(connections, manifest, base, tmp_path)
+
+
+def test_a_later_life_finds_the_base_and_stores_nothing_twice(connections: Connections, model_folder: Path) -> None:
+    """It goes on upon the base of the life before; weights that are the head's own are announced, not published."""
+    base = a_base()
+    first = Publisher(connections, model_folder=model_folder)
+    publish(first, 0, base, whole=True)
+    publish(first, 1, base)
+    first.close()
+    before = versions(connections)
+    second = Publisher(connections, model_folder=model_folder, epoch=1)
+    assert not second.resume(Weights.of(factors(5), a_base()), "float32")
+    assert second.resume(Weights.of(factors(1), a_base()), "float32")
+    assert second.has_base(a_base())
+    assert not second.has_base(a_base(seed=1))
+    publish(second, 2, a_base())
+    second.close()
+    assert versions(connections) - before == {2}
+    assert head_manifest(connections).epoch == 1
+
+
+def test_another_base_is_stored_beside_and_becomes_no_head(
+    connections: Connections, model_folder: Path, tmp_path: Path
+) -> None:
+    """After a change of the published dtype, say: adapters go on upon the new model; nobody is told of it by itself."""
+    heard: list[int] = []
+    subject = subjects.weights_published(connections.run_id)
+    connections.bus.tail(
+        f"{connections.run_id}-weights", subject, WeightsPublished, lambda fact: heard.append(fact.version)
+    ).wait()
+    publisher, base, other = Publisher(connections, model_folder=model_folder), a_base(), a_base(seed=1)
+    publish(publisher, 0, base, whole=True)
+    publish(publisher, 1, base)
+    publisher.close()
+    later = Publisher(connections, model_folder=model_folder, epoch=1)
+    with pytest.raises(PublicationFailed, match="is not published"):
+        publish(later, 2, other)
+    later = Publisher(connections, model_folder=model_folder, epoch=1)
+    later.lay_base(other, PolicyVersion(3), 1, "float32")
+    publish(later, 4, other)
+    later.close()
+    wait_for(lambda: 4 in heard, "the announcement")
+    assert heard == [0, 1, 4]
+    assert_served(connections, head_manifest(connections), other, tmp_path)
+
+
+def test_whole_models_and_adapters_may_follow_one_another(connections: Connections, model_folder: Path) -> None:
+    """A life that publishes merged models goes on after one that did not, and the other way round."""
+    base = a_base()
+    publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
+    publish(publisher, 0, base, whole=True)
+    publish(publisher, 1, base)
+    publish(publisher, 2, a_base(seed=2), whole=True)
+    publish(publisher, 3, a_base(seed=3), whole=True)
+    publisher.close()
+    kinds = {m.version: m.kind for m in _manifests(connections)}
+    assert kinds == {0: "anchor", 1: "adapter", 2: "anchor", 3: "patch"}
+    later = Publisher(connections, model_folder=model_folder, epoch=1)
+    assert not later.has_base(base)
+    later.lay_base(base, PolicyVersion(5), 3, "float32")
+    publish(later, 6, base)
+    later.close()
+    assert head_manifest(connections).parent == _written(connections, 3).as_ancestor
+
+
+def test_a_refused_adapter_is_published_again_with_a_base_that_is_whole(
+    connections: Connections, model_folder: Path, tmp_path: Path
+) -> None:
+    """One worker is enough. What was damaged of the base is stored again under its own number; the state is the same."""
+    publisher, base = Publisher(connections, model_folder=model_folder), a_base()
+    publish(publisher, 0, base, whole=True)
+    publish(publisher, 1, base)
+    before = head_of(connections)
+    root = head_manifest(connections).state_root
+    shard = _written(connections, 0).manifest.objects[0]
+    connections.blobs.delete([shard.key])
+    refuse(connections, before.manifest)
+    wait_for(lambda: head_of(connections).manifest != before.manifest, "the answer")
+    answer = head_manifest(connections)
+    assert (answer.version, answer.kind, answer.state_root) == (1, "adapter", root)
+    assert answer.base is not None
+    assert answer.base.version == 0
+    assert_served(connections, answer, base, tmp_path)
+    publish(publisher, 2, base)
+    assert head_manifest(connections).base == answer.base
+    publisher.close()
+
+
+def test_answers_end_where_they_do_not_help() -> None:
+    """What one worker refuses again is its own trouble, and what all refuse three times is not mended by a fourth."""
+    assert answer_is_due("adapter", {"w0"}, 0)
+    assert answer_is_due("patch", {"w0"}, 0)
+    assert not answer_is_due("anchor", {"w0"}, 0)
+    assert not answer_is_due("adapter", {"w0"}, 1)
+    assert answer_is_due("adapter", {"w0", "w1"}, 2)
+    assert not answer_is_due("adapter", {"w0", "w1"}, 3)
+
+
+def test_old_adapters_are_collected_and_their_base_is_not(
+    connections: Connections, model_folder: Path, tmp_path: Path
+) -> None:
+    """The base stays for the adapters that are kept; a worker or an evaluation at an older adapter keeps that one."""
+    publisher, base = Publisher(connections, model_folder=model_folder), a_base()
+    publish(publisher, 0, base, whole=True)
+    for version in range(1, 10):
+        publish(publisher, version, base)
+    publisher.close()
+    beat(connections, needs=0)  # a worker that holds nothing but the base
+    assert retirement(connections, pinned=(0, 5)).sweep(0.0) == 5
+    beat(connections, needs=4)
+    collector = retirement(connections)
+    assert collector.sweep(0.0) == 5  # said before, and never taken back
+    beat(connections, needs=9)
+    assert collector.sweep(0.0) == 8
+    collector.sweep(GRACE_S)
+    assert versions(connections) == {0, 8, 9}
+    assert_served(connections, head_manifest(connections), base, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_reads_what_is_published(model_folder: Path, tmp_path: Path) -> None:
+    """The folder is PEFT's own format: upon the base, its model computes what the trained module computes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+
+    trained = model()
+    adapter.attach(trained, Lora(rank=3, alpha=8.0, targets=("q_proj", "down_proj")))
+    found = {}
+    for name, (down, up, _) in adapter.factors(trained).items():
+        torch.nn.init.normal_(up, std=0.5)
+        layer = name.removesuffix(".base_layer.weight")
+        found[published_name(f"{layer}.lora_A.weight")] = down.detach()
+        found[published_name(f"{layer}.lora_B.weight")] = up.detach()
+    config = adapter.config(trained)
+    assert config is not None
+    save_file(found, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes(config.to_json())
+    served = PeftModel.from_pretrained(model(), str(tmp_path))
+    ids = torch.arange(12).reshape(1, 12)
+    with torch.no_grad():
+        plain, expected, got = (one(input_ids=ids).logits for one in (model(), trained, served))
+    torch.testing.assert_close(got, expected)
+    assert (got - plain).abs().max() > 0.1
+
+
+def refuse(connections: Connections, manifest: BlobRef) -> None:
+    fact = WeightsRefused(
+        run_id=connections.run_id,
+        worker_id="w0",
+        version=1,
+        manifest=manifest,
+        serving=None,
+        reason="an object is gone",
+    )
+    connections.bus.publish(subjects.weights_refused(connections.run_id), fact, msg_id="refusal").wait()
+
+
+def _manifests(connections: Connections) -> list[VersionManifest]:
+    keys = [stat.key for stat in connections.blobs.list(blob_keys.all_weights_prefix(connections.run_id))]
+    return [
+        VersionManifest.from_json(connections.blobs.get_unverified(key))
+        for key in keys
+        if key.endswith("manifest.json")
+    ]
+
+
+def _written(connections: Connections, version: int) -> Written:
+    manifest = head_manifest(connections)
+    reference = head_of(connections).manifest
+    while manifest.version != version:
+        assert manifest.parent is not None
+        reference = manifest.parent.manifest
+        manifest = manifest_of(connections, reference)
+    return Written(manifest, reference)

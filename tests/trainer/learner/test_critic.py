@@ -1,0 +1,222 @@
+"""Values and advantages by token: whatever the layout, the micro-batches and the ranks, they are the same and finite."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.examples import examples
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.trainer.algorithm import batch
+from penstock.trainer.algorithm.batch import MicroBatch, Row, build
+from penstock.trainer.algorithm.token_credit import TokenCredit, ValueTargets, value_figures
+from penstock.trainer.learner.critic import ValueScorer
+
+VOCABULARY = 17
+
+
+def _row(prompt: int, completion: int, reward: float, *, hole: bool = False) -> Row:
+    tokens = np.arange(1, prompt + completion + 1, dtype=np.int32) % VOCABULARY
+    mask = np.arange(len(tokens)) >= prompt
+    if hole and completion > 2:
+        mask[prompt + 1] = False
+    return Row(tokens, mask, np.zeros(len(tokens), np.float32), reward, 0.1)
+
+
+def _values(some: MicroBatch, seed: int = 0) -> torch.Tensor:
+    """Invented values that a token keeps wherever its row goes: they follow from its place and its row's reward."""
+    place = some.sequences.place().float()
+    return torch.sin(place * 1.7 + some.advantages * 3.0 + seed)
+
+
+rows = st.lists(
+    st.builds(
+        _row,
+        prompt=st.integers(1, 5),
+        completion=st.integers(1, 6),
+        reward=st.sampled_from([0.0, 1.0, -0.5, 0.25]),
+        hole=st.booleans(),
+    ),
+    min_size=1,
+    max_size=8,
+)
+rules = st.builds(
+    TokenCredit,
+    gamma=st.sampled_from([1.0, 0.9, 0.0]),
+    lam=st.sampled_from([1.0, 0.95, 0.0]),
+    whiten=st.booleans(),
+    whiten_rewards=st.booleans(),
+    clip=st.sampled_from([None, 0.5]),
+)
+
+
+def _rewards_by_hand(some: list[Row], *, whiten: bool) -> list[list[float]]:
+    """Every sampled token's reward: nothing but at the end, or that whitened over all tokens of the batch."""
+    plain = [[0.0] * (int(row.loss_mask.sum()) - 1) + [row.advantage] for row in some]
+    every = torch.tensor([reward for one in plain for reward in one], dtype=torch.float64)
+    if not whiten:
+        return plain
+    spread = float(every.var()) if len(every) > 1 else 0.0
+    mean = float(every.mean())
+    return [[(r - mean) / (spread + 1e-8) ** 0.5 if spread > 1e-12 else 0.0 for r in one] for one in plain]
+
+
+def _by_hand(rewards: list[float], values: list[float], rule: TokenCredit) -> tuple[list[float], list[float]]:
+    """GAE in plain Python, over the sampled tokens of one row."""
+    advantages, following, running = [0.0] * len(values), 0.0, 0.0
+    for place in reversed(range(len(values))):
+        running = rewards[place] + rule.gamma * following - values[place] + rule.gamma * rule.lam * running
+        advantages[place], following = running, values[place]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+@given(rows, rules)
+@examples(60)
+def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: TokenCredit) -> None:
+    """GAE jumps over what a tool said, pays at the last sampled token, and whitens over all tokens of the batch."""
+    whole = build(some)
+    values = _values(whole)
+    found = rule([whole], [values])
+    expected, returns = [], []
+    for number, rewards in enumerate(_rewards_by_hand(some, whiten=rule.whiten_rewards)):
+        mine = values[whole.sequence == number].tolist()
+        advantages, targets = _by_hand(rewards, mine, rule)
+        expected += advantages
+        returns += targets
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    if rule.whiten:
+        spread = float(wanted.var()) if len(wanted) > 1 else 0.0
+        wanted = (wanted - wanted.mean()) / (spread + 1e-8) ** 0.5 if spread > 1e-10 else wanted * 0
+    if rule.clip is not None:
+        wanted = wanted.clamp(-rule.clip, rule.clip)
+    torch.testing.assert_close(found.micro_batches[0].advantages.double(), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.targets[0].returns, torch.tensor(returns), rtol=1e-3, atol=1e-3)
+    assert found.targets[0].weight == pytest.approx(1 / len(wanted))
+    assert torch.isfinite(found.micro_batches[0].advantages).all()
+
+
+@given(rows, rules, st.integers(0, 8))
+@examples(40)
+def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: int) -> None:
+    """One micro-batch or two, one of them perhaps empty: the same advantages, targets and figures."""
+    whole, pieces = build(some), [build(some[:cut]), build(some[cut:])]
+    together = rule([whole], [_values(whole)])
+    apart = rule(pieces, [_values(piece) for piece in pieces])
+    joined = torch.cat([piece.advantages for piece in apart.micro_batches])
+    torch.testing.assert_close(joined, together.micro_batches[0].advantages, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([t.returns for t in apart.targets]), together.targets[0].returns)
+    assert apart.figures == pytest.approx(together.figures, rel=1e-4, abs=1e-5)
+
+
+def test_ranks_change_nothing() -> None:
+    """Two ranks that add up their figures whiten as one process that has all rows."""
+    some = [_row(2, 1 + n % 4, float(n % 3)) for n in range(6)]
+    rule, meeting = TokenCredit(whiten_rewards=True), threading.Barrier(2)
+    alone = rule([build(some)], [_values(build(some))])
+    left: list[list[float]] = [[], []]
+    found: list[torch.Tensor] = [torch.empty(0)] * 2
+
+    def rank(number: int) -> None:
+        def add_up(figures: list[float]) -> list[float]:
+            left[number] = list(figures)
+            meeting.wait(10)
+            total = [a + b for a, b in zip(*left, strict=True)]
+            meeting.wait(10)
+            return total
+
+        mine = build(some[number * 3 : number * 3 + 3])
+        found[number] = rule([mine], [_values(mine)], add_up).micro_batches[0].advantages
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    torch.testing.assert_close(torch.cat(found), alone.micro_batches[0].advantages, rtol=1e-5, atol=1e-6)
+
+
+def test_a_critic_that_knows_nothing_credits_every_token_with_the_reward() -> None:
+    """With values of 0 and gamma and lambda of 1 every token gets its trajectory's reward, as in REINFORCE."""
+    some = build([_row(3, 4, 1.0), _row(3, 1, -0.5)])
+    found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(5)])
+    assert found.micro_batches[0].advantages.tolist() == [1.0, 1.0, 1.0, 1.0, -0.5]
+
+
+def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
+    """With a reference every token pays for its own distance, and is credited with what its followers pay."""
+    some = build([_row(3, 3, 1.0)])
+    some = replace(some, reference_logprobs=torch.tensor([-0.5, 0.0, -2.0]))
+    found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(3)], kl_coefficient=0.1)
+    assert found.micro_batches[0].advantages.tolist() == pytest.approx([1.0 - 0.25, 1.0 - 0.2, 1.0 - 0.2])
+    with pytest.raises(ValueError, match="the batch has none"):
+        TokenCredit()([build([_row(3, 3, 1.0)])], [torch.zeros(3)], kl_coefficient=0.1)
+    exact = replace(some, reference_logprobs=None, reference_kl=torch.tensor([0.5, 0.0, 1.0]))
+    found = TokenCredit(gamma=1.0, lam=1.0, whiten=False, kl_form="full")([exact], [torch.zeros(3)], kl_coefficient=0.1)
+    assert found.micro_batches[0].advantages.tolist() == pytest.approx([1.0 - 0.15, 1.0 - 0.1, 1.0 - 0.1])
+
+
+def test_a_batch_without_differences_or_tokens_is_finite() -> None:
+    """One token, equal rewards, or nothing at all: advantages of 0, never NaN."""
+    for some in ([_row(2, 1, 1.0)], [_row(2, 2, 0.5)] * 3, []):
+        whole = build(some)
+        found = TokenCredit(lam=1.0)([whole], [torch.zeros(len(whole.targets))])
+        assert found.micro_batches[0].advantages.tolist() == [0.0] * len(whole.targets)
+        assert all(np.isfinite(value) for value in found.figures.values())
+
+
+def test_explained_variance_is_that_of_the_textbook() -> None:
+    """1 for a critic that is right, 0 for one that says the mean, below 0 for one that misleads."""
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    cases = {1.0: returns, 0.0: returns.mean().expand(4), -3.0: -returns}
+    for wanted, values in cases.items():
+        figures = value_figures([ValueTargets(values, returns, 0.25)])
+        assert figures["explained_variance"] == pytest.approx(wanted, abs=1e-6)
+
+
+def _scorer() -> ValueScorer:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    scorer = ValueScorer(Qwen3ForCausalLM(config))
+    torch.nn.init.normal_(scorer.value_head.weight)
+    return scorer
+
+
+def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
+    """Completions behind one copy of their prompt have the values and the gradients of whole rows."""
+    scorer, found = _scorer(), []
+    some = [_row(5, 1 + n % 4, 1.0) for n in range(6)]
+    for n, row in enumerate(some):
+        row.token_ids[5:] = (row.token_ids[5:] * (n + 2)) % VOCABULARY
+    for pays in (float("inf"), 0.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(batch, "SHARING_PAYS_BELOW", pays)
+            layout = build(some)
+        assert (layout.attention_mask is not None) == (pays > 0)
+        scorer.zero_grad()
+        values = scorer(
+            layout.input_ids, layout.predictors, position_ids=layout.position_ids, attention_mask=layout.attention_mask
+        )
+        values.square().sum().backward()
+        found.append((values.detach(), [p.grad.clone() for p in scorer.parameters() if p.grad is not None]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_value_is_of_the_moment_before_its_token() -> None:
+    """Neither the token itself nor what comes after it moves its value."""
+    scorer, row = _scorer(), _row(3, 4, 1.0)
+    before = scorer(build([row]).input_ids, build([row]).predictors).detach()
+    row.token_ids[5] = (row.token_ids[5] + 1) % VOCABULARY  # the third sampled token
+    after = scorer(build([row]).input_ids, build([row]).predictors).detach()
+    assert torch.equal(before[:3], after[:3])
+    assert not torch.equal(before[3], after[3])

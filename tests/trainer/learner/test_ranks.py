@@ -1,0 +1,166 @@
+"""One process and two ranks train the same: losses, gradient norms, exported weights, checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.trainer.groups.stored_groups import invent_group, store_scored
+from tests.trainer.learner.forks import Fork
+from tests.trainer.learner.rank_check import PUBLISHED
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import encode
+from penstock.protocol.transport.blobs import Blobs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # one process and two ranks train every case first
+
+
+@pytest.fixture(scope="module")
+def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    """The same stored groups, trained by one process and by two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    settings: S3Settings = s3_server.settings
+    write_model(folder / "model", seed=0)
+    groups = [invent_group(f"e0.p{i}.a0", seed=i) for i in range(6)]
+    (folder / "ranks.scored").write_bytes(encode(store_scored(Blobs(settings), "ranks", "p0", groups)))
+    commands = {}
+    for num_ranks in (1, 2):
+        out = folder / f"out{num_ranks}"
+        out.mkdir()
+        nats: NatsSettings = nats_server.settings
+        told = {
+            "nats": {**nats.model_dump(mode="json"), "password": nats.password},
+            "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
+            "run_id": f"ranks-of-{num_ranks}",
+        }
+        (out / "told.json").write_text(json.dumps(told))
+        arguments = [str(folder / "model"), str(out)]
+        commands[num_ranks] = Fork(folder, "tests.trainer.rank_check", *arguments, num_ranks=num_ranks)
+    try:
+        return {
+            ranks: json.loads(command.wait(deadline_s=400.0).splitlines()[-1]) for ranks, command in commands.items()
+        }
+    finally:
+        for command in commands.values():
+            command.kill()
+
+
+EXACT = ["0-float32", "1-float32", "2-float32", "3-float32", "ppo-0", "ppo-1", "ppo-2", "ppo-3"]
+EXACT += ["lora-1", "lora-2", "lora-3"]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> None:
+    """In float32, losses, gradient norms and the final weights agree to 1e-5, at every ZeRO stage."""
+    one, two = results[1][case], results[2][case]
+    assert one["micro_batches"] > two["micro_batches"] >= 1
+    assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
+    assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+    assert one["names"] == two["names"]
+    for mine, other in zip(one["critic"], two["critic"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert one["checksum"] == pytest.approx(two["checksum"], rel=1e-6)
+    assert (one["tokens"], one["clipped"]) == (two["tokens"], two["clipped"])
+
+
+def test_ranks_together_measure_the_kl_of_every_trajectory(results: dict[int, dict]) -> None:
+    """Each row's KL to the reference, whichever rank looked at it, stands in the batch's order."""
+    one, two = results[1]["1-float32"]["gaps"], results[2]["1-float32"]["gaps"]
+    assert len(one) == 24
+    assert min(one) > 0.0
+    assert two == pytest.approx(one, rel=1e-5)
+    for case in ("lora-1", "lora-3"):  # the policy left its reference, and each row says how far
+        exact, shared = results[1][case]["full_gaps"], results[2][case]["full_gaps"]
+        assert min(exact) > 0.0
+        assert shared == pytest.approx(exact, rel=1e-3, abs=2e-6)
+
+
+def test_stages_agree(results: dict[int, dict]) -> None:
+    """Every ZeRO stage takes the same steps, with gradient checkpointing (stage 2) and without."""
+    plain = results[1]["0-float32"]
+    for stage in (1, 2, 3):
+        other = results[1][f"{stage}-float32"]
+        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+
+
+def test_a_critic_learns_beside_the_policy_at_every_stage(results: dict[int, dict]) -> None:
+    """The policy waits for the critic's head start; the critic's loss falls; every ZeRO stage takes the same steps."""
+    plain = results[1]["ppo-0"]
+    assert [lr > 0 for lr in plain["lr"]] == [False, True, True, True]
+    assert plain["lr"][1] == pytest.approx(results[1]["0-float32"]["lr"][0])  # the schedule waited too
+    losses = [figures["value_loss"] for figures in plain["critic"]]
+    assert losses == sorted(losses, reverse=True)
+    assert plain["critic"][0]["value_mean"] == 0.0
+    assert plain["critic"][-1]["explained_variance"] > plain["critic"][0]["explained_variance"]
+    for stage in (1, 2, 3):
+        other = results[1][f"ppo-{stage}"]
+        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        for mine, theirs in zip(other["critic"], plain["critic"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    rough = [figures["value_loss"] for figures in results[2]["ppo-bfloat16"]["critic"]]
+    assert rough == pytest.approx(losses, rel=0.05)
+
+
+def test_adapters_learn_in_place_of_the_model_at_every_stage(results: dict[int, dict]) -> None:
+    """The model goes out whole with its adapters merged, the checkpoint holds adapters alone, the reference is the start.
+
+    What is published of adapters, base and factors, is exactly the model that goes out merged, also of two ranks.
+    """
+    full, plain = results[1]["1-float32"], results[1]["lora-1"]
+    assert plain["loss"][0] == pytest.approx(full["loss"][0], abs=1e-6)  # B is 0: the first policy is the model
+    assert plain["loss"][-1] < plain["loss"][0]
+    assert plain["checksum"] != full["checksum"]
+    for stage in (1, 2, 3):
+        other = results[1][f"lora-{stage}"]
+        assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+        assert other["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+        assert other["checksum"] == pytest.approx(plain["checksum"], rel=1e-6)
+        assert other["gaps"] == pytest.approx(full["gaps"], rel=1e-4, abs=1e-5)
+        assert other["names"] == full["names"]
+        assert other["num_parameters"] == full["num_parameters"]
+        published = other["adapter"]
+        assert published["shapes"]["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"] == [4, 64]
+        assert len(published["shapes"]) == 2 * 2 * 7  # A and B of seven linear layers in two blocks
+        assert published["scale"] == 2.0
+        assert published["is_exact"]
+        assert published == results[2][f"lora-{stage}"]["adapter"]
+        assert other["checkpoint_bytes"] < 0.6 * results[1][f"{stage}-float32"]["checkpoint_bytes"]
+    assert results[2]["lora-bfloat16"]["loss"] == pytest.approx(plain["loss"], abs=2e-2)
+
+
+@pytest.mark.parametrize("case", ["1-bfloat16", "2-bfloat16"])
+def test_bfloat16_stays_close(results: dict[int, dict], case: str) -> None:
+    """bfloat16 with float32 master weights follows the float32 losses to within its precision, on one rank and two."""
+    exact = results[1]["1-float32"]["loss"]
+    for num_ranks in (1, 2):
+        assert results[num_ranks][case]["loss"] == pytest.approx(exact, abs=2e-2)
+
+
+def test_resumed_steps_are_bitwise_equal(results: dict[int, dict]) -> None:
+    """After loading a checkpoint the next steps have exactly the losses that they had without it."""
+    for of_ranks in results.values():
+        assert {name: case["resumed_equal"] for name, case in of_ranks.items()} == dict.fromkeys(of_ranks, True)
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_what_ranks_publish_by_shares_is_what_one_publishes_alone(results: dict[int, dict], case: str) -> None:
+    """Every bucket has the same segment and hashes, the version the same root; each rank stored its own half.
+
+    Each case is a life of its own, whose ranks put their shares of the head together first; another dtype starts whole.
+    """
+    for num_ranks, of_ranks in results.items():
+        versions = of_ranks[case]["published"]
+        for version in versions:
+            assert (version["same"], version["digests"]) == (True, 1)
+            assert version["share"] == pytest.approx(1 / num_ranks, abs=0.1)
+            assert version["num_buckets"] > 4 * num_ranks
+        nudged = versions[-1]
+        assert nudged["kind"] == "patch"
+        assert nudged["num_changed"] > 0
+        assert nudged["packs"] == [f"r{rank:03d}.pack" for rank in range(num_ranks)]

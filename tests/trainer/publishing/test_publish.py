@@ -1,0 +1,413 @@
+"""Publishing: complete, verified, announced in that order; slow or broken storage; refusals; another trainer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.servers import wait_for
+from tests.weights_source import NEVER, read_version
+from torch import Tensor
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.quickstart_task import write_model
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.facts import BlobRef, Head, WeightsPublished, WeightsRefused, decode, encode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.manifest import VersionManifest
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.connections import Connections
+from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.publication import Publication
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.publishing.snapshot import Snapshot, Weights
+from penstock.trainer.publishing.weight_buckets import Part, part_of
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for config and tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
+    """A bootstrapped run."""
+    return Connections(ring_streams, bus, blobs)
+
+
+def tensors(version: int) -> dict[str, Tensor]:
+    """Weights of which a version changes eight values of 2058."""
+    table = torch.arange(2048.0).reshape(32, 64)
+    table[version % 32, :8] = -float(version)
+    return {"a": table, "b": torch.arange(10.0)}
+
+
+def part(version: int) -> Part:
+    return part_of(tensors(version), taken=version, bucket_bytes=4096)
+
+
+def snapshot(version: int, *, must_publish: bool = False) -> Snapshot:
+    return Snapshot(PolicyVersion(version), version, part(version), "float32", must_publish)
+
+
+def head_of(connections: Connections) -> Head:
+    head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
+    assert head is not None
+    return head
+
+
+def manifest_of(connections: Connections, reference: BlobRef) -> VersionManifest:
+    return VersionManifest.from_json(connections.blobs.get(reference))
+
+
+def publish(publisher: Publisher, version: int) -> None:
+    publisher.submit(snapshot(version, must_publish=True))
+    publisher.wait_until_published(PolicyVersion(version), 20.0)
+    publisher.unpin(PolicyVersion(version))
+
+
+def assert_head_is(connections: Connections, version: int) -> None:
+    """The head names a version that can be put together, with exactly the published weights."""
+    head = head_of(connections)
+    assert head.version == version
+    found = read_version(connections.blobs, connections.run_id, version, head.manifest)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(version).items())
+
+
+def test_a_version_is_complete_before_it_is_announced(connections: Connections, model_folder: Path) -> None:
+    """When the announcement comes, the head points to a manifest whose every object is there and verifies."""
+    seen: list[WeightsPublished] = []
+    subject = subjects.weights_published(connections.run_id)
+    connections.bus.tail(f"{connections.run_id}-weights", subject, WeightsPublished, seen.append).wait()
+    told: list[Publication] = []
+    publisher = Publisher(connections, model_folder=model_folder, on_published=told.append)
+    publisher.submit(snapshot(0))
+    wait_for(lambda: seen, "the announcement")
+    manifest = manifest_of(connections, seen[0].manifest)
+    assert (manifest.version, manifest.kind, manifest.num_words) == (0, "anchor", 2058)
+    assert len(manifest.objects) == 2  # 8192 bytes and 40 bytes, at most 4096 each: the larger stands alone
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {file.name for file in manifest.model_files}
+    for reference in manifest.references():
+        connections.blobs.get(reference)
+    assert head_of(connections).manifest == seen[0].manifest
+    assert_head_is(connections, 0)
+    publisher.submit(snapshot(1))
+    publisher.close()
+    assert_head_is(connections, 1)
+    patch = manifest_of(connections, seen[1].manifest)
+    assert (patch.kind, patch.num_changed, patch.parent) == ("patch", 16, manifest_ancestor(manifest, seen[0].manifest))
+    assert [(p.version, p.kind, p.density) for p in told] == [(0, "anchor", 1.0), (1, "patch", 16 / 2058)]
+    assert told[1].sent_bytes < 0.5 * told[1].raw_bytes
+
+
+def manifest_ancestor(manifest: VersionManifest, reference: BlobRef) -> object:
+    from penstock.trainer.publishing.version_writer import Written
+
+    return Written(manifest, reference).as_ancestor
+
+
+def test_a_later_life_goes_on_with_a_patch(connections: Connections, model_folder: Path) -> None:
+    """A trainer that did not make the head puts it together from anchor and chain, and patches it."""
+    first = Publisher(connections, model_folder=model_folder)
+    for version in range(3):
+        publish(first, version)
+    first.close()
+    second = Publisher(connections, model_folder=model_folder, epoch=1)
+    assert second.head is not None
+    assert second.is_published(PolicyVersion(2))
+    publish(second, 3)
+    second.close()
+    manifest = manifest_of(connections, head_of(connections).manifest)
+    assert (manifest.kind, manifest.num_changed, manifest.epoch) == ("patch", 16, 1)
+    assert_head_is(connections, 3)
+
+
+def test_a_life_that_resumes_the_head_itself_reads_nothing(connections: Connections, model_folder: Path) -> None:
+    """Weights that are bit for bit the head's are recognised by their root; others are not."""
+    first = Publisher(connections, model_folder=model_folder)
+    publish(first, 0)
+    publish(first, 1)
+    first.close()
+    second = Publisher(connections, model_folder=model_folder, epoch=1)
+    assert not second.resume(Weights(part(0)), "float32")
+    assert second.resume(Weights(part(1)), "float32")
+    for reference in manifest_of(connections, head_of(connections).manifest).objects:
+        connections.blobs.delete([reference.key])  # nobody looks at it
+    publish(second, 2)
+    second.close()
+    assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
+
+
+@pytest.mark.parametrize("gone", ["objects", "manifest"])
+def test_a_head_that_cannot_be_read_is_followed_by_an_anchor(
+    connections: Connections, model_folder: Path, gone: str
+) -> None:
+    """Without the head's bytes there is nothing to patch: the next version is whole, under the next number."""
+    first = Publisher(connections, model_folder=model_folder)
+    publish(first, 0)
+    first.close()
+    head = head_of(connections).manifest
+    keys = [head.key] if gone == "manifest" else [ref.key for ref in manifest_of(connections, head).objects]
+    connections.blobs.delete(keys)
+    second = Publisher(connections, model_folder=model_folder, epoch=1)
+    publish(second, 1)
+    second.close()
+    assert manifest_of(connections, head_of(connections).manifest).kind == "anchor"
+    assert_head_is(connections, 1)
+
+
+def test_another_layout_starts_with_an_anchor(connections: Connections, model_folder: Path) -> None:
+    """A version in another dtype cannot be a patch."""
+    publisher = Publisher(connections, model_folder=model_folder)
+    publish(publisher, 0)
+    halves = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
+    publisher.submit(Snapshot(PolicyVersion(1), 1, part_of(halves, taken=1), "bfloat16"))
+    publisher.close()
+    manifest = manifest_of(connections, head_of(connections).manifest)
+    assert (manifest.kind, manifest.parent is None) == ("anchor", False)
+    found = read_version(connections.blobs, connections.run_id, 1, head_of(connections).manifest)
+    assert torch.equal(found["a"], halves["a"])
+
+
+def test_anchors_are_written_beside_the_versions(connections: Connections, model_folder: Path) -> None:
+    """Every third version an anchor of the same weights appears; versions stay patches, and later ones name it."""
+    publisher = Publisher(connections, model_folder=model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=3))
+    for version in range(8):
+        publish(publisher, version)
+        publisher._publications.anchors.close(20.0)  # a slow anchor would only come later
+    publisher.close()
+    assert publisher.num_anchors == 2
+    head = head_of(connections).manifest
+    manifest = manifest_of(connections, head)
+    assert manifest.kind == "patch"
+    assert manifest.anchor is not None
+    assert manifest.anchor.version == 6
+    plan = WeightReader(connections.blobs, connections.run_id).plan(manifest, None)
+    assert [m.version for m in plan.manifests] == [6, 7]
+    assert_head_is(connections, 7)
+
+
+def test_a_dense_version_that_is_due_an_anchor_is_one(connections: Connections, model_folder: Path) -> None:
+    """When most bits change, a patch and an anchor beside it would cost more than the anchor alone."""
+    told: list[Publication] = []
+    policy = AnchorPolicy(max_ratio=2.0, max_versions=100)
+    publisher = Publisher(connections, model_folder=model_folder, policy=policy, on_published=told.append)
+    random = torch.Generator().manual_seed(0)
+    for version in range(8):
+        shorter = (torch.randn(128, 64, generator=random).view(torch.int32) & ~0xFF).view(torch.float32)
+        dense = {"a": shorter, "b": torch.arange(10.0)}
+        snapshot = Snapshot(
+            PolicyVersion(version), version, part_of(dense, taken=version), "float32", must_publish=True
+        )
+        publisher.submit(snapshot)
+    publisher.close()
+    patches = ["patch"] * 3  # of two thirds of an anchor
+    assert [p.kind for p in told] == ["anchor", *patches, "anchor", *patches]
+    assert publisher.num_anchors == 0
+    assert sum(p.sent_bytes for p in told) < 1.4 * sum(p.raw_bytes for p in told)  # the rest is manifests
+    found = read_version(connections.blobs, connections.run_id, 7, head_of(connections).manifest)
+    assert torch.equal(found["a"], dense["a"])
+
+
+def test_a_patch_that_is_hardly_smaller_is_not_made(connections: Connections, model_folder: Path) -> None:
+    """When all bits of float32 values change, every version is whole: decoding a patch twice would cost workers more."""
+    told: list[Publication] = []
+    publisher = Publisher(connections, model_folder=model_folder, policy=AnchorPolicy(100.0), on_published=told.append)
+    random = torch.Generator().manual_seed(0)
+    for version in range(3):
+        dense = part_of({"a": torch.randn(128, 64, generator=random)}, taken=version)
+        publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
+    publisher.close()
+    assert [p.kind for p in told] == ["anchor"] * 3
+    assert [p.parent for p in told] == [None, 0, 1]
+
+
+def refuse(connections: Connections, worker: str) -> None:
+    head = head_of(connections)
+    fact = WeightsRefused(
+        run_id=connections.run_id,
+        worker_id=worker,
+        version=head.version,
+        manifest=head.manifest,
+        serving=None,
+        reason="why",
+    )
+    connections.bus.publish(
+        subjects.weights_refused(connections.run_id), fact, msg_id=f"{worker}:{head.manifest.sha256}"
+    ).wait()
+
+
+def test_a_refused_patch_is_answered_with_an_anchor(connections: Connections, model_folder: Path) -> None:
+    """The same version is published again, whole, at once; a whole version needs two workers that refuse it."""
+    publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
+    publish(publisher, 0)
+    publish(publisher, 1)
+    refused = head_of(connections).manifest
+    refuse(connections, "w0")
+    wait_for(lambda: head_of(connections).manifest != refused, "the answer")
+    answer = head_of(connections).manifest
+    assert (manifest_of(connections, answer).kind, manifest_of(connections, answer).version) == ("anchor", 1)
+    assert_head_is(connections, 1)
+    refuse(connections, "w0")
+    publish(publisher, 2)
+    assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
+    publish(publisher, 3)
+    publisher.close()
+    assert_head_is(connections, 3)
+
+
+def test_a_version_overtaken_by_the_next_is_skipped(
+    own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
+) -> None:
+    """While storage is away, waiting versions give way to newer ones, and the next patch covers them all."""
+    storage = own_s3()
+    connections = Connections(ring_streams, bus, Blobs(storage.settings))
+    publisher = Publisher(connections, model_folder=model_folder)
+    publisher.submit(snapshot(0))
+    publisher.wait_until_published(PolicyVersion(0), 20.0)
+    storage.kill()
+    publisher.submit(snapshot(1))
+    wait_for(lambda: not publisher._waiting, "the upload to begin")
+    for version in (2, 3, 4, 5):
+        publisher.submit(snapshot(version, must_publish=version == 3))
+    storage.restart()
+    publisher.close()
+    assert [v for v in range(6) if publisher.is_published(PolicyVersion(v))] == [0, 1, 3, 5]
+    assert (publisher.num_published, publisher.num_skipped) == (4, 2)
+    manifest = manifest_of(connections, head_of(connections).manifest)
+    assert manifest.parent is not None
+    assert manifest.parent.version == 3
+    assert_head_is(connections, 5)
+
+
+def test_storage_that_stays_away_is_an_error(
+    own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
+) -> None:
+    """When the object store does not come back within the deadline, the next submission says so."""
+    storage = own_s3()
+    connections = Connections(ring_streams, bus, Blobs(storage.settings, deadline_s=0.5))
+    publisher = Publisher(connections, model_folder=model_folder)
+    storage.kill()
+    publisher.submit(snapshot(0))
+    with pytest.raises(PublicationFailed, match="no usable answer"):
+        publisher.wait_until_published(PolicyVersion(0), 20.0)
+    with pytest.raises(PublicationFailed, match="could not be published"):
+        publisher.submit(snapshot(1))
+
+
+CRASHES = {
+    CrashPoint.SHARDS_STORED: 0,
+    CrashPoint.MANIFEST_STORED: 0,
+    CrashPoint.HEAD_MOVED: 1,
+    CrashPoint.ANNOUNCED: 1,
+    CrashPoint.ANCHOR_STORED: 1,
+}
+
+
+@pytest.mark.parametrize(("point", "committed"), CRASHES.items())
+def test_a_publisher_killed_at_any_step_leaves_a_right_head(
+    connections: Connections,
+    model_folder: Path,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    point: CrashPoint,
+    committed: int,
+) -> None:
+    """SIGKILL between any two acts: the head is the version before or the whole new one, and the next life goes on."""
+    told = {
+        "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
+        "s3": {**s3_settings.model_dump(mode="json"), "secret_key": s3_settings.secret_key},
+        "run_id": connections.run_id,
+        "model": str(model_folder),
+    }
+    command = [sys.executable, "-m", "tests.trainer.publishing.publish_kill", point]
+    ended = subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert_head_is(connections, committed)
+    seen: list[int] = []
+    subject = subjects.weights_published(connections.run_id)
+    connections.bus.tail(
+        f"{connections.run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
+    ).wait()
+    later = Publisher(connections, model_folder=model_folder, epoch=2)
+    assert later.resume(Weights(part(committed)), "float32")  # the checkpoint was of this version
+    publish(later, committed + 1)
+    later.close()
+    assert_head_is(connections, committed + 1)
+    assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
+    wait_for(lambda: len(seen) > committed + 1, "the announcements")
+    assert seen == list(range(committed + 2))  # what was not announced is now, and nothing twice
+
+
+def test_a_killed_life_may_resume_older_weights(connections: Connections, model_folder: Path) -> None:
+    """A checkpoint behind the head is published under the next number, as a patch that takes the workers back."""
+    first = Publisher(connections, model_folder=model_folder, epoch=1)
+    for version in range(4):
+        publish(first, version)
+    first.close()
+    later = Publisher(connections, model_folder=model_folder, epoch=2)
+    assert not later.resume(Weights(part(1)), "float32")
+    later.submit(Snapshot(PolicyVersion(4), 1, part(1), "float32", must_publish=True))
+    later.close()
+    head = head_of(connections)
+    assert manifest_of(connections, head.manifest).kind == "patch"
+    found = read_version(connections.blobs, connections.run_id, 4, head.manifest)
+    assert torch.equal(found["a"], tensors(1)["a"])
+
+
+def test_two_trainers_of_one_run_are_told_apart(connections: Connections, model_folder: Path) -> None:
+    """A trainer whose head was moved by somebody else refuses to publish over it."""
+    publisher = Publisher(connections, model_folder=model_folder)
+    publisher.submit(snapshot(0))
+    publisher.wait_until_published(PolicyVersion(0), 20.0)
+    state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
+    head = head_of(connections)
+    state.put(streams.HEAD_KEY, encode(Head(version=7, step=7, manifest=head.manifest))).wait()
+    publisher.submit(snapshot(1))
+    with pytest.raises(PublicationFailed, match="another trainer"):
+        publisher.close()
+    unchanged = state.get(streams.HEAD_KEY).wait()
+    assert unchanged is not None
+    assert decode(unchanged.value, Head).version == 7
+
+
+def test_publishing_outlives_a_restart_of_nats(
+    own_nats: Callable[[], NatsServer], blobs: Blobs, run_id: str, model_folder: Path
+) -> None:
+    """NATS is killed and comes back while versions are published: all are announced, none twice."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="publisher") as bus:
+        bootstrap(bus, blobs, run_id)
+        seen: list[int] = []
+        publisher = Publisher(Connections(run_id, bus, blobs), model_folder=model_folder)
+        publisher.submit(snapshot(0, must_publish=True))
+        publisher.wait_until_published(PolicyVersion(0), 20.0)
+        server.kill()
+        back = threading.Timer(0.5, server.restart)
+        back.start()
+        publisher.submit(snapshot(1, must_publish=True))
+        publisher.close()
+        back.join()
+        subject = subjects.weights_published(run_id)
+        bus.tail(
+            f"{run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
+        ).wait()
+        wait_for(lambda: len(seen) >= 2, "both announcements")
+        assert seen == [0, 1]

@@ -1,0 +1,126 @@
+"""Garbage: what nobody can need goes, in two acts; what a living worker, an evaluation or a late joiner needs stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.trainer.publishing.test_publish import assert_head_is, tensors
+from tests.weights_source import WeightsSource, read_version
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol import blob_keys, streams
+from penstock.protocol.facts import Heartbeat, RetirementFloor, decode, encode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.connections import Connections
+from penstock.trainer.publishing.head import read_head
+from penstock.trainer.publishing.weight_gc import Retention, Retirement
+from penstock.trainer.publishing.weight_retention import AnchorPolicy
+
+GRACE_S = 100.0
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder for config and tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def connections(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path) -> Connections:
+    """A run with versions 0 to 12 and anchors of 0, 3, 6, 9 and 12."""
+    source = WeightsSource(bus, blobs, ring_streams, model_folder, policy=AnchorPolicy(1e9, 3))
+    for version in range(14):
+        source.publish(version, tensors(version))
+    return Connections(ring_streams, bus, blobs)
+
+
+def retirement(connections: Connections, *, pinned: tuple[int, ...] = (), orphan_s: float = 1e9) -> Retirement:
+    versions = [PolicyVersion(version) for version in pinned]
+    return Retirement(connections, Retention(2, GRACE_S, orphan_s), pinned=lambda: versions, holder="test")
+
+
+def versions(connections: Connections, ending: str = "") -> set[int]:
+    prefix = blob_keys.all_weights_prefix(connections.run_id)
+    stored = [stat.key for stat in connections.blobs.list(prefix) if stat.key.endswith(ending)]
+    return {blob_keys.version_of_weights(connections.run_id, key) for key in stored}
+
+
+def beat(connections: Connections, needs: int) -> None:
+    fact = Heartbeat(role="rollout", service_id="w0", at=0.0, state="", needs_version=needs)
+    live = connections.bus.key_value(streams.live_bucket(connections.run_id).bucket).wait()
+    live.put(streams.heartbeat_key("rollout", "w0"), encode(fact)).wait()
+
+
+def test_manifests_go_first_and_objects_after_the_grace_period(connections: Connections) -> None:
+    """Below the anchor before the newest nothing is kept: no new reader may start, then the bytes go."""
+    collector = retirement(connections)
+    assert collector.sweep(0.0) == 9
+    floor = (
+        connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait().get(streams.FLOOR_KEY).wait()
+    )
+    assert floor is not None
+    assert decode(floor.value, RetirementFloor).version == 9
+    assert versions(connections, "manifest.json") == set(range(9, 14))
+    assert versions(connections) == set(range(14))
+    collector.sweep(GRACE_S - 1)
+    assert versions(connections) == set(range(14))
+    collector.sweep(GRACE_S)
+    assert versions(connections) == set(range(9, 14))
+    assert_head_is(connections, 13)
+
+
+def test_what_a_worker_or_an_evaluation_needs_stays(connections: Connections) -> None:
+    """The floor is the anchor below the oldest version that anybody alive still reads."""
+    beat(connections, needs=7)
+    assert retirement(connections).sweep(0.0) == 6
+    assert retirement(connections, pinned=(4,)).sweep(0.0) == 6  # what is gone is gone: the floor only rises
+    assert versions(connections, "manifest.json") == set(range(6, 14))
+
+
+def test_a_pinned_version_stays(connections: Connections) -> None:
+    """An evaluation's version can be put together as long as it is pinned, from the anchor that it names."""
+    head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
+    assert head is not None
+    plan_to = WeightReader(connections.blobs, connections.run_id)
+    manifest = plan_to.manifest(head.manifest, PolicyVersion(13))
+    while manifest.version > 6:
+        assert manifest.parent is not None
+        reference = manifest.parent.manifest
+        manifest = plan_to.manifest(reference, PolicyVersion(manifest.parent.version))
+    collector = retirement(connections, pinned=(6,))
+    assert collector.sweep(0.0) == 3  # version 6 is a patch from anchor 3, and has an anchor beside it
+    collector.sweep(GRACE_S)
+    assert versions(connections) == set(range(3, 14))
+    found = read_version(connections.blobs, connections.run_id, 6, reference)
+    assert torch.equal(found["a"], tensors(6)["a"])
+
+
+def test_orphans_go_when_they_are_old(connections: Connections) -> None:
+    """A pack that no manifest names goes after a while, not before; nothing that is named goes."""
+    key = blob_keys.weights_pack(connections.run_id, PolicyVersion(13), "deadbeef", rank=0)
+    connections.blobs.put(key, b"segments of a publisher that was killed")
+    before = versions(connections)
+    retirement(connections, orphan_s=1e9).sweep(0.0)
+    assert connections.blobs.exists(key)
+    retirement(connections, orphan_s=0.0).sweep(0.0)
+    assert not connections.blobs.exists(key)
+    assert versions(connections) == before
+    assert_head_is(connections, 13)
+
+
+def test_one_collects(connections: Connections) -> None:
+    """The right to collect is a lease: while one has it nobody else sweeps."""
+    first, second = (
+        retirement(connections),
+        Retirement(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
+    )
+    assert first._has_lease()
+    assert not second._has_lease()
+    assert first._has_lease()

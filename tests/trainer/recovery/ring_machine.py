@@ -1,0 +1,469 @@
+"""A world that treats the trainer's intake as badly as a broker may: repeats, reorders, loses, buries, and crashes.
+
+The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and what
+commits (`tests/trainer/recovery/ring_commit.py`). Around them stand queues in memory with the guarantees of the real ones and no more: a message comes again until it is
+acknowledged, in any order; message ids are forgotten whenever a server restarts. `tests/trainer/recovery/test_exactly_once.py`
+runs it, and proves that it finds planted bugs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.trainer.recovery.ring_commit import Commits, Hands
+
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
+from penstock.protocol.record.lineage import AccountState, LineageChapter
+from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
+from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.dataset import Prompt, PromptSet
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.counters import Counters
+from penstock.trainer.groups.delivery_tracker import DeliveryTracker
+from penstock.trainer.groups.dispatch import Dispatch, GroupKey
+from penstock.trainer.groups.issue import Issuer, IssuerState
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.settings import DataSettings, RolloutSettings
+
+PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
+CLOSED: Connections = Connections("machine", None, None)  # type: ignore[arg-type]  # no thread is started: nothing goes out
+PICK = st.integers(0, 10_000)  # which of what is there
+
+
+class Remembered(PromptSet):
+    """Prompts that are read once: lives come and go by the hundred."""
+
+    @functools.cache  # noqa: B019  there is one set, for ever
+    def __getitem__(self, index: int) -> Prompt:
+        return super().__getitem__(index)
+
+
+@functools.cache
+def prompts() -> PromptSet:
+    """Six prompts of the quickstart's task."""
+    folder = Path(tempfile.mkdtemp(prefix="ring-machine-"))  # they are read from it as long as the machine runs
+    atexit.register(shutil.rmtree, folder)
+    write_model(folder / "model", seed=0)
+    write_data(folder, seed=0, num_sft=1, num_train=6, num_eval=1)
+    return Remembered.open(
+        [folder / "train.jsonl"],
+        data=DataSettings(),
+        reward=RewardSettings(name="exact_match"),
+        tokenizer=ChatTokenizer.read(folder / "model"),
+    )
+
+
+def scored(group_id: str, version: int) -> ScoredGroup:
+    """A group of one trajectory, sampled at ``version``."""
+    generated = GeneratedGroup(
+        group_id=group_id, row_group=0, split="train", attempt=0, reward_name="r", issued_version=0,
+        oldest_version=version, newest_version=version, prompt_tokens=1, completion_tokens=(3,), finish_reasons=("stop",),
+    )  # fmt: skip
+    return ScoredGroup(generated=generated, rewards=(1.0,), scorer="machine")
+
+
+@dataclass(slots=True)
+class Queue:
+    """Messages that come again until they are acknowledged; ids are remembered until the server restarts."""
+
+    waiting: dict[int, Any] = field(default_factory=dict)
+    held: dict[int, Any] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
+    suppressed: set[str] = field(default_factory=set)  # groups of messages that were taken for repetitions
+    sequence: int = 0
+
+    def publish(self, message: Any, msg_id: str) -> None:
+        if msg_id in self.known:
+            self.suppressed.update(_ids(message))
+            return
+        self.known.add(msg_id)
+        self.sequence += 1
+        self.waiting[self.sequence] = message
+
+    def pick(self, number: int) -> tuple[int, Any]:
+        """Any message that is waiting: there is no order."""
+        sequence = sorted(self.waiting)[number % len(self.waiting)]
+        return sequence, self.waiting[sequence]
+
+
+@dataclass(slots=True)
+class Record:
+    """What the committed chapters add up to: a group is issued once and closed once."""
+
+    issued: set[str] = field(default_factory=set)
+    closed: dict[str, str] = field(default_factory=dict)
+
+    def fold(self, entries: LineageChapter) -> None:
+        used = [group.group_id for step in entries.steps for group in step.groups if group.use == 1]
+        for group_id in entries.issued.get("train", ()):
+            assert group_id not in self.issued, f"{group_id} is issued twice"
+            self.issued.add(group_id)
+        for group_id in entries.revived:
+            assert self.closed.pop(group_id) == "dead", f"{group_id} was revived, but it had not died"
+        for group_id, how in [*((i, "used") for i in used), *((d.group_id, d.reason) for d in entries.dropped)]:
+            assert group_id in self.issued, f"{group_id} is closed as {how} but was never issued"
+            assert group_id not in self.closed, f"{group_id} is closed as {self.closed[group_id]} and as {how}"
+            self.closed[group_id] = how
+        totals = entries.account.totals["train"]
+        reasons = Counter(self.closed.values())
+        assert self.issued - self.closed.keys() == set(entries.account.in_flight["train"])
+        assert totals.issued == len(self.issued)
+        assert totals.used == reasons.pop("used", 0)
+        assert {reason: n for reason, n in totals.dropped.items() if n} == dict(reasons)
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Every rule is one thing that can happen next, in any order."""
+
+    record_writer = RunRecordWriter  # planted bugs override these
+    issuing = Issuer
+
+    @initialize(
+        groups_per_step=st.integers(1, 3),
+        max_staleness=st.integers(0, 2),
+        groups_per_message=st.integers(1, 3),
+        max_attempts=st.integers(1, 3),
+        uses=st.integers(1, 2),
+    )
+    def begin(self, groups_per_step, max_staleness, groups_per_message, max_attempts, uses):
+        self.rollout = RolloutSettings(
+            group_size=1, groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts,
+            groups_per_message=min(groups_per_message, groups_per_step), max_new_tokens=4,
+        )  # fmt: skip
+        self.uses = uses
+        self.tasks, self.scored = Queue(), Queue()
+        self.letters: list[tuple[DeadLetter, Any]] = []
+        self.num_letters_read = 0
+        self.lost: set[str] = set()  # by the world, not by the trainer
+        self.record = Record()
+        self.version = self.head = PolicyVersion(0)
+        self.effect: list[tuple[str, int]] = []  # group, and the version it was trained at
+        self.commits = Commits(self.record_writer)
+        self.start(Ledger(), Accounting(), Counters(), None)
+        self.checkpoint()
+
+    def start(self, ledger, account, counters, document):
+        """Begin a life of the trainer."""
+        dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,))
+        if document is not None:
+            dispatch.resume(document["dispatch"])
+        unsent = [tuple(ids) for ids in document["unsent"]] if document else []
+        self.num_letters_read = document["letters_read"] if document else 0
+        self.ledger, self.counters, self.dispatch = ledger, counters, dispatch
+        self.issuer = self.issuing(CLOSED, dispatch, counters, account, unsent, self.num_letters_read)
+        batcher = Batcher(
+            groups_per_step=self.rollout.groups_per_step, max_staleness=self.rollout.max_staleness, ledger=ledger,
+            reuse=Reuse(self.uses),
+        )  # fmt: skip
+        self.tracker = DeliveryTracker(batcher, self.issuer)
+        self.hands = Hands(self.tracker, self.covered)
+        self.commits.begin(self.version)
+        self.fetching: dict[int, list[ScoredGroup]] = {}
+        self.issuer.advance(self.head, 1_000)
+
+    # ── the trainer's own acts ────────────────────────────────────────────────────────────────
+
+    @rule(sends=st.booleans())
+    def issue(self, sends):
+        """Tasks go out; or the trainer dies, later, before it has seen all of them arrive."""
+        before = set(self.issuer.outstanding())
+        packs = self.issuer.next_packs()
+        if set(self.issuer.outstanding()) - before:
+            lag = staleness(self.version, self.head)
+            bound = (self.rollout.max_staleness + 1 - lag) * self.rollout.groups_per_step
+            assert len(self.issuer.outstanding()) <= bound, "more is issued than the staleness bound admits"
+        for pack in packs[: None if sends else len(packs) // 2]:
+            self.tasks.publish(tuple(task.group_id for task in pack.tasks), pack.pack_id)
+        if sends:
+            self.issuer.sent()
+        elif packs:
+            self.crash()
+
+    @precondition(lambda self: self.scored.waiting)
+    @rule(pick=PICK)
+    def receive(self, pick):
+        """A scored message is delivered; its pack is not fetched yet."""
+        sequence, groups = self.scored.pick(pick)
+        self.scored.held[sequence] = self.scored.waiting.pop(sequence)
+        self.fetching[sequence] = self.tracker.receive(sequence, groups)
+
+    @precondition(lambda self: self.fetching)
+    @rule(pick=PICK, readable=st.sampled_from([True, True, True, False]))
+    def fetched(self, pick, readable):
+        """The pack of a message is here, or turns out to be unreadable."""
+        sequence = sorted(self.fetching)[pick % len(self.fetching)]
+        wanted = self.fetching.pop(sequence)
+        if readable or not wanted:
+            self.tracker.offer(ReadyGroup(s, PACK, None) for s in wanted)  # type: ignore[arg-type]
+            return
+        self.tracker.unreadable(sequence, wanted)
+        self._bury("scored", [s.generated.group_id for s in wanted], self.scored.held.pop(sequence))
+
+    @rule(is_patient=st.booleans(), announces=st.sampled_from([True, True, False]))
+    def train(self, is_patient=False, announces=True):
+        """One step, when there is a full batch; its weights are announced at once, or later."""
+        if is_patient and self.tracker.overtaken(self.version):
+            return
+        batch = self.tracker.take(self.version)
+        if not batch:
+            return
+        ids = [group.group_id for group in batch]
+        for group in batch:
+            oldest = PolicyVersion(group.scored.generated.oldest_version)
+            assert is_fresh(self.version, oldest, self.rollout.max_staleness), "a stale group is trained on"
+        new = [group_id for group_id in ids if group_id not in self.ledger]
+        self.ledger.record(self.version, ids, max_staleness=self.rollout.max_staleness)
+        made = next_version(self.version)
+        self.issuer.trained(dict.fromkeys(new, 3), {}, made=made, num_reused=len(ids) - len(new))
+        self.tracker.trained(ids)
+        self.effect += [(group_id, self.version) for group_id in ids]
+        self.commits.train(batch, self.version, made, self.ledger)
+        self.version = made
+        if announces:
+            self.announce()
+
+    @precondition(lambda self: self.head != self.version)
+    @rule()
+    def announce(self):
+        """The newest version is on the stream; those between were skipped."""
+        self.head = self.version
+        self.issuer.advance(self.head, 1_000)
+
+    @rule()
+    def checkpoint(self):
+        """Commit; the acknowledgements come later, if at all."""
+        chapter = self.commits.commit(self.issuer, self.ledger, self.version, self.hands)
+        if chapter is not None:
+            self.record.fold(chapter)
+        if self.hands.unheard:
+            self._require_all_is_on_the_disk()
+
+    @rule(what=st.sampled_from(["train", "receive", "fetched", "read_letter"]), pick=PICK)
+    def checkpoint_twice(self, what, pick):
+        """Two checkpoints follow on one another, and at most one thing happens in between."""
+        self.checkpoint()
+        if what == "train":
+            self.train()
+        elif what == "receive" and self.scored.waiting:
+            self.receive(pick)
+        elif what == "fetched" and self.fetching:
+            self.fetched(pick, readable=True)
+        elif what == "read_letter" and self.num_letters_read < len(self.letters):
+            self.read_letter()
+        self.checkpoint()
+
+    def covered(self):
+        """Messages that a checkpoint now covers; a planted bug overrides this."""
+        return self.tracker.settled()
+
+    @precondition(lambda self: self.hands.unheard)
+    @rule(number=st.integers(1, 3))
+    def acknowledge(self, number):
+        """Some of what the checkpoint covers is acknowledged."""
+        done, self.hands.unheard = self.hands.unheard[:number], self.hands.unheard[number:]
+        self.tracker.acknowledged(done)
+        for sequence in done:
+            self.scored.held.pop(sequence, None)
+
+    @precondition(lambda self: self.num_letters_read < len(self.letters))
+    @rule()
+    def read_letter(self):
+        """The trainer hears of the next dead letter."""
+        self.num_letters_read += 1
+        self.tracker.bury(self.letters[self.num_letters_read - 1][0], self.num_letters_read)
+
+    @precondition(lambda self: not (self.tasks.waiting or self.scored.waiting or self.fetching))
+    @rule()
+    def silence(self):
+        """Every queue is empty, and has been for long."""
+        self.tracker.give_up_missing()
+
+    @rule()
+    def crash(self):
+        """SIGKILL: only the checkpoint is left, and everything unacknowledged comes again."""
+        state = self.commits.newest()
+        document = json.loads(state.model_dump_json())
+        self.effect = list(self.commits.effect(state))
+        self.scored.waiting |= self.scored.held
+        self.scored.held = {}
+        saved_version = PolicyVersion(document["version"])
+        self.version = saved_version if self.head == saved_version else PolicyVersion(self.head + 1)
+        self.head = self.version
+        self.restore(document)
+
+    def restore(self, document):
+        """Begin the next life from a checkpoint; a planted bug overrides this."""
+        account = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
+        self.start(Ledger(document["ledger"]), account, Counters.from_document(document["totals"]), document)
+
+    # ── what the world does ───────────────────────────────────────────────────────────────────
+
+    @precondition(lambda self: self.tasks.waiting)
+    @rule(pick=PICK, age=st.integers(0, 3), acknowledges=st.sampled_from([True, True, False]))
+    def answer(self, pick, age, acknowledges):
+        """A worker samples a pack, by a version that may be old, and dies perhaps before it acknowledges it."""
+        sequence, ids = self.tasks.pick(pick)
+        version = max(0, self.head - age)
+        self.scored.publish([scored(group_id, version) for group_id in ids], f"s:{'+'.join(ids)}")
+        if acknowledges:
+            del self.tasks.waiting[sequence]
+
+    @precondition(lambda self: self.scored.waiting)
+    @rule(pick=PICK)
+    def repeat(self, pick):
+        """A publisher's late retry gets past the window: the same groups under another number."""
+        _, groups = self.scored.pick(pick)
+        self.scored.publish(groups, f"late{self.scored.sequence}")
+
+    @rule()
+    def forget(self):
+        """The server restarts, and with it go the message ids of what was consumed."""
+        self.tasks.known.clear()
+        self.scored.known.clear()
+
+    @precondition(lambda self: self.tasks.waiting or self.scored.waiting)
+    @rule(pick=PICK, scored_stage=st.booleans())
+    def lose(self, pick, scored_stage):
+        """A message vanishes: somebody acknowledged what he had not done."""
+        queue = self.scored if (scored_stage and self.scored.waiting) or not self.tasks.waiting else self.tasks
+        sequence, message = queue.pick(pick)
+        del queue.waiting[sequence]
+        self.lost.update(_ids(message))
+
+    @precondition(lambda self: self.tasks.waiting)
+    @rule(pick=PICK, stage=st.sampled_from(["tasks", "generated"]))
+    def die(self, pick, stage):
+        """A pack goes to the dead letters of a worker or of the reward service."""
+        sequence, ids = self.tasks.pick(pick)
+        del self.tasks.waiting[sequence]
+        message = ids
+        if stage == "generated":
+            message = [scored(group_id, self.head) for group_id in ids]
+        self._bury(stage, list(ids), message)
+
+    @precondition(lambda self: self.letters)
+    @rule(pick=PICK)
+    def send_again(self, pick):
+        """Somebody sends a dead letter again, whatever has become of its groups meanwhile."""
+        number = pick % len(self.letters)
+        letter, message = self.letters[number]
+        queue = self.tasks if letter.stage == "tasks" else self.scored
+        queue.publish(message, f"again{number}.{queue.sequence}")
+
+    @rule()
+    def flow(self):
+        """For once nothing goes wrong: what is issued is answered and delivered, and a step is made."""
+        self.announce()
+        self.issue(sends=True)
+        while self.tasks.waiting:
+            self.answer(0, 0, acknowledges=True)
+        while self.num_letters_read < len(self.letters):
+            self.read_letter()
+        while self.scored.waiting:
+            self.receive(0)
+        while self.fetching:
+            self.fetched(0, readable=True)
+        self.train()
+
+    def _bury(self, stage, group_ids, message):
+        letter = DeadLetter(
+            run_id="machine", stage=stage, subject="s", reason="r", detail="d", group_ids=tuple(group_ids),
+            num_delivered=1,
+        )  # fmt: skip
+        self.letters.append((letter, message))
+
+    def _require_all_is_on_the_disk(self):
+        """What is acknowledged never comes again: a next life has the checkpoint alone to know of it."""
+        there, now = self.commits.newest(), self.issuer.take_state()
+        assert IssuerState.is_in(now, there), "acknowledged, but the checkpoint does not tell what became of it"
+        assert there.version == self.version, "acknowledged, but the checkpoint is of older weights"
+
+    # ── what must be true at every moment ─────────────────────────────────────────────────────
+
+    @invariant()
+    def every_effect_is_there_once(self):
+        if not hasattr(self, "issuer"):
+            return
+        uses = Counter(group_id for group_id, _ in self.effect)
+        assert all(n <= self.uses for n in uses.values()), f"trained too often: {uses}"
+        places = Counter(GroupKey.parse(group_id).place for group_id in uses)
+        assert all(n == 1 for n in places.values()), f"two attempts at one prompt were both trained: {places}"
+
+    @invariant()
+    def the_account_is_what_dispatch_has_out(self):
+        if not hasattr(self, "issuer"):
+            return
+        account = self.issuer._account
+        totals = account._books["train"].totals
+        in_flight = account.in_flight("train")
+        assert in_flight == set(self.issuer.outstanding())
+        assert totals.issued == totals.used + sum(totals.dropped.values()) + len(in_flight)
+        assert all(n >= 0 for n in totals.dropped.values())
+        assert not {k.place for k in self.dispatch.state.dead} & {k.place for k in self.dispatch.state.outstanding}
+
+    @invariant()
+    def the_ledger_forgets_only_what_is_refused_anyway(self):
+        if not hasattr(self, "issuer"):
+            return
+        for group_id, version in self.effect:
+            if group_id not in self.ledger:
+                newest = PolicyVersion(version)  # no copy that was trained then can be younger
+                assert not is_fresh(self.version, newest, self.rollout.max_staleness), f"{group_id} is forgotten early"
+
+    @invariant()
+    def nothing_is_nowhere(self):
+        """What is outstanding is in a queue, in the trainer's hands, among the dead letters, or was lost by the world."""
+        if not hasattr(self, "issuer"):
+            return
+        unsent = {group_id for pack in self.issuer._unsent for group_id in pack}
+        buried = {group_id for letter, _ in self.letters for group_id in letter.group_ids}
+        queued = {
+            group_id
+            for queue in (self.tasks, self.scored)
+            for message in (*queue.waiting.values(), *queue.held.values())
+            for group_id in _ids(message)
+        }
+        suppressed = self.tasks.suppressed | self.scored.suppressed
+        nowhere = set(self.issuer.outstanding()) - queued - buried - unsent - self.lost - suppressed
+        assert not nowhere, f"outstanding, but nowhere: {nowhere}"
+
+    def teardown(self):
+        """With nothing going wrong any more, step follows on step."""
+        if not hasattr(self, "issuer"):
+            return
+        goal = self.version + 3
+        for _ in range(40):
+            self.forget()
+            self.flow()
+            self.every_effect_is_there_once()
+            self.the_account_is_what_dispatch_has_out()
+            self.checkpoint()
+            if self.hands.unheard:
+                self.acknowledge(len(self.hands.unheard))
+            if self.version >= goal:
+                self.commits.close()
+                return
+            self.silence()
+        raise AssertionError("the ring stands still although nothing goes wrong any more")
+
+
+def _ids(message):
+    return [entry if isinstance(entry, str) else entry.generated.group_id for entry in message]

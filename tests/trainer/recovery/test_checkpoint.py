@@ -1,0 +1,179 @@
+"""A checkpoint is there whole or not at all."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
+from penstock.protocol.record.lineage import AccountState
+from penstock.trainer.errors import CheckpointError, LeaseLost
+from penstock.trainer.recovery import checkpoint
+
+RECORD = BlobRef(key="runs/r/lineage/x", size_bytes=1, sha256="0" * 64)
+
+
+def state(step: int, run_id: str = "r", *, epoch: int = 1, chapter: int = 1, weights: str = "a") -> CheckpointState:
+    return CheckpointState(
+        run_id=run_id, epoch=epoch, step=step, version=step + 1, weights_digest=weights * 64, weights_dtype="bfloat16",
+        ledger=((step, ("e0.p1.a0", "e0.p2.a0")),), dispatch={"position": 7}, totals={"groups_trained": 3},
+        account=AccountState(in_flight={"train": ("e0.p9.a0",)}), metrics_bytes=11, record=RECORD, chapter=chapter,
+    )  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    (folder / "engine").mkdir()
+    (folder / "engine" / "weights.bin").write_bytes(b"weights")
+
+
+def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
+    """State and files of the newest checkpoint are read back; only the newest few stay."""
+    for step in (2, 4, 12):
+        checkpoint.commit(tmp_path, state(step), write, keep=2)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1] == state(12)
+    assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000012"]
+
+
+def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint that was not committed is not seen, and is cleared away."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+
+    def crash(folder: Path) -> None:
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.commit(tmp_path, state(4), crash, keep=2)
+    assert checkpoint.partial_of(tmp_path, state(4)).exists()
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1].step == 2
+    assert not checkpoint.partial_of(tmp_path, state(4)).exists()
+
+
+def test_a_crash_while_an_old_checkpoint_is_removed_leaves_the_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a removed checkpoint does not count and does not stand in the way; the rest of it is cleared away."""
+    for step in (2, 4):
+        checkpoint.commit(tmp_path, state(step), write, keep=2)
+
+    def crash(folder: Path, **_: object) -> None:
+        if (folder / STATE_FILE).exists():
+            (folder / STATE_FILE).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as half_way:
+        half_way.setattr(checkpoint.shutil, "rmtree", crash)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.commit(tmp_path, state(6), write, keep=2)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1].step == 6
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000006"]
+
+
+def test_what_happened_without_a_step_replaces_the_state(tmp_path: Path) -> None:
+    """The next chapter on the same weights leaves the policy's files alone, and counts at once."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+    later = state(2, epoch=2, chapter=2)
+    checkpoint.commit(tmp_path, later, lambda _: pytest.fail("written again"), keep=2)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1] == later
+    assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
+
+
+def test_a_lost_lease_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """What is asked immediately before the rename can still prevent it, for a new step and for the same one."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+
+    def refuse() -> None:
+        raise LeaseLost("somebody else trains")
+
+    for attempt in (state(2, chapter=2), state(4)):
+        with pytest.raises(LeaseLost):
+            checkpoint.commit(tmp_path, attempt, write, keep=2, confirm=refuse)
+        found = checkpoint.newest(tmp_path, "r")
+        assert found is not None
+        assert found[1] == state(2)
+
+
+def test_a_folder_of_an_older_epoch_gives_way(tmp_path: Path) -> None:
+    """What a suspended trainer committed after it lost its lease is replaced; its own attempt to replace is refused."""
+    checkpoint.commit(tmp_path, state(10, epoch=1), write, keep=3)
+    checkpoint.commit(tmp_path, state(12, epoch=1, weights="b"), write, keep=3)  # woke up in the middle of a commit
+    newer = state(12, epoch=2)
+    checkpoint.commit(tmp_path, newer, write, keep=3)
+    found = checkpoint.newest(tmp_path, "r")
+    assert found is not None
+    assert found[1] == newer
+    with pytest.raises(LeaseLost, match=r"epoch 2, this is 1"):
+        checkpoint.commit(tmp_path, state(12, epoch=1, chapter=2), write, keep=3)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    """A run that never committed starts from the beginning."""
+    assert checkpoint.newest(tmp_path / "absent", "r") is None
+
+
+def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Another run's checkpoint, or one whose state does not read, is an error that names the folder."""
+    checkpoint.commit(tmp_path, state(2), write, keep=2)
+    folder = tmp_path / "step00000002"
+    with pytest.raises(CheckpointError, match="belongs to run r, this is run other"):
+        checkpoint.newest(tmp_path, "other")
+    (folder / "state.json").write_text('{"run_id": "r"}')
+    with pytest.raises(CheckpointError, match=r"not readable .*step00000002.*epoch: Field required.*remove its folder"):
+        checkpoint.newest(tmp_path, "r")
+
+
+@pytest.fixture(params=["a limit on files", "a full disk"])
+def tight(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder that takes one megabyte: by the process's limit, and by a file system of that size."""
+    if request.param == "a limit on files":
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+        yield tmp_path
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        return
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("writer", ["plain", "torch"])
+def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(tight: Path, writer: str) -> None:
+    """The error names place and free space; the half-written one is cleared away, so that the space is there again."""
+
+    def write_too_much(folder: Path) -> None:
+        if writer == "plain":
+            (folder / "weights.bin").write_bytes(bytes(3_000_000))
+        else:
+            torch.save({"weights": torch.zeros(1_000_000)}, folder / "weights.pt")
+
+    checkpoint.commit(tight, state(2), write, keep=2)
+    with pytest.raises(
+        CheckpointError, match=r"step00000004 could not be written below .*\(.*MB are free.*start the trainer again"
+    ):
+        checkpoint.commit(tight, state(4), write_too_much, keep=2)
+    assert [path.name for path in tight.iterdir()] == ["step00000002"]
+    found = checkpoint.newest(tight, "r")
+    assert found is not None
+    assert found[1] == state(2)
+    checkpoint.commit(tight, state(4), write, keep=2)

@@ -1,0 +1,281 @@
+"""Killed between any two acts of step, checkpoint, acknowledgement and publication, a run loses and doubles nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.servers import wait_for
+from tests.trainer.learner.forks import Command
+from tests.trainer.producer import ScriptedProducer, write_run_file
+
+from penstock.console.record.audit import audit_run
+from penstock.console.record.audit_checks import Proof, prove
+from penstock.console.record.audit_inputs import gather
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.quickstart_task import write_data, write_model
+from penstock.deploy.servers import NatsServer, S3Server
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed, folder_name
+from penstock.protocol.record.lineage import chapters
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer import crash_points
+from penstock.trainer.crash_points import CrashPoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS, GROUPS_PER_STEP, EVALUATED = 10, 2, 4
+
+# Publication passes its points for the version that a life begins with first, then for those it makes.
+SECOND = {
+    CrashPoint.OBJECT_STORED, CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED,
+    CrashPoint.ANNOUNCED,
+}  # fmt: skip
+
+
+@dataclass
+class Scene:
+    """Small runs on real servers; the one called calm is not disturbed."""
+
+    folder: Path
+    bus: Bus
+    blobs: Blobs
+    nats: NatsServer
+    s3: S3Server
+
+    def run_file(self, run_id: str) -> Path:
+        bootstrap(self.bus, self.blobs, run_id)
+        return write_run_file(
+            self.folder / f"{run_id}.toml", nats=self.nats.settings, s3=self.s3.settings,
+            sections={
+                "run": {"id": run_id, "dir": str(self.folder / "runs"), "seed": 3},
+                "model": {"path": str(self.folder / "model")},
+                "data": {
+                    "train": [str(self.folder / "train.jsonl")], "eval": [str(self.folder / "eval.jsonl")],
+                    "max_prompt_tokens": 64,
+                },
+                "rollout": {
+                    "group_size": 4, "groups_per_step": GROUPS_PER_STEP, "groups_per_message": 2, "max_new_tokens": 8,
+                    "max_staleness": 0, "max_attempts": 30,
+                },
+                "trainer": {
+                    "steps": STEPS, "lr": 1e-3, "micro_batch_tokens": 512, "checkpoint_every": 1, "lease_s": 1.0,
+                },
+                "eval": {"at_start": False, "num_prompts": EVALUATED},
+            },
+        )  # fmt: skip
+
+    def checkpoints(self, run_id: str) -> Path:
+        return self.folder / "runs" / run_id / "checkpoints"
+
+    def state(self, run_id: str) -> CheckpointState:
+        return committed(self.checkpoints(run_id))[-1][1]
+
+    def audit(self, run_id: str) -> Proof:
+        return prove(gather(run_id, self.bus, self.blobs, self.checkpoints(run_id), reads_packs=True))
+
+    def producer(self, run_id: str) -> ScriptedProducer:
+        return ScriptedProducer(self.nats.settings, self.s3.settings, run_id)
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, nats_server: NatsServer, s3_server: S3Server) -> Iterator[Scene]:
+    """The quickstart's model and data, and one run of it without a crash."""
+    folder = tmp_path_factory.mktemp("crash")
+    write_model(folder / "model", seed=0)
+    write_data(folder, seed=0, num_sft=1, num_train=60, num_eval=EVALUATED)
+    with Bus.connect(nats_server.settings, name="audit") as bus:
+        scene = Scene(folder, bus, Blobs(s3_server.settings), nats_server, s3_server)
+        run_file = scene.run_file("calm")
+        with scene.producer("calm"):
+            calm = life(run_file)
+            try:
+                calm.wait()
+            finally:
+                calm.kill()
+        yield scene
+        delete_run(bus, "calm")
+
+
+@pytest.fixture
+def lives() -> Iterator[list[Command]]:
+    """Lives to be ended, whatever happens."""
+    begun: list[Command] = []
+    yield begun
+    for command in begun:
+        command.kill()
+
+
+def life(run_file: Path, *overrides: str) -> Command:
+    """Begin a life of a run's trainer."""
+    return Command(run_file.parent, "train", str(run_file), *overrides)
+
+
+def steps_of(scene: Scene, run_id: str) -> list[tuple[list[int], str]]:
+    """The prompts of each recorded step, and the digest of what it made."""
+    found = reversed(list(chapters(scene.state(run_id).record, scene.blobs.get)))
+    return [([group.prompt for group in step.groups], step.weights_digest) for part in found for step in part.steps]
+
+
+def assert_whole(scene: Scene, run_id: str) -> None:
+    """The account closes, and every group that a step needed counts once."""
+    proof = scene.audit(run_id)
+    assert proof.closes, proof.breaches
+    train, held_out = proof.splits
+    assert train.used == STEPS * GROUPS_PER_STEP
+    assert held_out.used == EVALUATED
+    assert not any(train.in_flight.values())
+    assert not any(held_out.in_flight.values())
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, lives: list[Command]) -> None:
+    """One life dies at each point; the account closes after every one, and at the end each group counts once.
+
+    Groups that dead lives had issued overtake one another, so the order of the steps is this run's own.
+    """
+    run_file = scene.run_file(run_id)
+    # So that few words change: only then are patches sparse, and anchors stored beside them.
+    sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
+    with scene.producer(run_id):
+        for point in CrashPoint:
+            lives.append(life(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
+            lives[-1].wait(expected=-9)
+            proof = scene.audit(run_id)
+            assert proof.closes, (point, proof.breaches)
+        lives.append(life(run_file, *sparse))
+        lives[-1].wait()
+    assert_whole(scene, run_id)
+    assert scene.state(run_id).epoch == len(CrashPoint) + 1
+    delete_run(scene.bus, run_id)
+
+
+@pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
+def test_one_kill_changes_no_weight(scene: Scene, run_id: str, lives: list[Command], point: CrashPoint) -> None:
+    """Before or after the rename: the steps are the undisturbed run's, and so is every version, hash for hash."""
+    run_file = scene.run_file(run_id)
+    with scene.producer(run_id):
+        lives.append(life(run_file, f"trainer.kill_at={point}:2"))
+        lives[-1].wait(expected=-9)
+        lives.append(life(run_file))
+        lives[-1].wait()
+    assert_whole(scene, run_id)
+    assert steps_of(scene, run_id) == steps_of(scene, "calm")
+    delete_run(scene.bus, run_id)
+
+
+def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_says_so(
+    scene: Scene, run_id: str, lives: list[Command]
+) -> None:
+    """The control: with the ids taken out of a checkpoint before its acknowledgements, effects are there twice."""
+    run_file = scene.run_file(run_id)
+    with scene.producer(run_id):
+        lives.append(life(run_file, "rollout.max_staleness=1", f"trainer.kill_at={CrashPoint.COMMITTED}"))
+        lives[-1].wait(expected=-9)
+        path = scene.checkpoints(run_id) / folder_name(1) / STATE_FILE
+        state = json.loads(path.read_text())
+        ids = [group_id for _, row in state["ledger"] for group_id in row]
+        state["ledger"] = []
+        state["dispatch"]["outstanding"] += ids
+        state["account"]["in_flight"]["train"] += ids
+        path.write_text(json.dumps(state))
+        lives.append(life(run_file, "rollout.max_staleness=1"))
+        lives[-1].wait()
+    proof = scene.audit(run_id)
+    assert not proof.closes
+    assert {breach.group_id for breach in proof.breaches if breach.kind == "trained twice"} == set(ids)
+    delete_run(scene.bus, run_id)
+
+
+def test_a_suspended_trainer_that_wakes_up_does_no_harm(scene: Scene, run_id: str, lives: list[Command]) -> None:
+    """Stopped for longer than its lease, it is succeeded; awake again it ends without a trace. A third one is refused."""
+    run_file = scene.run_file(run_id)
+    with scene.producer(run_id) as producer:
+        producer.limit = 2 * GROUPS_PER_STEP
+        lives.append(first := life(run_file))
+        wait_for(lambda: folder_name(2) in str(list(scene.checkpoints(run_id).glob("*"))), "two steps", 60.0)
+        first.signal(signal.SIGSTOP)
+        lives.append(second := life(run_file))
+        wait_for(lambda: '"event": "training"' in second.err, "the successor", 60.0)
+        lives.append(third := life(run_file))
+        third.wait(expected=2)
+        assert "is held by trainer-" in third.err
+        first.signal(signal.SIGCONT)
+        first.wait(expected=2)
+        assert "lost its lease of the run" in first.err
+        producer.limit = None
+        second.wait()
+    assert_whole(scene, run_id)
+    assert scene.state(run_id).epoch == 2
+    delete_run(scene.bus, run_id)
+
+
+def kinds(proof: Proof) -> set[str]:
+    assert not proof.closes
+    return {breach.kind for breach in proof.breaches}
+
+
+def test_the_audit_fails_when_ids_are_taken_out_of_the_checkpoint(scene: Scene, tmp_path: Path) -> None:
+    """A ledger without its groups is not what was committed; the audit names every missing id."""
+    shutil.copytree(scene.checkpoints("calm"), tmp_path / "checkpoints")
+    folder, state = committed(tmp_path / "checkpoints")[-1]
+    ids = {group_id for _, row in state.ledger for group_id in row}
+    (folder / STATE_FILE).write_text(state.model_copy(update={"ledger": ()}).model_dump_json())
+    proof = prove(gather("calm", scene.bus, scene.blobs, tmp_path / "checkpoints", reads_packs=False))
+    assert kinds(proof) == {"checkpoint altered", "not in the ledger"}
+    assert {breach.group_id for breach in proof.breaches} - {""} == ids
+
+
+def test_the_audit_fails_when_a_pack_is_gone_or_another_one(scene: Scene) -> None:
+    """Every group of the pack is named; a changed byte is seen although the size is the same."""
+    audit_inputs = gather("calm", scene.bus, scene.blobs, scene.checkpoints("calm"), reads_packs=False)
+    step = audit_inputs.chapters[0].steps[0]
+    names = {group.group_id for group in step.groups if group.pack == 0}
+    data = scene.blobs.get(step.packs[0])
+    try:
+        scene.blobs.put(step.packs[0].key, data[:-1] + bytes([data[-1] ^ 1]))
+        altered = scene.audit("calm")
+        scene.blobs.delete([step.packs[0].key])
+        missing = scene.audit("calm")
+    finally:
+        scene.blobs.put(step.packs[0].key, data)
+    assert kinds(altered) == {"pack altered"}
+    assert kinds(missing) == {"pack missing"}
+    assert {b.group_id for b in altered.breaches} == {b.group_id for b in missing.breaches} == names
+    assert scene.audit("calm").closes
+
+
+def test_the_audit_fails_when_the_record_is_tampered_with(scene: Scene) -> None:
+    """A chapter with other bytes than its successor promises is no record."""
+    reference = scene.state("calm").record
+    data = scene.blobs.get(reference)
+    try:
+        scene.blobs.put(reference.key, data[:-1] + bytes([data[-1] ^ 1]))
+        assert "record altered" in kinds(scene.audit("calm"))
+    finally:
+        scene.blobs.put(reference.key, data)
+
+
+def test_the_command_tells_the_same(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    """`penstock audit` ends with 0 and a table, or one JSON object, for a finished run."""
+    arguments = [str(scene.folder / "calm.toml")]
+    assert audit_run("calm", arguments, {}, fast=False, as_json=False) == 0
+    assert "the account closes" in capfd.readouterr().out
+    assert audit_run("calm", arguments, {}, fast=True, as_json=True) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["closes"]
+    assert document["step"] == STEPS
+    assert [line["used"] for line in document["splits"]] == [STEPS * GROUPS_PER_STEP, EVALUATED]
+
+
+def test_a_point_that_does_not_exist_is_refused() -> None:
+    """The error lists the points."""
+    with pytest.raises(ConfigError, match=r"kill_at = 'nowhere': expected one of stepped, recorded"):
+        crash_points.arm("nowhere")

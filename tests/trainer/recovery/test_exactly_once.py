@@ -1,0 +1,116 @@
+"""Whatever the broker does and wherever the trainer dies: every group counts once, and the account closes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from tests.examples import examples
+from tests.trainer.recovery.ring_commit import RunRecordWriter
+from tests.trainer.recovery.ring_machine import RingMachine
+
+from penstock.protocol.record.lineage import AccountState
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.counters import Counters
+from penstock.trainer.groups.issue import Issuer, IssuerState
+from penstock.trainer.groups.ledger import Ledger
+
+HUNT = settings(
+    max_examples=300, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck), derandomize=True,
+)  # fmt: skip
+
+TestRing = RingMachine.TestCase
+TestRing.settings = examples(100, stateful_step_count=50)
+
+
+class LedgerForgotten(RingMachine):
+    """A checkpoint without the ids of what was trained."""
+
+    def restore(self, document):
+        super().restore(document | {"ledger": ()})
+
+
+class PositionForgotten(RingMachine):
+    """A checkpoint whose dispatch begins anew."""
+
+    def restore(self, document):
+        account = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
+        totals = Counters.from_document(document["totals"])
+        dispatch = document["dispatch"] | {"position": 0, "outstanding": [], "again": [], "ahead": []}
+        self.start(Ledger(document["ledger"]), account, totals, document | {"dispatch": dispatch})
+
+
+class AcknowledgedTooEarly(RingMachine):
+    """A checkpoint acknowledges all messages that are here, not those alone whose groups it covers."""
+
+    def covered(self):
+        return list(self.scored.held)
+
+
+class Unlooked(IssuerState):
+    """The state of dispatch, which says nothing new while nothing was entered."""
+
+    def is_in(self, state):
+        return self.entries.is_empty
+
+
+class RefusalsForgotten(RingMachine):
+    """A checkpoint is passed over when nothing was entered, although the state is another by now."""
+
+    class Hasty(Issuer):
+        def take_state(self):
+            state = super().take_state()
+            return Unlooked(*(getattr(state, name.name) for name in fields(state)))
+
+    issuing = Hasty
+
+
+class StepPassedOver(RingMachine):
+    """A checkpoint after a single step, with nothing issued since the one before, takes it for nothing."""
+
+    class Hasty(RunRecordWriter):
+        @property
+        def is_empty(self) -> bool:
+            return not (self._lives or self._steps)
+
+    record_writer = Hasty
+    issuing = RefusalsForgotten.Hasty
+
+
+@pytest.mark.parametrize(
+    "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
+)
+def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
+    """A trainer that forgets what its checkpoint should hold, or acknowledges before it, is caught."""
+    with pytest.raises((AssertionError, ValueError)):
+        run_state_machine_as_test(broken, settings=HUNT)
+
+
+def test_a_group_for_another_use_whose_pack_is_gone_stays_trained() -> None:
+    """After a crash it comes back and cannot be read: it is not used again, and not dropped, for it was trained."""
+    machine = RingMachine()
+    machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
+    machine.flow()
+    machine.checkpoint()
+    machine.crash()
+    machine.receive(0)
+    machine.fetched(0, readable=False)
+    totals = machine.issuer.take_state().entries.account.totals["train"]
+    assert (totals.used, totals.dropped) == (1, {})
+
+
+def test_a_group_for_another_use_that_arrives_as_the_run_ends_is_settled() -> None:
+    """It is being fetched when the last batch is done: its message waits for the checkpoint alone."""
+    machine = RingMachine()
+    machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
+    machine.flow()
+    machine.checkpoint()
+    machine.crash()
+    machine.receive(0)
+    machine.tracker.close()
+    machine.fetched(0, readable=True)
+    assert len(machine.tracker.settled()) == 1

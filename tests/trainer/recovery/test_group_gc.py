@@ -1,0 +1,160 @@
+"""What a run keeps: with the defaults all it takes to replay it, and never less than what somebody still waits for."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from pydantic import ValidationError
+from tests.groups import make_generated, make_group, make_scored
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.protocol import blob_keys, streams, subjects
+from penstock.protocol.config.retention import RetentionSettings
+from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, encode
+from penstock.protocol.record.lineage import (
+    AccountState,
+    CheckpointCommitted,
+    LineageChapter,
+    RecordedGroup,
+    RecordedStep,
+)
+from penstock.protocol.record.rescored import RescoredInput, RescoredPiece
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.recovery.group_gc import Expiry
+
+
+class Clock:
+    """The time of day, so many hours later."""
+
+    hours = 0.0
+
+    def __call__(self) -> datetime:
+        return datetime.now(UTC) + timedelta(hours=self.hours)
+
+
+def store(blobs: Blobs, run: str, name: str) -> BlobRef:
+    return blobs.put(blob_keys.group_pack(run, PolicyVersion(0), name, "0"), name.encode())
+
+
+def commit(bus: Bus, blobs: Blobs, run: str, pack: BlobRef, number: int = 1, parent: BlobRef | None = None) -> BlobRef:
+    """Commit a chapter with one step that trained on ``pack``."""
+    scored = make_scored(make_generated(run, [make_group(f"e0.p{number}.a0")])).groups[0]
+    step = RecordedStep(
+        epoch=1, step=number, trained_version=number - 1, made_version=number, weights_digest="a" * 64, packs=(pack,),
+        groups=(RecordedGroup(prompt=0, pack=0, scored=scored),),
+    )  # fmt: skip
+    chapter = LineageChapter(
+        run_id=run, number=number, parent=parent, epoch=1, step=number, version=number, weights_digest="a" * 64,
+        steps=(step,), account=AccountState(),
+    )  # fmt: skip
+    last = blobs.put(blob_keys.lineage_chapter(run, number, 1, "x"), encode(chapter))
+    state = bus.key_value(streams.state_bucket(run).bucket).wait()
+    committed = CheckpointCommitted(epoch=1, step=number, version=number, chapter=number, record=last)
+    state.put(streams.CHECKPOINT_KEY, encode(committed)).wait()
+    return last
+
+
+def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
+    fact = make_generated(run, [make_group("e0.p7.a0")]).model_copy(update={"pack": pack, "pack_id": pack.sha256})
+    bus.publish(subjects.generated(run, "train"), fact, msg_id=pack.sha256).wait()
+    return fact
+
+
+def test_only_what_nothing_names_goes_and_only_when_it_is_old(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """Trained, queued and dead packs stay for ever; a dropped group's pack and an old task list go after a day."""
+    run, clock = ring_streams, Clock()
+    trained, queued, dead, dropped = (store(blobs, run, name) for name in ("trained", "queued", "dead", "dropped"))
+    tasks = blobs.put(blob_keys.task_list(run, "p"), b"tasks")
+    commit(bus, blobs, run, trained)
+    announce(bus, run, queued)
+    letter = DeadLetter(
+        run_id=run, stage="generated", subject="s", reason="r", detail="d", num_delivered=1,
+        payload=encode(make_generated(run, [make_group()]).model_copy(update={"pack": dead})),
+    )  # fmt: skip
+    bus.publish(subjects.dead(run, "generated"), letter, msg_id="d").wait()
+    expiry = Expiry(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    assert expiry.sweep() == []
+    clock.hours = 25.0
+    assert sorted(expiry.sweep()) == sorted([dropped.key, tasks.key])
+    clock.hours = 1e5
+    assert expiry.sweep() == []
+    assert all(blobs.exists(ref.key) for ref in (trained, queued, dead))
+
+
+def test_trained_packs_go_when_that_is_said(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """Then the record of every later checkpoint is read on from where it was read to."""
+    run, clock = ring_streams, Clock()
+    first, second = store(blobs, run, "first"), store(blobs, run, "second")
+    settings = RetentionSettings(trained_packs_h=48.0)
+    expiry = Expiry(Connections(run, bus, blobs), settings, holder="t", clock=clock)
+    last = commit(bus, blobs, run, first)
+    clock.hours = 23.0
+    assert expiry.sweep() == []
+    commit(bus, blobs, run, second, number=2, parent=last)
+    clock.hours = 47.0
+    assert expiry.sweep() == []
+    clock.hours = 49.0
+    assert sorted(expiry.sweep()) == sorted([first.key, second.key])
+
+
+def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """Everything is younger than it was."""
+    store(blobs, ring_streams, "dropped")
+    clock = Clock()
+    clock.hours = -1e4
+    expiry = Expiry(Connections(ring_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    assert expiry.sweep() == []
+
+
+def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """Another one's lease is respected, one's own renewed."""
+    connections = Connections(ring_streams, bus, blobs)
+    one, other = (Expiry(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
+    assert one._has_lease()
+    assert not other._has_lease()
+    assert one._has_lease()
+
+
+def test_streams_get_the_ages_that_are_set(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """Events and dead letters; the others keep what they hold until it is read."""
+    settings = RetentionSettings(events_h=2.0, dead_letters_h=3.0)
+    specs = {spec.name: spec.max_age_s for spec in streams.streams(run_id, settings.limits())}
+    assert specs == {
+        f"{run_id}-tasks": 0.0, f"{run_id}-generated": 0.0, f"{run_id}-scored": 0.0, f"{run_id}-weights": 0.0,
+        f"{run_id}-events": 7200.0, f"{run_id}-dead": 10800.0,
+    }  # fmt: skip
+    bootstrap(bus, blobs, run_id, settings.limits())
+    with pytest.raises(ValidationError, match="0 or at least 1 hour"):
+        RetentionSettings(events_h=0.5)
+
+
+def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """A run that trains under the name of its own rescored input sweeps below that prefix, and leaves the packs there."""
+    run, clock = ring_streams, Clock()
+    kept, dropped = store(blobs, run, "kept"), store(blobs, run, "dropped")
+    scored = make_scored(make_generated(run, [make_group()])).groups[0]
+    piece = RescoredPiece(packs=(kept,), groups=(RecordedGroup(prompt=0, pack=0, scored=scored),))
+    reference = blobs.put(blob_keys.rescored_piece(run, 1, "b" * 64), encode(piece))
+    whole = encode(
+        RescoredInput(
+            run_id=run,
+            source="s",
+            source_record=kept,
+            source_version=1,
+            reward="r",
+            temperature=1.0,
+            pieces=(reference,),
+            num_groups=1,
+        )
+    )
+    blobs.put(blob_keys.rescored_input(run, hashlib.sha256(whole).hexdigest()), whole)
+    expiry = Expiry(Connections(run, bus, blobs), RetentionSettings(trained_packs_h=1.0), holder="t", clock=clock)
+    commit(bus, blobs, run, kept)
+    clock.hours = 1e5
+    assert expiry.sweep() == [dropped.key]
+    assert blobs.exists(kept.key)

@@ -1,0 +1,44 @@
+"""What happened is in the next chapter, however little of it there is."""
+
+from __future__ import annotations
+
+import pytest
+from tests.groups import make_group
+
+from penstock.protocol import streams
+from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.record.lineage import chapters
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.recovery.lease import FencedKey
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+
+
+@pytest.fixture
+def record_writer(bus: Bus, blobs: Blobs, ring_streams: str) -> RunRecordWriter:
+    """The record of a run that has just begun."""
+    state = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    pointer = FencedKey(state, streams.CHECKPOINT_KEY, lambda value: value)
+    return RunRecordWriter(Connections(ring_streams, bus, blobs), pointer, epoch=1, resumed=None)
+
+
+def test_one_step_alone_is_something_to_write(record_writer: RunRecordWriter, blobs: Blobs) -> None:
+    """A single step since the last chapter, with nothing issued or dropped, is not passed over by a checkpoint."""
+    assert record_writer.is_empty
+    group = make_group()
+    scored = ScoredGroup(generated=group.summary(0), rewards=(1.0,) * 8, scorer="exact_match")
+    pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
+    ready = ReadyGroup(scored, pack, group)
+    record_writer.step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
+    assert not record_writer.is_empty
+    record_writer.weights(lambda: "0" * 64)
+    entries = Accounting().take_entries()
+    assert entries.is_empty
+    reference, number, digest = record_writer.write(entries, step=1, version=PolicyVersion(1))
+    (chapter,) = chapters(reference, blobs.get)
+    assert number == 1
+    assert [(step.step, step.weights_digest) for step in chapter.steps] == [(1, digest)]

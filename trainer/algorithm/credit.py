@@ -1,0 +1,160 @@
+"""From the rewards of a batch to what each trajectory counts: shaping, advantages, filters, weights; pure.
+
+The order is that of `trainer/algorithm/reward_shaping.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm import advantages, reward_shaping
+from penstock.trainer.algorithm.advantages import AdvantageEstimator, Outcomes
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.algorithm_state import AlgorithmState
+from penstock.trainer.algorithm.filters import Skipped, TrajectoryFilter
+
+ESTIMATORS: dict[str, AdvantageEstimator] = {
+    "grpo": advantages.grpo,
+    "rloo": advantages.rloo,
+    "reinforce": advantages.reinforce,
+    "reinforce_pp": advantages.reinforce_pp,
+    "reinforce_pp_baseline": advantages.reinforce_pp_baseline,
+    "opo": advantages.opo,
+    "pass_at_k": advantages.pass_at_k,
+    "gpg": advantages.gpg,
+    "remax": advantages.remax,
+    "gae": advantages.reinforce,  # the reward, which `trainer/algorithm/token_credit.py` turns into advantages by token
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One group as credit sees it."""
+
+    rewards: Sequence[float]
+    lengths: Sequence[int]  # sampled tokens of each trajectory
+    truncated: Sequence[bool]
+    source: str = ""  # kind of task, the row's data_source
+    kl: Sequence[float] = ()  # of each trajectory to the reference, summed over its tokens; none: 0
+    baseline: tuple[float, int] | None = None  # reward and length of the prompt's greedy completion
+
+    @property
+    def shaped_together(self) -> tuple[list[float], list[int]]:
+        """Rewards and lengths with the baseline's last: what happens to the others' rewards happens to it."""
+        more = [] if self.baseline is None else [self.baseline]
+        return [*self.rewards, *(r for r, _ in more)], [*self.lengths, *(n for _, n in more)]
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What every trajectory of a batch counts, in the order of its groups."""
+
+    advantages: list[float]
+    weights: list[float]  # factor on its tokens' weights; 0: left out, and out of the denominators
+    rewards: list[float]  # as shaped
+    skipped: Counter[Skipped]
+
+
+CreditRule = Callable[[Sequence[Scored]], Credit]
+
+
+def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmState | None = None) -> CreditRule:
+    """Return the rule of an algorithm; ``longest`` is rollout.max_new_tokens.
+
+    What the rule remembers is in ``state``, which every batch updates; None: it starts here.
+    """
+    remembered = AlgorithmState.fresh(settings) if state is None else state
+    estimate = ESTIMATORS[settings.advantage]
+    options = {"normalise_by_std": settings.normalise_by_std} if settings.advantage in ("grpo", "pass_at_k") else {}
+    buffer = max(1, round(settings.overlong_buffer * longest)) if settings.overlong_buffer else 0
+    keeps = TrajectoryFilter(
+        drop_zero_advantage=settings.drop_zero_advantage,
+        skip_non_positive_advantage=settings.skip_non_positive_advantage,
+        minimal_advantage=settings.minimal_advantage,
+        mask_truncated=settings.mask_truncated,
+    )
+
+    def rule(groups: Sequence[Scored]) -> Credit:
+        members = [g.shaped_together for g in groups]
+        rewards = torch.tensor([r for some, _ in members for r in some], dtype=torch.float64)
+        lengths = torch.tensor([n for _, some in members for n in some], dtype=torch.int64)
+        index = torch.tensor([number for number, (some, _) in enumerate(members) for _ in some], dtype=torch.int64)
+        if buffer:
+            rewards = rewards + reward_shaping.overlong_penalty(
+                lengths, longest=longest, buffer=buffer, factor=settings.overlong_factor
+            )
+        rewards = reward_shaping.clip_symmetric(rewards, settings.reward_clip)
+        shaped = rewards
+        rewards = _scaled(settings, remembered, rewards)
+        rewards = _normalised(settings, remembered, rewards, groups, index)
+        apart = torch.tensor(
+            [n == len(g.rewards) for g, (some, _) in zip(groups, members, strict=True) for n in range(len(some))]
+        )
+        baselines = rewards[apart][index[~apart]] if settings.needs_baseline else None
+        rewards, shaped, lengths, index = (values[~apart] for values in (rewards, shaped, lengths, index))
+        if settings.reward_kl_coefficient and not settings.has_critic:  # that one takes each token's own
+            gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
+            rewards = rewards - remembered.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
+        found = estimate(Outcomes(rewards, index, lengths, baselines), **options)
+        if not settings.has_critic:
+            found = _finished(settings, found, lengths)
+        kept = keeps.keep(found.tolist(), [t for g in groups for t in g.truncated])
+        weights = torch.zeros_like(found)
+        # a batch of which nothing is left keeps everything: its advantages teach nothing, its figures count
+        weights[list(kept.places) or slice(None)] = 1.0
+        weights = weights * _sample_weights(settings, shaped, index, lengths)
+        skipped = kept.skipped if kept.places else Counter[Skipped]()
+        return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped)
+
+    return rule
+
+
+def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor) -> Tensor:
+    if settings.reward_scaling == "none":
+        return rewards
+    state.scaling.update(rewards)
+    return state.scaling.scale(rewards, centre=settings.reward_scaling == "mean_std")
+
+
+def _normalised(
+    settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor, groups: Sequence[Scored], index: Tensor
+) -> Tensor:
+    """Normalise over what `reward_norm` names, and limit the result when asked."""
+    shift, scale = settings.reward_shift, settings.reward_scale
+    match settings.reward_norm:
+        case "none":
+            return rewards
+        case "running":
+            state.norm.update(rewards)
+            rewards = state.norm.normalise(rewards, shift=shift, scale=scale)
+        case "source":
+            sources = [g.source for g in groups for _ in g.shaped_together[0]]
+            rewards = reward_shaping.normalise(rewards, reward_shaping.numbered(sources), shift=shift, scale=scale)
+        case "batch":
+            rewards = reward_shaping.normalise(rewards, shift=shift, scale=scale)
+        case "group":
+            rewards = reward_shaping.normalise(rewards, index, shift=shift, scale=scale)
+    return reward_shaping.asym_clip(rewards) if settings.asym_clip else rewards
+
+
+def _finished(settings: AlgorithmSettings, found: Tensor, lengths: Tensor) -> Tensor:
+    if settings.whiten_advantages:
+        found = reward_shaping.whiten(found, weights=lengths)
+    return reward_shaping.clip_symmetric(found, settings.advantage_clip)
+
+
+def _sample_weights(settings: AlgorithmSettings, rewards: Tensor, index: Tensor, lengths: Tensor) -> Tensor:
+    factors = [torch.ones_like(rewards)]
+    if settings.difficulty_weight:
+        count = int(index.max()) + 1
+        sums = rewards.new_zeros(count).index_add(0, index, rewards)
+        sizes = rewards.new_zeros(count).index_add(0, index, torch.ones_like(rewards))
+        factors.append(reward_shaping.difficulty_weights(1.0 - (sums / sizes)[index]))
+    if settings.length_weight:
+        factors.append(reward_shaping.length_weights(lengths))
+    return reward_shaping.sample_weights(*factors)

@@ -1,0 +1,178 @@
+"""How far the policy in training is from what sampled its batch: sums of a micro-batch, figures of a step; pure.
+
+The sums add up over micro-batches and ranks and the maxima are maximised, so that a figure is about the
+whole batch however it was split. With x = log current / behaviour of a sampled token, before the update:
+
+| figure                 | means                                                                       |
+|------------------------|-----------------------------------------------------------------------------|
+| `kl_behaviour`, `_k1`  | KL(behaviour || current) per token: mean of exp(x) - 1 - x, and of -x       |
+| `logprob_gap`, `_max`  | mean and largest |x|                                                        |
+| `chi2_token`           | mean of exp(2x), minus 1                                                    |
+| `chi2_sequence`        | the same of the product over a sequence                                     |
+| `ess_share_sequence`   | effective sample size of the products, as a share of the sequences          |
+| `perplexity`, `log_…`  | mean over sequences of exp of, and of, minus the mean log-probability;      |
+|                        | `…_behaviour` of the sampler's                                              |
+| `perplexity_ratio`     | mean over sequences of exp(mean of -x)                                      |
+| `perplexity_gap`       | mean over sequences of the mean of -x; `_abs`, `_max`, `_min` of the same   |
+| `ratio_percentiles`    | of exp(x), read from a histogram: exact to the width of its bins            |
+| `kl_by_age`            | `kl_behaviour` of tokens so many versions old                               |
+| `mismatch`             | of tokens that the version in training sampled: see `fresh`                 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm.corrections import divergence
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Sequences
+
+_STEPS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
+_EDGES = (-MAX_LOG_RATIO, *(-step for step in reversed(_STEPS)), 0.0, *_STEPS, MAX_LOG_RATIO)  # of the histogram of x
+_AGES = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5-8": (5, 8), "9-16": (9, 16), "17+": (17, 1 << 62)}
+_MAX_LOG_PERPLEXITY = 80.0
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Trainer against engine on tokens whose weights were the same in both: 0 but for kernels, precision and bugs."""
+
+    num_tokens: int
+    mean_abs: float  # nats, of log current / behaviour
+    max_abs: float  # nats
+    kl_k1: float  # nats per token, KL(behaviour || current)
+    kl_k3: float
+
+
+def mismatch_sums(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
+    """Return what adds up to the figures, by name; the same names whatever the tokens.
+
+    Args:
+        current: [N] log-probabilities before the update.
+        behaviour: [N] as the engine reported them.
+        ages: [N] versions between sampling and training.
+        sequences: Which token belongs where.
+    """
+    current, behaviour = current.detach().double(), behaviour.double()
+    gap = current - behaviour
+    bounded = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = divergence(gap, "k3")
+    fresh = ages <= 0
+    present = sequences.lengths(gap) > 0
+    mine, theirs = -sequences.mean(current)[present], -sequences.mean(behaviour)[present]
+    product = sequences.sum(gap)[present].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    values = {
+        "gap_k1": -gap.sum(), "gap_k3": k3.sum(), "gap_abs": gap.abs().sum(),
+        "gap_square": (2.0 * bounded).exp().sum(),
+        "fresh_tokens": fresh.sum(), "fresh_k1": -gap[fresh].sum(), "fresh_k3": k3[fresh].sum(),
+        "fresh_abs": gap[fresh].abs().sum(),
+        "sequences": present.sum(), "sequence_mine": mine.sum(), "sequence_theirs": theirs.sum(),
+        "sequence_mine_exp": _exp(mine).sum(), "sequence_theirs_exp": _exp(theirs).sum(),
+        "sequence_gap": (mine - theirs).sum(), "sequence_gap_abs": (mine - theirs).abs().sum(),
+        "sequence_gap_exp": _exp(mine - theirs).sum(),
+        "product": product.exp().sum(), "product_square": (2.0 * product).exp().sum(),
+    }  # fmt: skip
+    for name, (low, high) in _AGES.items():
+        among = (ages >= low) & (ages <= high)
+        values |= {f"age_{name}": among.sum(), f"age_{name}_k3": k3[among].sum()}
+    edges = torch.tensor(_EDGES[1:-1], dtype=bounded.dtype, device=bounded.device)
+    counts = torch.bincount(torch.bucketize(bounded, edges), minlength=len(_EDGES) - 1)
+    flat = torch.cat([torch.stack([value.double() for value in values.values()]), counts.double()]).tolist()
+    return dict(zip([*values, *_bins()], flat, strict=True))
+
+
+def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
+    """Return what the figures need the largest of; -inf where there is nothing."""
+    gap = (current.detach() - behaviour).double()
+    present = sequences.lengths(gap) > 0
+    by_sequence = -sequences.mean(gap)[present]
+    found = {
+        "gap_abs": gap.abs(),
+        "fresh_abs": gap.abs()[ages <= 0],
+        "sequence_gap": by_sequence,
+        "sequence_below": -by_sequence,
+    }
+    return {name: float(values.max()) if len(values) else float("-inf") for name, values in found.items()}
+
+
+def mismatch_figures(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, Any]:
+    """Return a step's figures, by the names of the module; ``sums`` also has the batch's ``tokens``."""
+    tokens, sequences = max(1.0, sums["tokens"]), max(1.0, sums["sequences"])
+    found: dict[str, Any] = {
+        "kl_behaviour": sums["gap_k3"] / tokens,
+        "kl_behaviour_k1": sums["gap_k1"] / tokens,
+        "logprob_gap": sums["gap_abs"] / tokens,
+        "logprob_gap_max": max(0.0, maxima["gap_abs"]),
+        "chi2_token": sums["gap_square"] / tokens - 1.0,
+        "chi2_sequence": sums["product_square"] / sequences - 1.0,
+        "ess_share_sequence": sums["product"] ** 2 / (sequences * sums["product_square"]) if sums["sequences"] else 1.0,
+        "log_perplexity": sums["sequence_mine"] / sequences,
+        "log_perplexity_behaviour": sums["sequence_theirs"] / sequences,
+        "perplexity": sums["sequence_mine_exp"] / sequences,
+        "perplexity_behaviour": sums["sequence_theirs_exp"] / sequences,
+        "perplexity_ratio": sums["sequence_gap_exp"] / sequences,
+        "perplexity_gap": sums["sequence_gap"] / sequences,
+        "perplexity_gap_abs": sums["sequence_gap_abs"] / sequences,
+        "perplexity_gap_max": maxima["sequence_gap"] if sums["sequences"] else 0.0,
+        "perplexity_gap_min": -maxima["sequence_below"] if sums["sequences"] else 0.0,
+        "ratio_percentiles": _percentiles([sums[name] for name in _bins()]),
+        "kl_by_age": {
+            name: sums[f"age_{name}_k3"] / sums[f"age_{name}"] for name in _AGES if sums[f"age_{name}"] > 0
+        },
+    }  # fmt: skip
+    same = fresh(sums, maxima)
+    if same is not None:
+        found["mismatch"] = {
+            "tokens": same.num_tokens, "mean_abs": same.mean_abs, "max_abs": same.max_abs,
+            "kl_k1": same.kl_k1, "kl_k3": same.kl_k3,
+        }  # fmt: skip
+    return found
+
+
+def fresh(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Mismatch | None:
+    """Compare trainer and engine on the tokens that the version in training sampled; None when there are none.
+
+    Stale tokens differ because the policy has moved; these should not differ at all.
+    """
+    count = sums["fresh_tokens"]
+    if not count:
+        return None
+    return Mismatch(
+        num_tokens=int(count),
+        mean_abs=sums["fresh_abs"] / count,
+        max_abs=maxima["fresh_abs"],
+        kl_k1=sums["fresh_k1"] / count,
+        kl_k3=sums["fresh_k3"] / count,
+    )
+
+
+def _exp(values: Tensor) -> Tensor:
+    """Exponential that stays finite."""
+    return values.clamp(max=_MAX_LOG_PERPLEXITY).exp()
+
+
+def _bins() -> list[str]:
+    return [f"gap_bin_{number}" for number in range(len(_EDGES) - 1)]
+
+
+def _percentiles(counts: list[float]) -> dict[str, float]:
+    """Read percentiles of the ratio from the histogram of its logarithm, evenly spread within a bin."""
+    total = sum(counts)
+    if not total:
+        return {}
+    found = {}
+    for percent in PERCENTILES:
+        wanted = total * percent / 100.0
+        ends = accumulate(counts)
+        for count, end, (low, high) in zip(counts, ends, pairwise(_EDGES), strict=True):
+            if end >= wanted and count > 0:
+                share = (wanted - (end - count)) / count
+                found[str(percent)] = float(torch.tensor(low + share * (high - low), dtype=torch.float64).exp())
+                break
+    return found

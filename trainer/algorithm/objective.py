@@ -1,0 +1,323 @@
+"""What a step minimises: from log-probabilities of a micro-batch to a loss and the sums it reports; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.corrections import (
+    Bound,
+    Level,
+    Statistic,
+    age_band,
+    importance_weights,
+    inside,
+    learning_rate_factor,
+    log_weights,
+    m2po_clip_widths,
+    moved_along,
+    not_vetoed,
+    opsm,
+    weigh_negatives,
+)
+from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
+from penstock.trainer.algorithm.losses import LossTerms, PolicyLoss, Sequences, Tokens
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
+from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The loss of one micro-batch, already divided by the whole batch's denominators.
+
+    ``sums`` add up over micro-batches and ranks; ``maxima`` are maximised over them.
+    """
+
+    loss: Tensor  # scalar with gradient
+    sums: Mapping[str, Tensor | float]
+    maxima: Mapping[str, Tensor | float]
+
+
+class Objective(Protocol):
+    """What a policy minimises, and what it must compute for that."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether entropies come with the log-probabilities."""
+        ...
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the KL to the reference over the whole vocabulary comes with them."""
+        ...
+
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
+        """Return the loss of a micro-batch from log-probabilities (entropies, KL) [N] that carry a gradient."""
+        ...
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Return what the step's learning rate is multiplied by, from the sums of the whole batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceCorrection:
+    """Weights against the mismatch of trainer (or stale sampler) and behaviour policy."""
+
+    level: Level = "token"
+    bound: Bound = "truncate"
+    high: float = 2.0
+    low: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Tokens or sequences that count nothing because they are too far from the behaviour policy."""
+
+    statistic: Statistic
+    high: float
+    low: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AgeBand:
+    """A hard band around the clip that narrows with a sample's age."""
+
+    clip_low: float
+    clip_high: float
+    cap: float = 4.0
+    decay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KlTerm:
+    """A pull to the reference policy inside the loss."""
+
+    form: AnyKlForm
+    coefficient: float
+    unbiased: bool = False  # weigh by the ratio, for stale samples
+
+
+@dataclass(frozen=True, slots=True)
+class EssRule:
+    """The learning rate of a step, scaled by how much of the batch still counts (arXiv 2602.17616)."""
+
+    level: Level = "root"
+    power: float = 0.5
+    floor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyGradient:
+    """The objective of reinforcement learning: a loss, and the corrections around it.
+
+    In this order: negative advantages are weighed; the loss takes its ratio against the anchor; every
+    token's loss is multiplied by importance weights and rejections; KL and entropy are added; the
+    weights of the aggregation sum it up; cross-entropy on successes, which has weights of its own, is
+    mixed in.
+
+    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and the same by rule, ``ratio``,
+    ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of what
+    sampled), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
+    ``ess_weight_squared`` (effective sample size), and those of `trainer/algorithm/mismatch.py`.
+    """
+
+    loss: PolicyLoss
+    options: Mapping[str, Any] = field(default_factory=dict)
+    anchor: Literal["behaviour", "proximal"] = "behaviour"
+    negative_weight: float = 1.0
+    stale_weight: float = 1.0  # a further factor on negative advantages of tokens that an older version sampled
+    importance: ImportanceCorrection | None = None
+    rejection: Rejection | None = None
+    veto: float | None = None
+    opsm_delta: float | None = None
+    age_band: AgeBand | None = None
+    m2po_budget: float | None = None  # the batch's limit that meets it comes with the micro-batch
+    m2po_form: Literal["mask", "clip"] = "mask"  # leave tokens out beyond the limit, or clip ratios there
+    kl: KlTerm | None = None
+    entropy_coefficient: float = 0.0
+    ess: EssRule | None = None
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether micro-batches must carry recomputed log-probabilities."""
+        return self.anchor == "proximal"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether micro-batches must carry the reference policy's log-probabilities."""
+        return self.kl is not None and self.kl.form != "full"
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Whether the policy must compute its KL to the reference over the whole vocabulary, with a gradient."""
+        return self.kl is not None and self.kl.form == "full"
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the policy must compute entropies with a gradient."""
+        return self.entropy_coefficient != 0.0
+
+    def with_kl(self, coefficient: float | None) -> PolicyGradient:
+        """Return the objective with another coefficient of its KL term; None: this one."""
+        if self.kl is None or coefficient is None:
+            return self
+        return replace(self, kl=replace(self.kl, coefficient=coefficient))
+
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
+        """Return the loss of a micro-batch, whose log-probabilities [N] (entropies, KL) carry the gradient."""
+        sequences = batch.sequences
+        anchor = batch.behaviour_logprobs if self.anchor == "behaviour" else _given(batch.proximal_logprobs, "proximal")
+        advantages = weigh_negatives(
+            batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
+        )
+        tokens = Tokens(logprobs, anchor, batch.behaviour_logprobs, advantages, sequences)
+        terms = self.loss(tokens, **self._options(batch))
+        held = logprobs.detach()
+        to_behaviour = held - batch.behaviour_logprobs
+        weights, passed = self._corrections(to_behaviour, batch, sequences)
+        keep = torch.stack(list(passed.values())).all(0) if passed else torch.ones_like(weights, dtype=torch.bool)
+        losses = terms.loss * (weights * keep)
+        about = (held, batch.behaviour_logprobs, batch.ages, sequences)
+        sums = {
+            **_figures(terms, batch, keep),
+            **{f"rejected_{rule}": (~kept).sum() for rule, kept in passed.items()},
+            **mismatch_sums(*about),
+        }
+        if self.kl is not None:
+            penalty, measured = _kl_terms(self.kl, logprobs, batch, full_kl)
+            losses = losses + self.kl.coefficient * penalty
+            sums["kl_reference"] = measured.sum()
+        if self.needs_entropy:
+            bonus = _given(entropies, "entropy")
+            losses = losses - self.entropy_coefficient * bonus
+            sums["entropy"] = bonus.detach().sum()
+        if self.ess is not None:
+            sums |= _effective_sums(to_behaviour, sequences, self.ess.level)
+        ratio = terms.ratio
+        return Outcome(
+            loss=(losses * batch.weights).sum() - (logprobs * batch.sft_weights).sum(),
+            sums=sums,
+            maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0), **mismatch_maxima(*about)},
+        )
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Return what the learning rate of this step is multiplied by, from the sums of the whole batch."""
+        if self.ess is None or not sums.get("ess_weight_squared"):
+            return 1.0
+        share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+        return learning_rate_factor(share, power=self.ess.power, floor=self.ess.floor)
+
+    def _options(self, batch: MicroBatch) -> Mapping[str, Any]:
+        """Return the loss's options, with the clip that the batch sets where M2PO clips."""
+        if self.m2po_budget is None or self.m2po_form == "mask":
+            return self.options
+        width = 0.0 if batch.drift_limit is None else batch.drift_limit
+        low, high = m2po_clip_widths(width, floor_low=self.options["clip_low"], floor_high=self.options["clip_high"])
+        return {**self.options, "clip_low": low, "clip_high": high}
+
+    def _corrections(
+        self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weight of every token [N], and for every rule that is on which tokens it lets through [N]."""
+        mismatch = to_behaviour
+        if batch.proximal_logprobs is not None:
+            mismatch = batch.proximal_logprobs - batch.behaviour_logprobs
+        weights = torch.ones_like(mismatch)
+        keep: dict[str, Tensor] = {}
+        if self.importance is not None:
+            rule = self.importance
+            weights = importance_weights(
+                mismatch, sequences, level=rule.level, bound=rule.bound, high=rule.high, low=rule.low
+            )
+            keep["importance"] = weights > 0
+        if self.rejection is not None:
+            keep["rejection"] = inside(
+                mismatch, sequences, self.rejection.statistic, high=self.rejection.high, low=self.rejection.low
+            )
+        if self.veto is not None:
+            keep["veto"] = not_vetoed(mismatch, sequences, self.veto)
+        if self.opsm_delta is not None:
+            keep["opsm"] = opsm(to_behaviour, batch.advantages, sequences, self.opsm_delta)
+        if self.age_band is not None:
+            band = self.age_band
+            keep["age_band"] = age_band(
+                to_behaviour.exp(), batch.advantages, batch.ages,
+                clip_low=band.clip_low, clip_high=band.clip_high, cap=band.cap, decay=band.decay,
+            )  # fmt: skip
+        if self.m2po_budget is not None and self.m2po_form == "mask":
+            limit = 0.0 if batch.drift_limit is None else batch.drift_limit
+            keep["m2po"] = ~(moved_along(to_behaviour, batch.advantages) & (to_behaviour.square() > limit))
+        return weights, keep
+
+
+def _kl_terms(term: KlTerm, logprobs: Tensor, batch: MicroBatch, full_kl: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the KL to the reference as the loss has it, [N] with gradient, and as it is reported."""
+    if term.form == "full":
+        exact = _given(full_kl, "full KL")
+        return exact, exact.detach()
+    reference = _given(batch.reference_logprobs, "reference")
+    ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    penalty = kl_penalty(logprobs, reference, term.form, ratio=ratio if term.unbiased else None)
+    return penalty, kl_estimate(logprobs.detach(), reference, "k3")
+
+
+def _given(values: Tensor | None, whose: str) -> Tensor:
+    if values is None:
+        raise ValueError(f"the objective needs {whose} values, and the micro-batch carries none")
+    return values
+
+
+def _figures(terms: LossTerms, batch: MicroBatch, keep: Tensor) -> dict[str, Tensor | float]:
+    ratio = terms.ratio
+    return {
+        "tokens": torch.tensor(float(len(ratio))),
+        "clipped": terms.clipped.sum(),
+        "dual_clipped": terms.dual_clipped.sum(),
+        "rejected": (~keep).sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": ratio.square().sum(),
+        "surprise": -batch.behaviour_logprobs.sum(),
+    }
+
+
+def _effective_sums(to_behaviour: Tensor, sequences: Sequences, level: Level) -> dict[str, Tensor]:
+    weights = log_weights(to_behaviour.double(), sequences, level).exp()
+    if level != "token":
+        present = sequences.lengths(weights) > 0
+        weights = sequences.mean(weights)[present]
+    return {
+        "ess_count": torch.tensor(float(len(weights))),
+        "ess_weight": weights.sum(),
+        "ess_weight_squared": weights.square().sum(),
+    }
+
+
+class CrossEntropy:
+    """The objective of supervised fine-tuning: minus the log-probability of the completion's tokens."""
+
+    needs_entropy = False
+    needs_full_kl = False
+
+    def __call__(
+        self, logprobs: Tensor, batch: MicroBatch, entropies: Tensor | None = None, full_kl: Tensor | None = None
+    ) -> Outcome:
+        """Return the loss of a micro-batch."""
+        return Outcome(
+            loss=-(logprobs * batch.weights).sum(),
+            sums={"tokens": torch.tensor(float(len(logprobs)))},
+            maxima={},
+        )
+
+    def lr_factor(self, sums: Mapping[str, float]) -> float:
+        """Leave the learning rate alone."""
+        return 1.0

@@ -1,0 +1,217 @@
+"""`python -m penstock.trainer data-check FILE`: what a data file is, what it can train, and which rows are wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.row_files import RowFile, open_rows
+from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, detect, prompt_row, rename, turn_rows
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import COLUMNS, DataSettings, Format
+
+MAX_BAD_ROWS_SHOWN = 10
+
+
+@dataclass(slots=True)
+class FileReport:
+    """What was found in one file; lengths are in tokens with a model, else in characters."""
+
+    file: str
+    length_unit: str
+    num_rows: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
+    num_grpo: int = 0  # rows with a prompt to answer
+    num_sft: int = 0  # rows with something to imitate
+    data_sources: Counter[str] = field(default_factory=Counter)
+    num_ground_truths: Counter[str] = field(default_factory=Counter)  # by data_source
+    prompt_lengths: list[int] = field(default_factory=list)
+    completion_lengths: list[int] = field(default_factory=list)
+    num_repeated_prompts: int = 0
+    num_bad: int = 0
+    bad_rows: list[str] = field(default_factory=list)  # the first of them, each with file, line and column
+    no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
+
+    def add_bad(self, text: str) -> None:
+        """Count a bad row; only the first are kept as text."""
+        self.num_bad += 1
+        if len(self.bad_rows) < MAX_BAD_ROWS_SHOWN:
+            self.bad_rows.append(text)
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the report as plain JSON values."""
+        return {
+            "file": self.file,
+            "rows": self.num_rows,
+            "formats": dict(self.formats),
+            "can_train": {"grpo": self.num_grpo, "sft": self.num_sft},
+            "data_sources": {
+                name: {"rows": count, "with_ground_truth": self.num_ground_truths[name]}
+                for name, count in self.data_sources.most_common()
+            },
+            "length_unit": self.length_unit,
+            "prompt_length": length_statistics(self.prompt_lengths),
+            "completion_length": length_statistics(self.completion_lengths),
+            "repeated_prompts": self.num_repeated_prompts,
+            "bad_rows": self.num_bad,
+            "first_bad_rows": self.bad_rows,
+        }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check files and print a report; returns 1 when a row is bad."""
+    parser = argparse.ArgumentParser(prog="penstock data check", description="Say what data files can train.")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
+    parser.add_argument("--model", type=Path, help="model folder, to count tokens through its chat template")
+    parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
+    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of another name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each file")
+    options = parser.parse_args(arguments)
+    mapping = dict(pair.partition("=")[::2] for pair in options.map)
+    unknown = sorted(set(mapping) - set(COLUMNS))
+    if unknown or not all(mapping.values()):
+        parser.error(f"--map takes OURS=THEIRS with OURS one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
+    data = DataSettings(format=options.format, map=mapping)
+    tokenizer = ChatTokenizer.read(options.model) if options.model else None
+    reports = [check_file(path, data, tokenizer) for path in options.files]
+    for report in reports:
+        sys.stdout.write(json.dumps(report.to_document()) + "\n" if options.json else describe(report))
+    return 1 if any(report.num_bad for report in reports) else 0
+
+
+def check_file(path: Path, data: DataSettings, tokenizer: ChatTokenizer | None) -> FileReport:
+    """Read every row of a file as training would.
+
+    Args:
+        path: The file; an unreadable one is one bad row.
+        data: Format and column names to use.
+        tokenizer: Counts tokens and tries the chat template; None counts characters.
+    """
+    report = FileReport(str(path), "tokens" if tokenizer else "characters")
+    try:
+        rows = open_rows(path)
+    except MalformedData as err:
+        report.add_bad(str(err))
+        return report
+    seen: set[int] = set()
+    for number in range(len(rows)):
+        report.num_rows += 1
+        try:
+            _check_row(rows, number, data, tokenizer, report, seen)
+        except MalformedData as err:
+            report.add_bad(f"{rows.place(number)}: {err}")
+    return report
+
+
+def _check_row(
+    rows: RowFile,
+    number: int,
+    data: DataSettings,
+    tokenizer: ChatTokenizer | None,
+    report: FileReport,
+    seen: set[int],
+) -> None:
+    row = rename(rows.row(number), data.map, nested_texts=rows.nested_texts)
+    form = detect(row) if data.format == "auto" else data.format
+    turns = turn_rows(row, form, system_prompt=data.system_prompt) if can_imitate(row) else []
+    try:
+        prompt = prompt_row(row, form, system_prompt=data.system_prompt)
+    except MalformedData as err:
+        if not turns:
+            raise
+        prompt = None
+        report.no_grpo = report.no_grpo or f"{rows.place(number)}: {err}"
+    lengths = _completion_lengths(turns, tokenizer)
+    text = _prompt_text(prompt, turns, tokenizer)
+    report.prompt_lengths.append(len(tokenizer.encode(text)) if tokenizer else len(text))
+    report.completion_lengths += lengths
+    report.formats[form] += 1
+    report.num_sft += bool(turns)
+    report.num_repeated_prompts += hash(text) in seen
+    seen.add(hash(text))
+    if prompt is not None:
+        report.num_grpo += 1
+        report.data_sources[prompt.data_source] += 1
+        report.num_ground_truths[prompt.data_source] += prompt.ground_truth is not None
+
+
+def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None) -> str:
+    chat = prompt.chat if prompt is not None else turns[0].chat[:-1]
+    if tokenizer is not None:
+        return tokenizer.render(chat, add_generation_prompt=True)
+    return "\n".join(message["content"] for message in chat)
+
+
+def _completion_lengths(turns: Iterable[TurnRow], tokenizer: ChatTokenizer | None) -> list[int]:
+    texts = [turn.chat[-1]["content"] for turn in turns]
+    return [len(tokenizer.encode(text)) if tokenizer else len(text) for text in texts]
+
+
+def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
+    """Return min, mean, median, 95th percentile and max; None of nothing."""
+    if not lengths:
+        return None
+    values = np.asarray(lengths)
+    return {
+        "min": int(values.min()),
+        "mean": round(float(values.mean()), 1),
+        "median": int(np.median(values)),
+        "p95": int(np.percentile(values, 95)),
+        "max": int(values.max()),
+    }
+
+
+def describe(report: FileReport) -> str:
+    """Return the report as lines for a person."""
+    formats = ", ".join(
+        f"{name} ({count})" if len(report.formats) > 1 else name for name, count in report.formats.items()
+    )
+    lines = [f"{report.file}: {report.num_rows} rows" + (f", format {formats}" if formats else "")]
+    if report.num_rows > report.num_bad:
+        lines += [_line("can train", _trainable(report)), *_sources(report)]
+        lines.append(_line(f"prompt {report.length_unit}", _statistics(report.prompt_lengths)))
+        if report.completion_lengths:
+            lines.append(_line(f"completion {report.length_unit}", _statistics(report.completion_lengths)))
+        if report.num_repeated_prompts:
+            lines.append(_line("repeated", f"{report.num_repeated_prompts} rows repeat an earlier prompt"))
+    lines.append(_line("bad rows", str(report.num_bad) if report.num_bad else "none"))
+    lines += [f"    {text}" for text in report.bad_rows]
+    if report.num_bad > len(report.bad_rows):
+        lines.append(f"    and {report.num_bad - len(report.bad_rows)} more")
+    return "\n".join(lines) + "\n"
+
+
+def _trainable(report: FileReport) -> str:
+    grpo = f"grpo with {report.num_grpo} rows"
+    if report.no_grpo:
+        grpo += f" (not all: {report.no_grpo})"
+    sft = f"sft with {report.num_sft} rows"
+    if not report.num_sft:
+        sft += " (no messages, response, completion or answer to imitate)"
+    return f"{grpo}, {sft}"
+
+
+def _sources(report: FileReport) -> list[str]:
+    lines: list[str] = []
+    for name, count in report.data_sources.most_common():
+        truths = f"{count} rows, {report.num_ground_truths[name]} with a ground truth"
+        remedy = "" if name else "; reward.name must say who scores them"
+        lines.append(_line("data_source", f"{name or '(none)'}: {truths}{remedy}"))
+    return lines
+
+
+def _statistics(lengths: Sequence[int]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in (length_statistics(lengths) or {}).items())
+
+
+def _line(title: str, text: str) -> str:
+    return f"  {title:<22} {text}"

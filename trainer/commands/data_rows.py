@@ -1,0 +1,52 @@
+"""`python -m penstock.trainer data-rows FILE`: the first rows as a reward sees them, one JSON object each; for `penstock reward test`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from penstock.trainer.data.row_files import Row, open_rows
+from penstock.trainer.data.row_formats import prompt_row, rename
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import COLUMNS, Format
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print rows spread over the file; raises MalformedData naming file, line and column of one that is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m penstock.trainer data-rows", description="Rows as a reward sees them."
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
+    parser.add_argument("--number", type=int, default=20, help="how many rows, spread over the file (default: 20)")
+    parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
+    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of another name")
+    options = parser.parse_args(arguments)
+    mapping = dict(pair.partition("=")[::2] for pair in options.map)
+    if unknown := sorted(set(mapping) - set(COLUMNS)):
+        parser.error(f"--map {unknown[0]}: no such column of ours; there are {', '.join(COLUMNS)}")
+    rows = open_rows(options.file)
+    step = max(1, len(rows) // max(1, options.number))
+    for number in range(0, len(rows), step)[: options.number]:
+        try:
+            row = rename(rows.row(number), mapping, nested_texts=rows.nested_texts)
+            shown = _shown(row, options.format)
+        except MalformedData as err:
+            raise MalformedData(f"{rows.place(number)}: {err}") from None
+        sys.stdout.write(json.dumps({"place": rows.place(number), **shown}) + "\n")
+    return 0
+
+
+def _shown(row: Row, form: Format) -> dict[str, Any]:
+    prompt = prompt_row(row, form, system_prompt="")
+    given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
+    return {
+        "prompt": "\n".join(str(message["content"]) for message in prompt.chat),
+        "data_source": prompt.data_source,
+        "ground_truth": None if prompt.ground_truth is None else json.loads(prompt.ground_truth),
+        "extra_info": json.loads(prompt.extra_info),
+        "completion": given,
+    }

@@ -1,0 +1,120 @@
+"""`python -m penstock.trainer replay RUN [run.toml] [section.key=value] [--from A] [--to B]`: one rank of a replay."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.protocol import logs, streams
+from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
+from penstock.protocol.config.run_file import load, split_arguments
+from penstock.protocol.config.sources import from_overrides
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PenstockError, RecordBroken, WireError
+from penstock.protocol.record.stored_record import StoredRecord, end_of_record
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.replay.replay_verdict import describe
+
+if TYPE_CHECKING:
+    from penstock.trainer.ranks import Ranks
+
+MISTAKE = 2  # exit code of an error that is explained
+DIFFERS = 1
+
+
+class Places(BaseModel):
+    """The sections that say where a run is; everything else is in its record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunSettings = RunSettings()
+    nats: NatsSettings = NatsSettings()
+    s3: S3Settings = S3Settings()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay a run; returns 0 when every version came out the same, 1 when not, 2 for an error on stderr."""
+    options, rest = _options(arguments)
+    files, overrides = split_arguments(rest)
+    settings = _places(options.run, files, overrides)
+    logs.configure("replay", level="warning")
+    from penstock.trainer.ranks import Ranks  # noqa: PLC0415  a mistake in what was typed need not wait for torch
+
+    ranks = Ranks()
+    code = 0
+    try:
+        code = ranks.broadcast(_lead(options, settings, files, ranks) if ranks.is_leader else _follow(settings, ranks))
+    except (BlobMissing, BlobCorrupt, WireError, RecordBroken) as err:
+        sys.stderr.write(f"the record cannot be replayed: {err}\n")
+        code = DIFFERS
+    except PenstockError as err:
+        sys.stderr.write(f"{err}\n")
+        code = MISTAKE
+    ranks.leave(code)
+    return code
+
+
+def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="penstock replay", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", help="the run's name")
+    parser.add_argument(
+        "--from", dest="first", type=int, help="begin with the newest checkpoint at or before this version"
+    )
+    parser.add_argument("--to", dest="last", type=int, help="the last version to make")
+    parser.add_argument("--model", type=Path, help="where the initial model is now (default: where the run had it)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser.parse_known_args(arguments)
+
+
+def _places(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> Places:
+    """Return where the run is; raises ConfigError for an override of what is in its record."""
+    strangers = [
+        one for one in from_overrides(overrides, []) if one.path[0].replace("-", "_") not in Places.model_fields
+    ]
+    if strangers:
+        raise ConfigError(
+            f"{'.'.join(strangers[0].path)} cannot be set: a replay goes by the settings in the run's record; only run.dir, "
+            "nats and s3 say where things are now, and --model where the initial model is"
+        )
+    return load(Places, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
+
+
+def _lead(options: argparse.Namespace, settings: Places, files: Sequence[Path], ranks: Ranks) -> int:
+    from penstock.trainer.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
+
+    blobs = Blobs(settings.s3, deadline_s=30.0)
+    blobs.check()
+
+    def pointer() -> bytes | None:
+        with Bus.connect(settings.nats, name="replay", deadline_s=5.0) as bus:
+            entry = bus.key_value(streams.state_bucket(options.run).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
+            return None if entry is None else entry.value
+
+    record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
+    wanted = Wanted(options.first, options.last, options.model, tuple(files))
+
+    def say(version: int) -> None:
+        if not options.json and sys.stderr.isatty():
+            sys.stderr.write(f"\rversion {version} is the same\x1b[K")
+
+    verdict = Replay(record, blobs, ranks, settings.run.folder, wanted).run(say)
+    if options.json:
+        sys.stdout.write(json.dumps({**asdict(verdict), "holds": verdict.holds}) + "\n")
+    else:
+        sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
+        sys.stdout.write(describe(verdict))
+    return 0 if verdict.holds else DIFFERS
+
+
+def _follow(settings: Places, ranks: Ranks) -> None:
+    from penstock.trainer.replay.replay_run import follow  # noqa: PLC0415  as above
+
+    follow(ranks, Blobs(settings.s3))

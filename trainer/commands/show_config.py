@@ -1,0 +1,20 @@
+"""`python -m penstock.trainer config run.toml [overrides]`: every setting the trainer would use, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from penstock.protocol.config.run_file import config_document, format_config, load, split_arguments
+from penstock.trainer.settings import TrainerSettings
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the settings as TOML with origins, or with ``--json`` as one JSON object; raises ConfigError."""
+    files, overrides = split_arguments([argument for argument in arguments if argument != "--json"])
+    loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
+    as_json = "--json" in arguments
+    sys.stdout.write(json.dumps(config_document(loaded)) + "\n" if as_json else format_config(loaded))
+    return 0

@@ -1,0 +1,245 @@
+"""Rows of JSONL, JSON, CSV and Parquet files, one at a time and by number, each with its place.
+
+JSONL rows stay on disk: only their byte offsets are held. CSV and JSON arrays are held as parsed,
+Parquet as an Arrow table, which is about the size of its uncompressed columns.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.trainer.errors import MalformedData
+
+Row = dict[str, Any]
+
+
+class RowFile(Protocol):
+    """Rows by number, from 0. ``columns`` are the names every row may use, if the file declares them."""
+
+    path: Path
+    nested_texts: bool  # nested values arrive as JSON texts, as CSV has it
+
+    def __len__(self) -> int: ...
+    def place(self, number: int) -> str:
+        """Say where a row stands: file and line, or file and row."""
+        ...
+
+    def row(self, number: int) -> Row:
+        """Return one row; raises MalformedData without the place when it is not an object."""
+        ...
+
+
+def open_rows(path: Path) -> RowFile:
+    """Open a data file by its ending, or by its first bytes when the ending says nothing.
+
+    Raises MalformedData when the file is missing, empty, or of no kind that is known.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except OSError as err:
+        raise MalformedData(f"{path}: not readable ({err.strerror})") from None
+    suffix = path.suffix.lower()
+    stripped = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not stripped:
+        raise MalformedData(f"{path}: the file is empty")
+    if start.startswith(b"PAR1"):
+        rows: RowFile = _ParquetRows(path)
+    elif suffix in {".csv", ".tsv"}:
+        rows = _CsvRows(path, delimiter="\t" if suffix == ".tsv" else ",")
+    elif stripped.startswith(b"[") and suffix != ".jsonl":
+        rows = _JsonArrayRows(path)
+    elif stripped.startswith(b"{") or suffix in {".jsonl", ".ndjson"}:
+        rows = _JsonLineRows(path)
+    else:
+        raise MalformedData(
+            f"{path}: expected JSON lines, a JSON array, CSV or Parquet; it begins with {start[:12]!r}"
+            + ("; unpack it first" if start.startswith((b"\x1f\x8b", b"PK", b"\x28\xb5\x2f\xfd")) else "")
+        )
+    if not len(rows):
+        raise MalformedData(f"{path}: no rows")
+    return rows
+
+
+def fingerprint(paths: Iterator[Path] | list[Path] | tuple[Path, ...]) -> str:
+    """Return the sha256 of the files' contents, so that a resumed run notices other data."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+class _JsonLineRows:
+    nested_texts = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offsets = array("q")
+        self._lines = array("q")
+        with path.open("rb") as file:
+            offset = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
+            file.seek(offset)
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._lines.append(number)
+                offset += len(line)
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def place(self, number: int) -> str:
+        return f"{self.path}:{self._lines[number]}"
+
+    def row(self, number: int) -> Row:
+        self._file.seek(self._offsets[number])
+        return _json_row(self._file.readline())
+
+
+class _JsonArrayRows:
+    nested_texts = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[Any] = []
+        self._lines = array("q")
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as err:
+            raise MalformedData(f"{path}: not UTF-8 text (at byte {err.start})") from None
+        self._read(text)
+
+    def _read(self, text: str) -> None:
+        decoder = json.JSONDecoder(parse_constant=_no_constant)
+        position = _skip_blanks(text, text.index("[") + 1)
+        line, counted = 1, 0
+        while position < len(text) and text[position] != "]":
+            line += text.count("\n", counted, position)
+            counted = position
+            try:
+                value, position = decoder.raw_decode(text, position)
+            except ValueError as err:
+                at = err.lineno if isinstance(err, json.JSONDecodeError) else line
+                raise MalformedData(f"{self.path}:{at}: not JSON ({_reason(err)})") from None
+            self._rows.append(value)
+            self._lines.append(line)
+            position = _skip_blanks(text, position)
+            if text[position : position + 1] == ",":
+                position = _skip_blanks(text, position + 1)
+            elif text[position : position + 1] != "]":
+                break
+        if text[position : position + 1] != "]" or text[position + 1 :].strip():
+            line += text.count("\n", counted, position)
+            raise MalformedData(f"{self.path}:{line}: not JSON (expected ',' or the closing ']' of the array)")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def place(self, number: int) -> str:
+        return f"{self.path}:{self._lines[number]}"
+
+    def row(self, number: int) -> Row:
+        return _an_object(self._rows[number])
+
+
+class _CsvRows:
+    nested_texts = True
+
+    def __init__(self, path: Path, *, delimiter: str) -> None:
+        self.path = path
+        self._rows: list[list[str]] = []
+        self._lines = array("q")
+        csv.field_size_limit(1 << 30)  # prompts may be longer than the module's 128 KiB
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            try:
+                self._columns = next(reader)
+                line = reader.line_num + 1
+                for row in reader:
+                    if row:
+                        self._rows.append(row)
+                        self._lines.append(line)
+                    line = reader.line_num + 1
+            except csv.Error as err:
+                raise MalformedData(f"{path}:{reader.line_num}: not CSV ({err})") from None
+            except UnicodeDecodeError as err:
+                raise MalformedData(f"{path}: not UTF-8 text (at byte {err.start})") from None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def place(self, number: int) -> str:
+        return f"{self.path}:{self._lines[number]}"
+
+    def row(self, number: int) -> Row:
+        cells = self._rows[number]
+        if len(cells) != len(self._columns):
+            raise MalformedData(
+                f"expected {len(self._columns)} cells as in the header ({', '.join(self._columns)}), got {len(cells)}"
+            )
+        return {name: cell for name, cell in zip(self._columns, cells, strict=True) if cell != ""}
+
+
+class _ParquetRows:
+    nested_texts = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._table: pa.Table = pq.read_table(path)
+        except (pa.ArrowException, OSError) as err:
+            raise MalformedData(f"{path}: not a readable Parquet file ({str(err).splitlines()[0]})") from None
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def place(self, number: int) -> str:
+        return f"{self.path}: row {number + 1}"
+
+    def row(self, number: int) -> Row:
+        [row] = self._table.slice(number, 1).to_pylist()
+        return {name: value for name, value in row.items() if value is not None}
+
+
+def _json_row(line: bytes) -> Row:
+    try:
+        return _an_object(json.loads(line, parse_constant=_no_constant))
+    except UnicodeDecodeError as err:
+        raise MalformedData(f"not UTF-8 text (at byte {err.start} of the line)") from None
+    except (ValueError, RecursionError) as err:
+        raise MalformedData(f"not JSON ({_reason(err)})") from None
+
+
+def _an_object(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise MalformedData(f"expected an object with columns, got {type(value).__name__}")
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _reason(err: Exception) -> str:
+    return f"{err.msg} at column {err.colno}" if isinstance(err, json.JSONDecodeError) else str(err)
+
+
+def _skip_blanks(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position

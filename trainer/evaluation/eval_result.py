@@ -1,0 +1,63 @@
+"""What an evaluation came to: accuracy, rewards and pass@k of held-out groups; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.protocol.facts import ScoredGroup
+
+CORRECT = 1.0 - 1e-6  # a completion counts as correct from this reward on
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """What one evaluation came to."""
+
+    step: int
+    version: int
+    num_prompts: int
+    num_samples: int  # completions of each prompt
+    accuracy: float  # share of completions with the full reward of 1
+    reward_mean: float
+    pass_at: dict[int, float]  # k -> share of prompts solved by k samples, unbiased; empty for one sample
+    completion_tokens_mean: float
+    truncated_share: float  # completions cut off at max_new_tokens
+    eval_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LostEvaluation:
+    """An evaluation that was begun and has no result; ``step`` made its version, None where that is no longer known."""
+
+    version: int
+    step: int | None
+    reason: str
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the chance that at least one of ``k`` samples is correct (unbiased, arXiv 2107.03374)."""
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def summarise(groups: Sequence[ScoredGroup], *, step: int, version: int, eval_s: float) -> EvalResult:
+    """Reduce scored groups, one of each prompt, to an evaluation's result; pure."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    tokens = [count for group in groups for count in group.generated.completion_tokens]
+    finishes = [reason for group in groups for reason in group.generated.finish_reasons]
+    num_samples = min(len(group.rewards) for group in groups)
+    correct = [sum(reward >= CORRECT for reward in group.rewards) for group in groups]
+    ks = [2**i for i in range(num_samples.bit_length())] if num_samples > 1 else []
+    return EvalResult(
+        step=step,
+        version=version,
+        num_prompts=len(groups),
+        num_samples=num_samples,
+        accuracy=sum(reward >= CORRECT for reward in rewards) / len(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        pass_at={k: sum(pass_at_k(num_samples, c, k) for c in correct) / len(groups) for k in ks},
+        completion_tokens_mean=sum(tokens) / len(tokens),
+        truncated_share=finishes.count("length") / len(finishes),
+        eval_s=eval_s,
+    )

@@ -1,0 +1,339 @@
+"""Evaluates held-out prompts on one published version, without stopping the training.
+
+Every task is pinned: all its tokens must come from that version, and an answer that says otherwise is
+refused. An evaluation counts only as a whole: a group that dies makes it fail, since an accuracy over
+what happened to come back would flatter. One that was under way when the trainer died goes on in its next life, as
+long as its version is there; what ends without a result is told with the reason. Messages are acknowledged after a checkpoint that knows what became
+of their groups, as those of the training are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import structlog
+
+from penstock.protocol import blob_keys, streams, subjects
+from penstock.protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup
+from penstock.protocol.trace_context import new_trace
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.errors import EvaluationFailed
+from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
+from penstock.trainer.groups import waiting
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.batcher import Drop
+from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.task_packs import make_task, pack_tasks
+from penstock.trainer.publishing.publish import Publisher
+from penstock.trainer.settings import EvalSettings
+
+log = structlog.get_logger("trainer.evaluate")
+
+_SAMPLES_PER_PACK = 64
+_FETCH_WAIT_S = 0.5
+_UNPUBLISHED_WAIT_S = 0.05  # an upload is about to end
+
+
+@dataclass(slots=True)
+class _Evaluation:
+    version: PolicyVersion
+    step: int
+    started: float
+    waiting_for: set[str]
+    is_issued: bool = False
+    groups: dict[str, ScoredGroup] = field(default_factory=dict)
+    failure: str = ""
+    is_closed: bool = False  # its result is told and its groups are in the account
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.failure) or not self.waiting_for
+
+
+class Evaluator:
+    """Issues and collects evaluations in a thread of its own; use as a context manager."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        *,
+        prompts: PromptSet,
+        settings: EvalSettings,
+        sampling: Sampling,
+        publisher: Publisher,
+        deadline_s: float,
+        on_end: Callable[[EvalResult | LostEvaluation], None],
+        account: Accounting,
+    ) -> None:
+        """Bind to the trainer's consumer for evaluations; raises MissingStream.
+
+        Args:
+            connections: The run, NATS and the object store.
+            prompts: Held-out prompts.
+            settings: How many prompts, how many samples.
+            sampling: How the engines sample for evaluations.
+            publisher: Says when a version is published, and keeps its weights while it is evaluated.
+            deadline_s: An evaluation that takes longer has failed.
+            on_end: Called with what an evaluation came to, on the evaluator's thread, or in `resume` when it is lost.
+            account: Of all groups of the run.
+        """
+        self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._prompts = prompts
+        self._num_prompts = min(settings.num_prompts or len(prompts), len(prompts))
+        self._samples = settings.samples
+        self._sampling = sampling
+        self._publisher = publisher
+        self._deadline_s = deadline_s
+        self._on_end = on_end
+        self._account = account
+        self._evaluations: dict[PolicyVersion, _Evaluation] = {}
+        self._held: dict[int, Delivery[GroupScored]] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._crash: Exception | None = None
+        self.num_failed = 0
+        spec = streams.scored_consumer(connections.run_id, "eval")
+        connections.bus.reset_consumer(spec).wait()
+        self._inbox: Inbox[GroupScored] = connections.bus.inbox(spec, GroupScored).wait()
+        self._thread = threading.Thread(target=self._guard, name="evaluator", daemon=True)
+
+    def __enter__(self) -> Evaluator:
+        """Start the thread."""
+        stream = f"{self._run_id}-dead"
+        self._bus.tail(stream, subjects.dead(self._run_id), DeadLetter, self._on_dead_letter).wait()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread; evaluations that are not over are abandoned."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(30.0)
+
+    def start(self, version: PolicyVersion, step: int) -> None:
+        """Evaluate a version that was submitted for publication with ``must_publish``; returns at once.
+
+        Groups of it that an earlier life had issued are in flight already.
+        """
+        ids = {_group_id(version, index) for index in range(self._num_prompts)}
+        with self._changed:
+            if version not in self._evaluations:
+                self._account.issue("eval", sorted(ids - self._account.in_flight("eval")))
+                self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
+                self._changed.notify_all()
+
+    def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
+        """Go on with what an earlier life had in flight; returns whether ``version`` was being evaluated.
+
+        Those weights are called ``now`` in this life. When that is another number they are evaluated under it, and their
+        groups are abandoned. Of every older version the evaluation goes on under its own number, if workers can still
+        have it; otherwise it is lost, and that is told. Raises BusError or BlobError.
+        """
+        in_flight: dict[PolicyVersion, set[str]] = {}
+        for group_id in self._account.in_flight("eval"):
+            in_flight.setdefault(_version_of(group_id), set()).add(group_id)
+        of_version = in_flight.pop(version, set())
+        steps = self._publisher.stored_steps(in_flight)  # never with the lock held: the bus's thread wants it
+        with self._changed:  # all at once: what arrives finds its evaluation open
+            if of_version and now == version:
+                self.start(now, step)
+            elif of_version:
+                self._abandon(of_version)
+            for older, ids in sorted(in_flight.items()):
+                self._go_on(older, ids, steps.get(older))
+            return bool(of_version)
+
+    def _go_on(self, version: PolicyVersion, ids: set[str], step: int | None) -> None:
+        if step is not None and ids == {_group_id(version, index) for index in range(self._num_prompts)}:
+            self._publisher.pin(version)
+            self.start(version, step)
+            return
+        self._abandon(ids)
+        if step is None:
+            reason = "it was under way when the trainer died, and its weights are no longer stored"
+        else:
+            reason = (
+                f"it was under way when the trainer died, with {len(ids)} groups in flight, and an evaluation has "
+                f"{self._num_prompts} now: it had failed, or the held-out prompts are others"
+            )
+        self._on_end(LostEvaluation(version, step, reason))
+
+    def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until no evaluation is under way, or ``should_stop`` says so; one that failed was told when it did."""
+        with self._changed:
+            while self._open() and not should_stop():
+                if self._crash is not None:
+                    raise self._crash
+                self._changed.wait(_FETCH_WAIT_S)
+
+    def settled(self) -> list[Delivery[GroupScored]]:
+        """Return the messages all of whose groups are closed: what a checkpoint now will cover."""
+        with self._changed:
+            open_ids = self._account.in_flight("eval")
+            return [
+                delivery
+                for delivery in self._held.values()
+                if open_ids.isdisjoint(group.generated.group_id for group in delivery.fact.groups)
+            ]
+
+    def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
+        """Acknowledge what a committed checkpoint covers."""
+        Delivery.ack_all(deliveries)
+        with self._changed:
+            for delivery in deliveries:
+                self._held.pop(delivery.sequence, None)
+
+    def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Wait until an evaluation is over, or ``should_stop`` says so.
+
+        Raises EvaluationFailed when it failed or took too long.
+        """
+        with self._changed:
+            evaluation = self._evaluations[version]
+            while not evaluation.is_closed and not should_stop():
+                if self._crash is not None:
+                    raise self._crash
+                self._changed.wait(_FETCH_WAIT_S)
+            if evaluation.failure:
+                raise EvaluationFailed(evaluation.failure)
+
+    # ── on the evaluator's own thread ─────────────────────────────────────────────────────────
+
+    def _guard(self) -> None:
+        try:
+            self._work()
+        except Exception as err:  # noqa: BLE001  whoever waits for an evaluation raises it
+            log.error("evaluations end", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
+            with self._changed:
+                self._crash = err
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._open())
+                if self._closing:
+                    return
+                evaluations = self._open()
+            for evaluation in evaluations:
+                self._issue_when_published(evaluation)
+            patience_s = _FETCH_WAIT_S if all(e.is_issued for e in evaluations) else _UNPUBLISHED_WAIT_S
+            for delivery in self._inbox.fetch(16, patience_s).wait():
+                self._receive(delivery)
+            for evaluation in evaluations:
+                self._finish(evaluation)
+
+    def _open(self) -> list[_Evaluation]:
+        return [e for e in self._evaluations.values() if not e.is_closed]
+
+    def _issue_when_published(self, evaluation: _Evaluation) -> None:
+        if evaluation.is_issued or not self._publisher.is_published(evaluation.version):
+            return
+        per_pack = max(1, _SAMPLES_PER_PACK // self._samples)
+        published = []
+        for first in range(0, self._num_prompts, per_pack):
+            tasks = [
+                make_task(
+                    self._prompts[index],
+                    _group_id(evaluation.version, index),
+                    sampling=self._sampling,
+                    group_size=self._samples,
+                    split="eval",
+                    issued_version=evaluation.version,
+                    pinned_version=evaluation.version,
+                )
+                for index in range(first, min(first + per_pack, self._num_prompts))
+            ]
+            pack = pack_tasks(tasks)
+            key = blob_keys.task_list(self._run_id, pack.pack_id)
+            stored = self._blobs.put(key, pack.blob) if pack.blob else None
+            message = pack.announced(self._run_id, stored)
+            subject = subjects.tasks(self._run_id, "eval")
+            published.append(self._bus.publish(subject, message, msg_id=pack.pack_id, traceparent=new_trace()))
+        for pending in published:
+            pending.wait()
+        evaluation.is_issued = True
+
+    def _receive(self, delivery: Delivery[GroupScored]) -> None:
+        with self._changed:
+            self._held[delivery.sequence] = delivery
+            for group in delivery.fact.groups:
+                self._accept(group)
+
+    def _accept(self, group: ScoredGroup) -> None:
+        summary = group.generated
+        for evaluation in self._evaluations.values():
+            if summary.group_id in evaluation.waiting_for and not evaluation.is_closed:
+                if not summary.oldest_version == summary.newest_version == evaluation.version:
+                    evaluation.failure = (
+                        f"evaluation of version {evaluation.version}: group {summary.group_id} was sampled by versions "
+                        f"{summary.oldest_version} to {summary.newest_version}; the worker ignored the pin"
+                    )
+                    return
+                evaluation.waiting_for.discard(summary.group_id)
+                evaluation.groups[summary.group_id] = group
+                return
+        self._account.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, _num_tokens(group)))
+
+    def _finish(self, evaluation: _Evaluation) -> None:
+        elapsed_s = time.monotonic() - evaluation.started
+        if not evaluation.is_over and elapsed_s > self._deadline_s:
+            evaluation.failure = (
+                f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
+                f"{self._num_prompts} groups did not come back within {self._deadline_s:.0f} s. "
+                f"{waiting.describe(self._bus, self._run_id)}"  # never with the lock held: the bus's thread wants it
+            )
+        if not evaluation.is_over:
+            return
+        if evaluation.failure:
+            self.num_failed += 1
+            log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
+            self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation.groups)
+            self._on_end(LostEvaluation(evaluation.version, evaluation.step, evaluation.failure))
+        else:
+            groups = list(evaluation.groups.values())
+            self._on_end(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
+            self._account.use("eval", {group.generated.group_id: _num_tokens(group) for group in groups})
+        self._publisher.unpin(evaluation.version)
+        with self._changed:
+            evaluation.groups.clear()
+            evaluation.is_closed = True
+            self._changed.notify_all()
+
+    def _abandon(self, group_ids: Iterable[str], arrived: Mapping[str, ScoredGroup] = MappingProxyType({})) -> None:
+        for group_id in sorted(group_ids):
+            group = arrived.get(group_id)
+            self._account.drop("eval", Drop(group_id, DropReason.ABANDONED, _num_tokens(group) if group else 0))
+
+    # ── on the bus's thread ───────────────────────────────────────────────────────────────────
+
+    def _on_dead_letter(self, letter: DeadLetter) -> None:
+        with self._changed:
+            for evaluation in self._evaluations.values():
+                if evaluation.waiting_for.intersection(letter.group_ids):
+                    evaluation.failure = (
+                        f"evaluation of version {evaluation.version}: {len(letter.group_ids)} groups went to the dead "
+                        f"letters of {letter.stage}: {letter.reason}: {letter.detail}"
+                    )
+            self._changed.notify_all()
+
+
+def _group_id(version: PolicyVersion, index: int) -> str:
+    return f"eval.v{version}.p{index}"
+
+
+def _version_of(group_id: str) -> PolicyVersion:
+    return PolicyVersion(int(group_id.split(".")[1].removeprefix("v")))
+
+
+def _num_tokens(group: ScoredGroup) -> int:
+    return sum(group.generated.completion_tokens)

@@ -1,0 +1,200 @@
+"""Decides which scored groups make the next batch, and which are dropped and why; pure.
+
+```
+offer ──▶ ready ──▶ take ──▶ in use ──▶ settle (trained) ──▶ kept, to be used again ──▶ retired
+  │                  │  ▲                                        │
+  └▶ dropped         │  └────────────────────────────────────────┘
+                     └▶ dropped: stale at the moment of use
+```
+
+Groups are kept only where `algorithm.max_trained_count` says so. New groups always go first: a kept one
+fills a batch that would otherwise wait, and is retired when it was used often enough or is too old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
+from penstock.trainer.algorithm.filters import ONCE, Reuse, differs
+from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.learner.step_plan import ReadyGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """One group that is not trained on."""
+
+    group_id: str
+    reason: DropReason
+    num_tokens: int
+
+
+class Batcher:
+    """Holds groups between their arrival and their use. Not thread-safe: its owner locks."""
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        ledger: Ledger,
+        needs_signal: bool = False,
+        needs_baseline: bool = False,
+        reuse: Reuse = ONCE,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            groups_per_step: Groups of a batch.
+            max_staleness: Most versions a group may be behind.
+            ledger: What was trained, also by earlier lives.
+            needs_signal: Groups whose rewards are all equal are not held.
+            needs_baseline: Groups without a greedy completion are not held.
+            reuse: How often a group may be trained on.
+        """
+        self._reuse = reuse
+        self._kept: dict[str, ReadyGroup] = {}  # trained, and may be again
+        self._retired: list[str] = []
+        # trained by an earlier life, which kept them: their messages come again
+        self._returning = {i for i in ledger.ids() if ledger.uses(i) < reuse.max_trained_count}
+        self._needs_signal = needs_signal
+        self._needs_baseline = needs_baseline
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._ledger = ledger
+        self._ready: dict[str, ReadyGroup] = {}  # in order of arrival
+        self._in_use: dict[str, ReadyGroup] = {}
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that could be taken, were they all fresh."""
+        return len(self._ready)
+
+    def holds(self, group_id: str) -> bool:
+        """Say whether a group is here: waiting, in use, or kept to be used again."""
+        return group_id in self._ready or group_id in self._in_use or group_id in self._kept
+
+    def returns(self, group_id: str) -> bool:
+        """Say whether a group was trained by an earlier life and is to be used again when it comes."""
+        return group_id in self._returning
+
+    def lets_go(self, group_id: str) -> bool:
+        """Give up on using a trained group again, which cannot be read; False when it was not trained."""
+        self._returning.discard(group_id)
+        return group_id in self._ledger
+
+    def is_spent(self, group_id: str) -> bool:
+        """Say whether a group that arrives is here already, or was trained."""
+        return group_id in self._ledger or self.holds(group_id)
+
+    def offer(self, group: ReadyGroup) -> Drop | None:
+        """Take in a group that is wanted and has been fetched; returns why not, when it teaches nothing."""
+        if group.group_id in self._returning:
+            self._returning.discard(group.group_id)
+            self._kept[group.group_id] = group
+            return None
+        if group.group_id in self._ledger:  # it was to be used again, and the run ended while it was fetched
+            self._retired.append(group.group_id)
+            return None
+        if self._needs_signal and not differs(group.scored.rewards):
+            return self._drop(group, DropReason.NO_SIGNAL)
+        if self._needs_baseline and not group.scored.generated.has_baseline:
+            return self._drop(group, DropReason.NO_BASELINE)
+        self._ready[group.group_id] = group
+        return None
+
+    def is_full(self, version: PolicyVersion) -> bool:
+        """Say whether there is a batch to be taken at ``version``."""
+        num_fresh = sum(self._verdict(group, version) is None for group in self._ready.values())
+        return num_fresh + len(self._again(version)) >= self._groups_per_step
+
+    def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
+        """Return the batch to train at ``version`` (empty: not enough yet) and what is too old for it.
+
+        The oldest samples go first, since they have the least time left; the batch itself is in the
+        order of group ids, so that the same groups make the same batch whatever order they came in.
+        """
+        drops = [
+            self._drop(group, reason) for group in self._ready.values() if (reason := self._verdict(group, version))
+        ]
+        for drop in drops:
+            del self._ready[drop.group_id]
+        self._retire(version)
+        missing = max(0, self._groups_per_step - len(self._ready))
+        again = self._again(version)
+        if missing > len(again):
+            return [], drops
+        new = sorted(self._ready.values(), key=_age)[: self._groups_per_step]
+        batch = sorted([*new, *again[:missing]], key=lambda g: g.group_id)
+        for group in batch:
+            self._ready.pop(group.group_id, None)
+            self._kept.pop(group.group_id, None)
+        self._in_use = {group.group_id: group for group in batch}
+        return batch, drops
+
+    def settle(self) -> None:
+        """Say that the batch that was taken has been trained and is in the ledger."""
+        for group_id, group in self._in_use.items():
+            if 0 < self._ledger.uses(group_id) < self._reuse.max_trained_count:
+                self._kept[group_id] = group
+        self._in_use = {}
+
+    def retired(self) -> list[str]:
+        """Return, once, the kept groups that will not be used again."""
+        retired, self._retired = self._retired, []
+        return retired
+
+    def close(self) -> None:
+        """Say that no batch will be taken any more: kept groups are retired, those still to come again are spent."""
+        self._retired += self._kept
+        self._kept = {}
+        self._returning.clear()
+
+    def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
+        """Return the kept groups that may be used at ``version``: those used least first, then the oldest."""
+        free = [
+            (self._ledger.uses(group_id), _age(group), group_id)
+            for group_id, group in self._kept.items()
+            if self._reuse.reason(self._ledger.uses(group_id), self._ledger.last_use(group_id), version) is None
+        ]
+        return [self._kept[group_id] for _, _, group_id in sorted(free)]
+
+    def _retire(self, version: PolicyVersion) -> None:
+        """Let go of kept groups that are too old; they were trained, so that nothing is discarded."""
+        gone = [group_id for group_id, group in self._kept.items() if self._verdict(group, version) is not None]
+        for group_id in gone:
+            del self._kept[group_id]
+        self._retired += gone
+
+    def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> DropReason | None:
+        summary = group.scored.generated
+        try:
+            staleness(version, PolicyVersion(summary.newest_version))
+        except ValueError:
+            return DropReason.FUTURE
+        fresh = is_fresh(version, PolicyVersion(summary.oldest_version), self._max_staleness)
+        return None if fresh else DropReason.STALE
+
+    @staticmethod
+    def _drop(group: ReadyGroup, reason: DropReason) -> Drop:
+        return Drop(group.group_id, reason, group.num_tokens)
+
+
+def _age(group: ReadyGroup) -> int:
+    return group.scored.generated.oldest_version
+
+
+def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
+    """Return how many tokens to be trained on are how many versions old, by each token's own version.
+
+    ``least`` is the age of the youngest possible: above 0 the versions are another run's (`StepPlan`).
+    """
+    histogram: dict[int, int] = {}
+    for group in batch:
+        for trajectory in group.group.trajectories[: group.scored.generated.num_trained]:
+            for run in trajectory.version_runs:
+                age = max(least, version - run.version) if least else staleness(version, run.version)
+                histogram[age] = histogram.get(age, 0) + run.end - run.start
+    return dict(sorted(histogram.items()))

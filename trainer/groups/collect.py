@@ -1,0 +1,258 @@
+"""Collects scored groups: fetches, verifies and decodes them while the step runs, and acknowledges them late.
+
+A thread of its own pulls `GroupScored`, asks the intake (`trainer/groups/delivery_tracker.py`) whether a group is wanted, and reads
+its pack; the training thread takes whole batches. A message is acknowledged only after a checkpoint that holds
+the effect of all its groups: until then the broker would deliver it again.
+
+| waits for              | until                     | then                                              |
+|------------------------|---------------------------|---------------------------------------------------|
+| a full fresh batch     | `collect_deadline_s`      | CollectTimeout: queue depths, who is alive        |
+| groups that never come | all queues empty for 5 s  | dropped as `lost`, issued again                   |
+| groups that only die   | a whole window's worth    | TooManyDead with the last reason                  |
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from penstock.protocol import streams, subjects
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError
+from penstock.protocol.facts import DeadLetter, GroupScored
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.errors import CollectTimeout, TooManyDead
+from penstock.trainer.groups import waiting
+from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.delivery_tracker import DeliveryTracker, Issued
+from penstock.trainer.groups.overtake_backoff import Patience
+from penstock.trainer.groups.stored_groups import read_groups
+from penstock.trainer.learner.step_plan import ReadyGroup
+
+log = structlog.get_logger("trainer.collect")
+
+_FETCH_MESSAGES = 16
+_FETCH_WAIT_S = 0.5
+_SILENT_S = 5.0  # all queues empty for so long: what is still outstanding is lost
+
+
+class Collector:
+    """Reads the scored stream in a thread of its own; use as a context manager."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        *,
+        batcher: Batcher,
+        issued: Issued,
+        deadline_s: float,
+        max_dead: int,
+        letters_read: int = 0,
+        silent_s: float = _SILENT_S,
+    ) -> None:
+        """Bind to the trainer's consumer and have everything unacknowledged delivered again.
+
+        Args:
+            connections: The run, NATS and the object store.
+            batcher: Decides; owned by this collector from now on.
+            issued: Knows what is outstanding.
+            deadline_s: Longest wait for a batch.
+            max_dead: So many dead groups in a row, without one that arrives, end the run.
+            letters_read: Sequence number of the last dead letter that the checkpoint knows.
+            silent_s: So long must all queues be empty before outstanding groups count as lost.
+
+        Raises:
+            MissingStream: The run was not bootstrapped.
+        """
+        self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._tracker = DeliveryTracker(batcher, issued)
+        self._issued = issued
+        self._patience = Patience()
+        self._letters_read = letters_read
+        self._deadline_s = deadline_s
+        self._max_dead = max_dead
+        self._silent_s = silent_s
+        self._held: dict[int, Delivery[GroupScored]] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._dead_in_a_row = 0
+        self._last_dead = ""
+        self._last_arrival = time.monotonic()
+        self._spec = streams.scored_consumer(connections.run_id, "train")
+        connections.bus.reset_consumer(self._spec).wait()
+        self._inbox: Inbox[GroupScored] = connections.bus.inbox(self._spec, GroupScored).wait()
+        self._thread = threading.Thread(target=self._guard, name="collector", daemon=True)
+
+    def __enter__(self) -> Collector:
+        """Start reading."""
+        self._bus.follow(
+            f"{self._run_id}-dead",
+            subjects.dead(self._run_id),
+            DeadLetter,
+            self._on_dead_letter,
+            after=self._letters_read,
+        ).wait()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop reading; what is held goes back to the broker by itself."""
+        self._closing = True
+        self._thread.join(_FETCH_WAIT_S + 30.0)
+
+    def collect(
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, patience_s: float = 0.0
+    ) -> list[ReadyGroup]:
+        """Wait for the batch to train at ``version``; empty when ``should_stop`` says so meanwhile.
+
+        A full batch waits ``patience_s`` for groups under way that would be too old for the next one, and less after
+        waits in vain (`patience.py`): whoever overtakes them has them dropped when they come, and sampled again by
+        workers that are late already.
+
+        Raises CollectTimeout after the deadline, TooManyDead when everything dies, and whatever
+        ended the collecting thread.
+        """
+        started = time.monotonic()
+        full_since: float | None = None
+        while not should_stop():
+            with self._changed:
+                self._raise_failure()
+                rest_s, overtakes = 0.0, False
+                if patience_s > 0.0 and self._tracker.overtaken(version):
+                    overtakes, full_since = True, full_since or time.monotonic()
+                    rest_s = full_since + self._patience.of(patience_s) - time.monotonic()
+                if rest_s <= 0.0 and (batch := self._tracker.take(version)):
+                    self._patience.took(overtook=overtakes)
+                    return batch
+                num_ready = self._tracker.num_ready
+                self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
+            if self._dead_in_a_row >= self._max_dead:
+                raise TooManyDead(
+                    f"{self._dead_in_a_row} groups in a row went to the dead letters, none came back scored; "
+                    f"the last one: {self._last_dead}"
+                )
+            if time.monotonic() - started > self._deadline_s:
+                raise CollectTimeout(
+                    f"no full batch within trainer.collect_deadline_s = {self._deadline_s:.0f} s: {num_ready} groups "
+                    f"ready, {len(self._issued.outstanding())} outstanding. {waiting.describe(self._bus, self._run_id)}"
+                )
+        return []
+
+    def trained(self, group_ids: Sequence[str]) -> None:
+        """Say that a batch was trained and is in the ledger; its messages wait for the checkpoint.
+
+        The message of a group that is kept, to be used again, stays unacknowledged until the group is
+        retired: a trainer that resumes gets it once more.
+        """
+        with self._changed:
+            self._tracker.trained(group_ids)
+
+    def close(self) -> None:
+        """Say that the last batch was trained: groups that are kept, to be used again, wait for the checkpoint alone."""
+        with self._changed:
+            self._tracker.close()
+
+    def settled(self) -> list[Delivery[GroupScored]]:
+        """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""
+        with self._changed:
+            return [self._held[sequence] for sequence in self._tracker.settled()]
+
+    def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
+        """Acknowledge what a committed checkpoint covers."""
+        Delivery.ack_all(deliveries)
+        with self._changed:
+            self._tracker.acknowledged(delivery.sequence for delivery in deliveries)
+            for delivery in deliveries:
+                self._held.pop(delivery.sequence, None)
+
+    # ── on the collector's own thread ─────────────────────────────────────────────────────────
+
+    def _guard(self) -> None:
+        try:
+            self._work()
+        except Exception as err:  # noqa: BLE001  the training thread raises it
+            with self._changed:
+                self._failure = err
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        silent_since: float | None = None
+        while not self._closing:
+            deliveries = self._inbox.fetch(_FETCH_MESSAGES, _FETCH_WAIT_S).wait()
+            for delivery in deliveries:
+                self._receive(delivery)
+            if deliveries or not self._pipe_is_empty():
+                silent_since = None
+            elif silent_since is None:
+                silent_since = time.monotonic()
+            elif time.monotonic() - silent_since > self._silent_s:
+                self._give_up_lost()
+                silent_since = None
+
+    def _receive(self, delivery: Delivery[GroupScored]) -> None:
+        message = delivery.fact
+        with self._changed:
+            self._held[delivery.sequence] = delivery
+            self._last_arrival = time.monotonic()
+            wanted = self._tracker.receive(delivery.sequence, message.groups)
+        if not wanted:
+            return
+        try:
+            groups = read_groups(message.pack, wanted, self._blobs.get)
+        except (BlobMissing, BlobCorrupt, PackError) as err:
+            log.warning("unreadable pack", pack_id=message.pack_id, error=str(err))
+            with self._changed:
+                del self._held[delivery.sequence]
+                self._tracker.unreadable(delivery.sequence, wanted)
+            delivery.dead_letter(type(err).__name__, str(err)).wait()
+            return
+        with self._changed:
+            self._tracker.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
+            self._dead_in_a_row = 0
+            self._changed.notify_all()
+
+    def _pipe_is_empty(self) -> bool:
+        if time.monotonic() - self._last_arrival < self._silent_s or not self._missing():
+            return False
+        try:
+            return waiting.read_pipe(self._bus, self._run_id).is_empty(self._inbox.num_held)
+        except BusUnreachable:
+            return False
+
+    def _missing(self) -> list[str]:
+        with self._changed:
+            return self._tracker.missing()
+
+    def _give_up_lost(self) -> None:
+        with self._changed:
+            missing = self._tracker.give_up_missing()
+        log.warning("every queue is empty: issued again", num_groups=len(missing), first=missing[:3])
+
+    # ── on the bus's thread ───────────────────────────────────────────────────────────────────
+
+    def _on_dead_letter(self, letter: DeadLetter, sequence: int) -> None:
+        with self._changed:
+            try:
+                num_dead = self._tracker.bury(letter, sequence)
+            except Exception as err:  # noqa: BLE001  no letter after this one would be read; the training thread raises it
+                self._failure = err
+                num_dead = 0
+                self._changed.notify_all()
+            if num_dead:
+                self._dead_in_a_row += num_dead
+                self._last_dead = f"{letter.stage}: {letter.reason}: {letter.detail}"
+                self._changed.notify_all()
+
+    # ── with the lock held ────────────────────────────────────────────────────────────────────
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, PenstockError):
+            raise self._failure
+        if self._failure is not None:
+            raise RuntimeError("the collecting thread ended") from self._failure

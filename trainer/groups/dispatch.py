@@ -1,0 +1,399 @@
+"""Which groups are issued next, and what becomes of every issued group: decisions on values, no I/O.
+
+    position ──plan──▶ outstanding ──settle──▶ trained or dropped for good
+                 ▲          │  ▲
+                 └─ again ◀─┤  └── expect (its dead letter was sent again)
+          send_back (stale) └─bury─▶ dead
+
+Group ids are ``e<epoch>.p<prompt>.a<attempt>`` and follow from the data order alone; a pack's id
+follows from its groups. So a trainer that restarts from a checkpoint issues the same ids again, and
+the broker and the trainer recognise them. What was issued after the checkpoint may arrive before it
+is issued again: `expect` counts it as issued, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
+from penstock.trainer.data.data_order import DataOrder, Place
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.groups.task_packs import TaskPack, choose_groups_per_message, make_task, pack_tasks, task_bytes
+from penstock.trainer.settings import RolloutSettings
+
+_GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
+_STATE_TAG = "dispatch_state.v1"
+
+MAX_DEAD_KNOWN = 10_000  # of the dead groups so many, the newest, are known again when they are sent again
+_SAMPLED_PROMPTS = 32  # whose size stands for all when packs are cut
+
+
+class GroupKey(NamedTuple):
+    """What a training group's id says."""
+
+    epoch: int
+    prompt: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}.p{self.prompt}.a{self.attempt}"
+
+    @property
+    def place(self) -> Place:
+        """The prompt in its epoch, whatever the attempt."""
+        return Place(self.epoch, self.prompt)
+
+    @classmethod
+    def parse(cls, group_id: str) -> GroupKey:
+        """Read a training group's id; raises ValueError for anything else."""
+        match = _GROUP_ID.fullmatch(group_id)
+        if match is None:
+            raise ValueError(f"{group_id!r} is not the id of a training group (e<epoch>.p<prompt>.a<attempt>)")
+        return cls(int(match[1]), int(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchState:
+    """Everything dispatch must remember; part of the checkpoint."""
+
+    order_id: str  # of the data and its order; another one makes the positions meaningless
+    position: int = 0  # next prompt of the data order
+    outstanding: frozenset[GroupKey] = frozenset()  # issued, and neither trained nor dropped
+    again: tuple[GroupKey, ...] = ()  # to be issued before new prompts
+    ahead: frozenset[Place] = frozenset()  # arrived from an earlier life before their position was reached
+    refused: frozenset[GroupKey] = (
+        frozenset()
+    )  # attempts refused while an older one is here: the broker knows their ids
+    dead: tuple[GroupKey, ...] = ()  # closed as dead letters, the newest last: they may be sent again
+    num_issued: int = 0
+    num_issued_again: int = 0
+    num_given_up: int = 0
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the state as plain JSON values."""
+        return {
+            "schema_tag": _STATE_TAG,
+            "order_id": self.order_id,
+            "position": self.position,
+            "outstanding": [str(key) for key in sorted(self.outstanding)],
+            "again": [str(key) for key in self.again],
+            "ahead": [list(place) for place in sorted(self.ahead)],
+            "refused": [str(key) for key in sorted(self.refused)],
+            "dead": [str(key) for key in self.dead],
+            "num_issued": self.num_issued,
+            "num_issued_again": self.num_issued_again,
+            "num_given_up": self.num_given_up,
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], *, order_id: str) -> DispatchState:
+        """Read what `to_document` wrote; raises CheckpointError when it belongs to other data."""
+        if document.get("schema_tag") != _STATE_TAG:
+            raise CheckpointError(f"dispatch state: expected {_STATE_TAG}, got {document.get('schema_tag')!r}")
+        if document["order_id"] != order_id:
+            raise CheckpointError(
+                f"the checkpoint's position counts prompts of other data (order {document['order_id']}, now {order_id}): "
+                "data.train, data.map, data.format, data.max_prompt_tokens, data.max_samples, data.shuffle or run.seed "
+                "changed; restore them, or start over with another run.id or trainer.resume = false"
+            )
+        return cls(
+            order_id=order_id,
+            position=document["position"],
+            outstanding=frozenset(GroupKey.parse(text) for text in document["outstanding"]),
+            again=tuple(GroupKey.parse(text) for text in document["again"]),
+            ahead=frozenset(Place(*place) for place in document["ahead"]),
+            refused=frozenset(GroupKey.parse(text) for text in document.get("refused", ())),
+            dead=tuple(GroupKey.parse(text) for text in document.get("dead", ())),
+            num_issued=document["num_issued"],
+            num_issued_again=document["num_issued_again"],
+            num_given_up=document["num_given_up"],
+        )
+
+
+def order_id(order: DataOrder, fingerprint: str) -> str:
+    """Identify a data order and the files it orders."""
+    text = f"{fingerprint} {order.num_prompts} {order.seed} {order.shuffle}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan(
+    state: DispatchState,
+    *,
+    order: DataOrder,
+    rollout: RolloutSettings,
+    groups_per_message: int,
+    most_outstanding: int | None = None,
+    lag: int = 0,
+) -> tuple[list[tuple[GroupKey, ...]], DispatchState]:
+    """Decide the next packs: as many groups as the staleness bound admits, in whole packs.
+
+    A pack that is not full waits for more room, unless fewer groups are outstanding than a step needs:
+    then waiting would starve the trainer, and the pack is cut short. Packs of new prompts begin a new
+    one with every step's worth, so that steps and packs stay aligned. ``most_outstanding`` is what the
+    rest of the run can still use: towards its end nothing is issued in vain. ``lag`` is by how many
+    versions the one it is issued for is behind the trainer.
+
+    Returns:
+        The packs, each a tuple of groups, and the state after issuing them.
+    """
+    packs: list[tuple[GroupKey, ...]] = []
+    while True:
+        outstanding = len(state.outstanding)
+        room = admissible_groups(
+            outstanding=outstanding,
+            max_staleness=rollout.max_staleness,
+            groups_per_step=rollout.groups_per_step,
+            lag=lag,
+        )
+        if most_outstanding is not None:
+            room = min(room, most_outstanding - outstanding)
+        wanted = min(groups_per_message, rollout.groups_per_step - state.num_issued % rollout.groups_per_step)
+        needed = rollout.groups_per_step - outstanding  # or the next step could never be filled
+        if room <= 0 or (room < wanted and needed <= 0):
+            return packs, state
+        pack, state = _take(state, order, min(wanted, room))
+        packs.append(pack)
+
+
+def _take(state: DispatchState, order: DataOrder, count: int) -> tuple[tuple[GroupKey, ...], DispatchState]:
+    pack = list(state.again[:count])
+    position, ahead = state.position, state.ahead
+    while len(pack) < count:
+        place = order.at(position)
+        position += 1
+        if place in ahead:
+            ahead -= {place}
+        else:
+            pack.append(GroupKey(*place, attempt=0))
+    num_again = min(count, len(state.again))
+    return tuple(pack), replace(
+        state,
+        position=position,
+        outstanding=state.outstanding | set(pack),
+        again=state.again[num_again:],
+        ahead=ahead,
+        num_issued=state.num_issued + len(pack),
+        num_issued_again=state.num_issued_again + num_again,
+    )
+
+
+def expect(
+    state: DispatchState, group_id: str, *, order: DataOrder, holds: Callable[[str], bool] = lambda _: False
+) -> DispatchState | None:
+    """Take note of a group that arrived; None when it must not be used, as a duplicate or an abandoned attempt.
+
+    A group that this life of the trainer has not issued was issued by an earlier life, after the checkpoint:
+    it counts as issued from now on. When it is a further attempt, the earlier life had dropped the one before:
+    that one leaves what is outstanding, unless ``holds`` says that it is here and can be used itself. A group
+    that had died and was sent again is outstanding once more.
+    """
+    key = GroupKey.parse(group_id)
+    if key in state.outstanding:
+        return state
+    if key in state.dead:
+        left = tuple(k for k in state.dead if k != key)
+        return replace(state, outstanding=state.outstanding | {key}, dead=left)
+    if key.prompt >= order.num_prompts:
+        return None
+    replaced = frozenset(k for k in state.outstanding if k.place == key.place and k.attempt < key.attempt)
+    queued = [k for k in state.again if k.place == key.place and k.attempt <= key.attempt]
+    if replaced or queued:
+        if any(holds(str(k)) for k in replaced):
+            return None
+        return replace(
+            state,
+            outstanding=(state.outstanding - replaced) | {key},
+            again=tuple(k for k in state.again if k not in queued),
+            num_issued=state.num_issued + 1,
+            num_issued_again=state.num_issued_again + 1,
+        )
+    if key.place in state.ahead or order.position_of(key.place) < state.position:
+        return None
+    return replace(
+        state,
+        outstanding=state.outstanding | {key},
+        ahead=state.ahead | {key.place},
+        num_issued=state.num_issued + 1,
+    )
+
+
+def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
+    """Close groups that were trained on or dropped for good; raises ValueError for one that is not outstanding."""
+    closed = _outstanding(state, group_ids)
+    return replace(state, outstanding=state.outstanding - closed, refused=_without(state.refused, closed))
+
+
+def bury(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
+    """Close groups that went to the dead letters: their prompts do not come again, unless the letters are sent again."""
+    closed = _outstanding(state, group_ids)
+    dead = (*state.dead, *sorted(closed))[-MAX_DEAD_KNOWN:]
+    return replace(state, outstanding=state.outstanding - closed, refused=_without(state.refused, closed), dead=dead)
+
+
+def send_back(
+    state: DispatchState, group_ids: Iterable[str], *, max_attempts: int
+) -> tuple[DispatchState, tuple[str, ...]]:
+    """Close groups that came back too stale, and queue their prompts for another attempt.
+
+    An attempt that was refused because this one was here is passed over: issued again under the same id, the broker
+    would take it for a repetition, and it would be in no queue.
+
+    Returns:
+        The state, and the ids of the groups that had their last attempt and are given up.
+    """
+    closed = sorted(_outstanding(state, group_ids))
+    following = {key: _next_attempt(state, key) for key in closed}
+    again = [key for key in following.values() if key.attempt < max_attempts]
+    given_up = tuple(str(key) for key, later in following.items() if later.attempt >= max_attempts)
+    return replace(
+        state,
+        outstanding=state.outstanding.difference(closed),
+        again=(*state.again, *again),
+        refused=_without(state.refused, closed),
+        num_given_up=state.num_given_up + len(given_up),
+    ), given_up
+
+
+def refuse_attempt(state: DispatchState, group_id: str) -> DispatchState:
+    """Take note of a further attempt that came while an older one is here, if this is one."""
+    key = GroupKey.parse(group_id)
+    if any(k.place == key.place and k.attempt < key.attempt for k in state.outstanding):
+        return replace(state, refused=state.refused | {key})
+    return state
+
+
+def _next_attempt(state: DispatchState, key: GroupKey) -> GroupKey:
+    refused = [k.attempt for k in state.refused if k.place == key.place]
+    return key._replace(attempt=max(key.attempt, *refused) + 1 if refused else key.attempt + 1)
+
+
+def _without(refused: frozenset[GroupKey], closed: Iterable[GroupKey]) -> frozenset[GroupKey]:
+    places = {key.place for key in closed} if refused else set()
+    return frozenset(key for key in refused if key.place not in places)
+
+
+def _outstanding(state: DispatchState, group_ids: Iterable[str]) -> frozenset[GroupKey]:
+    keys = frozenset(GroupKey.parse(group_id) for group_id in group_ids)
+    strangers = keys - state.outstanding
+    if strangers:
+        raise ValueError(f"group {min(strangers)} is not outstanding; it was settled before, or never issued")
+    return keys
+
+
+class Dispatch:
+    """The state of dispatch with the prompts it is about; every method is one of the decisions above."""
+
+    def __init__(
+        self,
+        prompts: PromptSet,
+        *,
+        order: DataOrder,
+        rollout: RolloutSettings,
+        stop_token_ids: Sequence[int],
+        with_baseline: bool = False,
+    ) -> None:
+        """Start at the first position; `resume` continues from a checkpoint."""
+        self._with_baseline = with_baseline
+        self.order = order
+        self._prompts = prompts
+        self._rollout = rollout
+        self._sampling = Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        self.state = DispatchState(order_id(order, prompts.fingerprint))
+        self._issued_for: dict[GroupKey, PolicyVersion] = {}  # what this life has issued, as long as it is outstanding
+        sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
+        sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
+        self.groups_per_message = choose_groups_per_message(
+            rollout,
+            prompt_tokens=prompts.num_tokens / len(prompts),
+            bytes_per_task=sum(sizes) / len(sizes),
+        )
+
+    def resume(self, document: dict[str, Any]) -> None:
+        """Continue from a checkpoint's document; raises CheckpointError when the data are others."""
+        self.state = DispatchState.from_document(document, order_id=self.state.order_id)
+
+    def next_packs(
+        self,
+        version: PolicyVersion,
+        most_outstanding: int | None = None,
+        *,
+        trainer_version: PolicyVersion | None = None,
+    ) -> list[TaskPack]:
+        """Issue what the staleness bound admits, and the rest of the run can use, for the newest announced ``version``.
+
+        ``trainer_version`` is the one that the next step starts from (None: the same).
+        """
+        packs, self.state = plan(
+            self.state,
+            order=self.order,
+            rollout=self._rollout,
+            groups_per_message=self.groups_per_message,
+            most_outstanding=most_outstanding,
+            lag=0 if trainer_version is None else staleness(trainer_version, version),
+        )
+        self._note_issued((key for pack in packs for key in pack), version)
+        return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
+
+    def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
+        """Make the pack of groups that are issued already: the same ids, and so the same pack id."""
+        keys = [GroupKey.parse(group_id) for group_id in group_ids]
+        self._note_issued(keys, version)
+        return pack_tasks([self._task(key, version) for key in keys])
+
+    def in_last_chance(self, trainer_version: PolicyVersion) -> list[str]:
+        """Return what is outstanding and may be too old for every step after the one at ``trainer_version``.
+
+        A worker may have sampled it by the very version it was issued for. Groups that an earlier life issued are
+        not among them: nobody remembers for which version that was.
+        """
+        limit = self._rollout.max_staleness
+        return [
+            str(key)
+            for key, version in self._issued_for.items()
+            if is_last_chance(trainer_version, version, limit) and key in self.state.outstanding
+        ]
+
+    def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
+        """Take note of a group that arrived; False: a duplicate or an abandoned attempt, not to be used."""
+        state = expect(self.state, group_id, order=self.order, holds=holds)
+        self.state = refuse_attempt(self.state, group_id) if state is None else state
+        return state is not None
+
+    def settle(self, group_ids: Iterable[str]) -> None:
+        """Close groups that were trained on or dropped for good."""
+        self.state = settle(self.state, group_ids)
+
+    def bury(self, group_ids: Iterable[str]) -> None:
+        """Close groups that went to the dead letters."""
+        self.state = bury(self.state, group_ids)
+
+    def send_back(self, group_ids: Iterable[str]) -> tuple[str, ...]:
+        """Queue stale groups for another attempt; returns the ids of those that are given up."""
+        self.state, given_up = send_back(self.state, group_ids, max_attempts=self._rollout.max_attempts)
+        return given_up
+
+    def _note_issued(self, keys: Iterable[GroupKey], version: PolicyVersion) -> None:
+        kept = {key: issued for key, issued in self._issued_for.items() if key in self.state.outstanding}
+        self._issued_for = kept | dict.fromkeys(keys, version)
+
+    def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
+        task = make_task(
+            self._prompts[key.prompt],
+            str(key),
+            sampling=self._sampling,
+            group_size=self._rollout.group_size,
+            split="train",
+            issued_version=version,
+            attempt=key.attempt,
+        )
+        return task.model_copy(update={"with_baseline": True}) if self._with_baseline else task

@@ -1,0 +1,95 @@
+"""Where a life's groups come from: workers and rewards, through issuer and collector, or what a run has stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.rescored import mark_use
+from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.connections import Connections
+from penstock.trainer.data.data_order import DataOrder
+from penstock.trainer.data.dataset import PromptSet
+from penstock.trainer.groups.accounting import Accounting
+from penstock.trainer.groups.batcher import Batcher
+from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.counters import Counters
+from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
+from penstock.trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSource:
+    """Who hands out batches, who keeps the account of them, and what of both has a thread to start."""
+
+    issuer: Issuer | StoredIssuer
+    collector: Collector | StoredCollector
+    threads: tuple[AbstractContextManager[Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """What a run remembers of its groups."""
+
+    ledger: Ledger
+    counters: Counters
+    account: Accounting
+
+
+def stored(
+    settings: TrainerSettings, connections: Connections, books: Books, resumed: CheckpointState | None
+) -> GroupSource:
+    """Make the supply of a run on ``data.from_run``; raises as `StoredGroups`."""
+    groups = StoredGroups(settings, connections.blobs)
+    mark_use(groups.input_name, connections.run_id, connections.blobs)
+    if resumed is not None:
+        groups.resume(resumed.dispatch)
+    issuer = StoredIssuer(groups, books.counters, books.account)
+    return GroupSource(issuer, StoredCollector(groups, issuer, connections.blobs, settings.rollout.groups_per_step), ())
+
+
+def generated(
+    settings: TrainerSettings,
+    connections: Connections,
+    books: Books,
+    resumed: CheckpointState | None,
+    *,
+    prompts: PromptSet,
+    stop_token_ids: Sequence[int],
+) -> GroupSource:
+    """Make the supply of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
+    rollout, algorithm = settings.rollout, settings.algorithm
+    dispatch = Dispatch(
+        prompts,
+        order=DataOrder(len(prompts), settings.run.seed, settings.data.shuffle),
+        rollout=rollout,
+        stop_token_ids=stop_token_ids,
+        with_baseline=algorithm.needs_baseline,
+    )
+    if resumed is not None:
+        dispatch.resume(resumed.dispatch)
+    unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
+    issuer = Issuer(connections, dispatch, books.counters, books.account, unsent, letters_read)
+    batcher = Batcher(
+        groups_per_step=rollout.groups_per_step,
+        max_staleness=rollout.max_staleness,
+        ledger=books.ledger,
+        needs_signal=algorithm.dynamic_sampling,
+        needs_baseline=algorithm.needs_baseline,
+        reuse=Reuse(algorithm.max_trained_count, algorithm.retrained_interval),
+    )
+    collector = Collector(
+        connections,
+        batcher=batcher,
+        issued=issuer,
+        deadline_s=settings.trainer.collect_deadline_s,
+        max_dead=rollout.max_outstanding,
+        letters_read=letters_read,
+    )
+    return GroupSource(issuer, collector, (collector, issuer))

@@ -1,0 +1,115 @@
+"""Tasks, and how many of them travel in one message; pure.
+
+Small groups share a message, because a message and an object for each would cost more than training
+a tiny model; a pack too large for a message is stored as an object and announced by reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.protocol.facts import (
+    MAX_FACT_BYTES,
+    BlobRef,
+    Sampling,
+    Split,
+    Task,
+    TaskIssued,
+    TaskList,
+    encode_unbounded,
+)
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.data.dataset import Prompt
+from penstock.trainer.settings import RolloutSettings
+
+# Chosen so that a message costs little beside what it makes work for (benchmarks: one per tiny group is dearer
+# than training it), and so that a step's groups are spread over the workers.
+_TARGET_MESSAGE_BYTES = 32 * 1024
+_TARGET_MESSAGE_TOKENS = 16 * 1024
+_ASSUMED_WORKERS = 2
+_PACKS_PER_WORKER_AND_STEP = 2
+_ENVELOPE_BYTES = 512  # run id, pack id and tags around the tasks
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPack:
+    """Tasks that travel together. ``blob`` is what to store first when they do not fit into a message."""
+
+    pack_id: str
+    tasks: tuple[Task, ...]
+    blob: bytes | None
+
+    def announced(self, run_id: str, stored: BlobRef | None = None) -> TaskIssued:
+        """Return the message; ``stored`` names the blob once it is in the object store."""
+        if (self.blob is None) != (stored is None):
+            raise ValueError(
+                f"pack {self.pack_id}: {'store its blob first' if self.blob else 'it has no blob to store'}"
+            )
+        if stored is not None:
+            return TaskIssued(run_id=run_id, pack_id=self.pack_id, tasks_blob=stored)
+        return TaskIssued(run_id=run_id, pack_id=self.pack_id, tasks=self.tasks)
+
+
+def pack_tasks(tasks: Sequence[Task]) -> TaskPack:
+    """Put tasks into one pack whose id follows from their group ids."""
+    digest = hashlib.sha256(" ".join(task.group_id for task in tasks).encode()).hexdigest()[:8]
+    pack_id = f"{tasks[0].group_id}.n{len(tasks)}.{digest}"
+    fits = sum(map(task_bytes, tasks)) <= MAX_FACT_BYTES - _ENVELOPE_BYTES
+    blob = None if fits else encode_unbounded(TaskList(tasks=tuple(tasks)))
+    return TaskPack(pack_id, tuple(tasks), blob)
+
+
+def make_task(
+    prompt: Prompt,
+    group_id: str,
+    *,
+    sampling: Sampling,
+    group_size: int,
+    split: Split,
+    issued_version: PolicyVersion,
+    attempt: int = 0,
+    pinned_version: PolicyVersion | None = None,
+) -> Task:
+    """Ask for one group of completions of a prompt."""
+    return Task(
+        group_id=group_id,
+        prompt_ids=prompt.token_ids,
+        prompt_text=prompt.text,
+        group_size=group_size,
+        sampling=sampling,
+        reward=prompt.reward,
+        split=split,
+        attempt=attempt,
+        issued_version=issued_version,
+        pinned_version=pinned_version,
+    )
+
+
+def task_bytes(task: Task) -> int:
+    """Return an upper bound of a task's size in a message: MessagePack takes at most 5 bytes for an int below 2^32."""
+    texts = (task.prompt_text, task.group_id, task.reward.name, task.reward.data_source, task.reward.extra_info)
+    num_ints = len(task.prompt_ids) + len(task.sampling.stop_token_ids)
+    truth = task.reward.ground_truth or ""
+    return 5 * num_ints + sum(len(text.encode()) for text in (*texts, truth)) + 512
+
+
+def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float, bytes_per_task: float) -> int:
+    """Return how many groups travel together, by size unless ``rollout.groups_per_message`` says it.
+
+    Args:
+        rollout: Group size, completion length and groups of a step.
+        prompt_tokens: Mean tokens of a prompt.
+        bytes_per_task: Mean size of a task in a message.
+    """
+    if rollout.groups_per_message:
+        return rollout.groups_per_message
+    tokens_per_group = rollout.group_size * (prompt_tokens + rollout.max_new_tokens)
+    most = min(
+        _TARGET_MESSAGE_BYTES / bytes_per_task,
+        _TARGET_MESSAGE_TOKENS / tokens_per_group,
+        rollout.groups_per_step / (_ASSUMED_WORKERS * _PACKS_PER_WORKER_AND_STEP),
+    )
+    num_packs = -(-rollout.groups_per_step // max(1, int(most)))
+    return -(-rollout.groups_per_step // num_packs)  # packs of a step as equal as can be

@@ -1,0 +1,58 @@
+"""Whom the trainer waits for, in words: what the broker holds at each stage and which services live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.protocol import streams
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.facts import Heartbeat, decode
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.stream_admin import ConsumerState
+
+
+@dataclass(frozen=True, slots=True)
+class PipeState:
+    """What waits for, and is held by, the readers of the three work queues (train), in messages."""
+
+    tasks: ConsumerState
+    generated: ConsumerState
+    scored: ConsumerState
+
+    def is_empty(self, held_by_us: int) -> bool:
+        """Say whether nothing is on its way to the trainer any more, besides what it holds itself."""
+        upstream = (self.tasks, self.generated)
+        return (
+            not any(state.num_pending or state.num_ack_pending for state in upstream)
+            and not self.scored.num_pending
+            and self.scored.num_ack_pending <= held_by_us
+        )
+
+
+def read_pipe(bus: Bus, run_id: str) -> PipeState:
+    """Ask the broker; raises BusUnreachable or MissingStream."""
+    specs = (
+        streams.tasks_consumer(run_id, "train"),
+        streams.generated_consumer(run_id),
+        streams.scored_consumer(run_id, "train"),
+    )
+    tasks, generated, scored = [asked.wait() for asked in [bus.consumer_state(spec) for spec in specs]]
+    return PipeState(tasks, generated, scored)
+
+
+def describe(bus: Bus, run_id: str) -> str:
+    """Say where the groups are and who is alive; never raises, for it stands in error messages."""
+    try:
+        pipe = read_pipe(bus, run_id)
+        beats = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
+        services = [decode(entry.value, Heartbeat) for entry in beats]
+    except PenstockError as err:
+        return f"NATS does not say where they are: {err}"
+    stages = "; ".join(
+        f"{name}: {state.num_pending} messages waiting, {state.num_ack_pending} in work"
+        for name, state in (("tasks", pipe.tasks), ("generated", pipe.generated), ("scored", pipe.scored))
+    )
+    workers = [f"{b.service_id} ({b.state}, version {b.version})" for b in services if b.role == "rollout"]
+    rewards = [f"{b.service_id} ({b.state})" for b in services if b.role == "reward"]
+    alive = f"rollout workers alive: {', '.join(sorted(workers)) or 'NONE'}"
+    return f"{stages}; {alive}; reward services alive: {', '.join(sorted(rewards)) or 'NONE'}"

@@ -1,0 +1,160 @@
+"""The critic of PPO: a network like the policy's whose head is one number, the reward still to come.
+
+It has an optimizer, a schedule and a DeepSpeed engine of its own, at the policy's ZeRO stage. Its value of
+a sampled token is that of the moment before the token: it is read where the policy predicts the token, so
+a prompt that completions share serves the critic as it serves the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from torch import Tensor, nn
+
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.kl import AnyKlForm
+from penstock.trainer.algorithm.losses.value import value_loss
+from penstock.trainer.algorithm.token_credit import CreditedBatch, TokenCredit, ValueTargets
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.learner.policy import load_language_model
+from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.ranks import Ranks
+
+_TAG = "critic"
+
+
+class ValueHead(nn.Module):
+    """From a hidden state to a value, in float32 whatever the body computes in; it starts at 0 everywhere."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """Start with zeros: the first advantages are then those of no baseline at all."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return values [N] float32 of hidden states [N, H]."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+
+
+class ValueScorer(nn.Module):
+    """The body of a causal language model with a value head instead of its output head."""
+
+    def __init__(self, language_model: Any) -> None:
+        """Take the body of a `transformers` causal language model."""
+        super().__init__()
+        config = language_model.config.get_text_config()
+        self.body: Any = language_model.base_model
+        self.value_head = ValueHead(config.hidden_size, next(language_model.parameters()).dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        predictors: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the value [N] float32 before each sampled token; arguments as in `CompletionScorer`."""
+        hidden = self.body(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        return self.value_head(hidden.flatten(0, 1).index_select(0, predictors))
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """How the critic learns from a batch."""
+
+    updates: int = 1
+    form: Literal["mse", "huber"] = "mse"
+    coefficient: float = 1.0
+    clip: float | None = None
+    head_start_steps: int = 0  # steps of the run in which the policy waits for the critic
+
+
+class Critic:
+    """A value network under DeepSpeed; `credit`, `learn`, `save` and `load` are called on all ranks together."""
+
+    def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, ranks: Ranks) -> None:
+        """Use `load_critic` instead."""
+        self._trainable = trainable
+        self._regression = regression
+        self._credit = credit
+        self._ranks = ranks
+
+    @property
+    def kl_form(self) -> AnyKlForm:
+        """How the KL to the reference in every token's reward is measured."""
+        return self._credit.kl_form
+
+    def policy_waits(self, steps_done: int) -> bool:
+        """Say whether the policy stays as it is in the step after ``steps_done``."""
+        return steps_done < self._regression.head_start_steps
+
+    def credit(self, micro_batches: Sequence[MicroBatch], kl_coefficient: float) -> CreditedBatch:
+        """Value every sampled token of this rank's micro-batches, and turn rewards into advantages by token.
+
+        Above 0, ``kl_coefficient`` takes the KL to the reference, which the micro-batches carry, off every reward.
+        """
+        with torch.no_grad():
+            values = [self._values(batch).cpu() for batch in micro_batches]
+        return self._credit(micro_batches, values, self._ranks.sum, kl_coefficient=kl_coefficient)
+
+    def learn(self, batch: CreditedBatch) -> dict[str, float]:
+        """Make the updates on one batch; returns what it came to, with the loss before the first update."""
+        losses, norm, lr = [], 0.0, 0.0
+        num_micro_batches = len(batch.micro_batches)
+        for _ in range(self._regression.updates):
+            loss = 0.0
+            for number, pair in enumerate(zip(batch.micro_batches, batch.targets, strict=True), start=1):
+                self._trainable.begin(is_last=number == num_micro_batches)
+                piece = self._loss(*pair)
+                self._trainable.backward(piece)
+                loss += float(piece.detach())
+            update = self._trainable.update()
+            losses.append(loss)
+            norm, lr = update.grad_norm, update.lr
+        (first,) = self._ranks.sum(losses[:1])
+        return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
+
+    def save(self, folder: Path) -> None:
+        """Write critic, optimizer and scheduler below ``folder``; collective."""
+        self._trainable.save(folder, _TAG, {})
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; raises CheckpointError, also for a checkpoint of a run without a critic."""
+        if not (folder / _TAG).is_dir():
+            raise CheckpointError(
+                f"checkpoint {folder} has no critic: the run was started with another algorithm.advantage; "
+                "restore that, or start over with another run.id or trainer.resume = false"
+            )
+        self._trainable.load(folder, _TAG)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        batch = batch.to(self._trainable.device)
+        return self._trainable(
+            batch.input_ids, batch.predictors, position_ids=batch.position_ids, attention_mask=batch.attention_mask
+        )
+
+    def _loss(self, batch: MicroBatch, target: ValueTargets) -> Tensor:
+        values = self._values(batch)
+        how = self._regression
+        losses = value_loss(values, target.values.to(values), target.returns.to(values), clip=how.clip, form=how.form)
+        return how.coefficient * target.weight * losses.sum()
+
+
+def load_critic(
+    model_folder: Path, how: Optimisation, regression: Regression, credit: TokenCredit, ranks: Ranks
+) -> Critic:
+    """Load a model folder's body, give it a value head, and put both under DeepSpeed; on every rank.
+
+    Raises UnsupportedModel and ConfigError as `load_policy` does.
+    """
+    scorer = ValueScorer(load_language_model(model_folder, how))
+    return Critic(Trainable(scorer, how, ranks), regression, credit, ranks)

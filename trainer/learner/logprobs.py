@@ -1,0 +1,131 @@
+"""Log-probabilities of the sampled tokens under the model that is being trained.
+
+Only the positions that predict a sampled token go through the output head, in chunks: the logits
+``[tokens, vocabulary]``, which for a 150,000-token vocabulary are larger than everything else
+together, never exist whole, neither forward nor backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.trainer.algorithm.kl import kl_full
+from penstock.trainer.algorithm.losses.supervised import entropy
+from penstock.trainer.errors import UnsupportedModel
+
+Logits = Callable[[int, int], Tensor]  # of the sampled tokens from one number to another, [n, V] float32, no gradient
+
+MAX_LOGITS = 32 * 1024 * 1024  # elements of one chunk: 128 MiB in float32
+
+# Settings of a model's config that change its logits after the output head; where one is active,
+# the engine's log-probabilities would differ from ours without any warning.
+_HEAD_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+
+
+class CompletionScorer(nn.Module):
+    """A causal language model that answers with log-probabilities instead of logits.
+
+    One module around the model, so that DeepSpeed's hooks see one forward call, output head included.
+    """
+
+    language_model: Any  # a transformers causal language model; their classes are typed loosely
+
+    def __init__(self, language_model: nn.Module, temperature: float, max_logits: int = MAX_LOGITS) -> None:
+        """Wrap a `transformers` causal language model; raises UnsupportedModel for one with a special head."""
+        super().__init__()
+        config: Any = language_model.config
+        for name, neutral in _HEAD_SETTINGS.items():
+            value = getattr(config, name, neutral)
+            if value is not None and value != neutral:
+                raise UnsupportedModel(
+                    f"{type(language_model).__name__} has {name} = {value}: its logits are transformed after the "
+                    "output head, which the trainer's chunked log-probabilities do not do"
+                )
+        self.language_model = language_model
+        self._temperature = temperature
+        self._chunk_tokens = max(1, max_logits // config.get_text_config().vocab_size)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        predictors: Tensor,
+        targets: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        with_entropy: bool = False,
+        kl_to: Logits | None = None,
+        hidden_only: bool = False,
+    ) -> Tensor:
+        """Score sampled tokens.
+
+        Args:
+            input_ids: [R, T] int64, rows padded on the right; a causal model needs no mask for that.
+            predictors: [N] int64, flat positions in ``input_ids`` whose output predicts the target.
+            targets: [N] int64, the sampled tokens.
+            position_ids: [R, T] int64, where completions share a prompt; None: 0, 1, 2, …
+            attention_mask: [R, 1, T, T] bool, who sees whom there; None: causal.
+            with_entropy: Also return the entropy of every position's distribution, in nats.
+            kl_to: Also return the exact KL of every position's distribution to the one with these logits.
+            hidden_only: Return what the output head is given and nothing else, for `logits`.
+
+        Returns:
+            [N] float32 ``log softmax(logits / temperature)[target]``, with gradient; [2 or 3, N] with the
+            entropies and then the KL; hidden states [N, H] alone when asked.
+        """
+        backbone = self.language_model.base_model
+        hidden = backbone(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        hidden = hidden.flatten(0, 1).index_select(0, predictors)
+        if hidden_only:
+            return hidden
+        size, num_chunks = len(targets), self._num_chunks(len(targets), hidden.device)
+        if num_chunks == 1:
+            return self._score(hidden, targets, with_entropy, kl_to and partial(kl_to, 0, size))
+        hiddens, some_targets = list(hidden.split(self._chunk_tokens)), list(targets.split(self._chunk_tokens))
+        missing = num_chunks - len(hiddens)
+        hiddens, some_targets = hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing
+        chunks, start = [], 0
+        for pair in zip(hiddens, some_targets, strict=True):
+            theirs = kl_to and partial(kl_to, start, start + len(pair[1]))
+            chunks.append(checkpoint(self._score, *pair, with_entropy, theirs, use_reentrant=False))
+            start += len(pair[1])
+        return torch.cat(chunks, dim=-1)
+
+    def _num_chunks(self, num_tokens: int, device: torch.device) -> int:
+        """Return in how many pieces the tokens go through the output head.
+
+        A head that ZeRO-3 shards is gathered by all ranks together, once for each piece: there they agree on the
+        largest number, and a rank with fewer tokens sends empty pieces.
+        """
+        count = max(1, -(-num_tokens // self._chunk_tokens))
+        head = self.language_model.get_output_embeddings()
+        if not hasattr(head.weight, "ds_id") or not torch.distributed.is_initialized():
+            return count
+        most = torch.tensor(count, device=device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        return int(most)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [n, V] float32, divided by the temperature, of hidden states [n, H]."""
+        logits = self.language_model.get_output_embeddings()(hidden).float()
+        return logits if self._temperature == 1.0 else logits / self._temperature
+
+    def _score(
+        self, hidden: Tensor, targets: Tensor, with_entropy: bool, theirs: Callable[[], Tensor] | None
+    ) -> Tensor:
+        logits = self.logits(hidden)
+        scores = [-F.cross_entropy(logits, targets, reduction="none")]
+        if with_entropy:
+            scores.append(entropy(logits))
+        if theirs is not None:
+            scores.append(kl_full(logits, theirs()))
+        return torch.stack(scores) if len(scores) > 1 else scores[0]

@@ -1,0 +1,99 @@
+"""Plans the steps of one life of a run, with what the algorithm remembers from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import fmean
+from typing import Any
+
+from penstock.trainer.algorithm.algorithm_state import AlgorithmState
+from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.learner.policy import StepFigures
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.step_plan import ReadyGroup, StepPlan, all_rows, make_plan
+from penstock.trainer.settings import TrainerSettings
+
+
+class Planner:
+    """Rank 0's planner; `plan`, then `learned` with what the step came to."""
+
+    def __init__(self, settings: TrainerSettings, rank_group: RankGroup, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's ``state``; empty: start.
+
+        Raises CheckpointError when the state is of another kind.
+        """
+        self._algorithm = settings.algorithm
+        self._longest = settings.rollout.max_new_tokens
+        self._budget = settings.trainer.micro_batch_tokens
+        self._least_age = settings.data.least_age
+        self._rank_group = rank_group
+        self._state = AlgorithmState.resumed(settings.algorithm, state)
+        self._credit = credit_rule(settings.algorithm, longest=self._longest, state=self._state)
+        self._reward_kl: float | None = None  # of the batch that was planned last, per token
+        self._num_rows = 0
+
+    def plan(self, batch: Sequence[ReadyGroup], version: int) -> StepPlan:
+        """Plan the step on a batch at ``version``; looks at the reference first when the reward holds a KL."""
+        gaps: list[float] = []
+        algorithm = self._algorithm
+        lengths = [count for group in batch for count in group.trained.lengths]
+        self._num_rows = len(lengths)
+        if algorithm.reward_kl_coefficient:
+            look = all_rows(batch, budget_tokens=self._budget, num_ranks=self._rank_group.num_ranks)
+            gaps = self._rank_group.reference_gaps(look, batch, algorithm.reward_kl_form)
+            self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
+        steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
+        plan = make_plan(
+            batch,
+            credit=lambda groups: self._credit(_with_kl(groups, gaps)),
+            aggregation=algorithm.aggregation,
+            max_completion_tokens=self._longest,
+            budget_tokens=self._budget,
+            num_ranks=self._rank_group.num_ranks,
+            version=version,
+            sft_coefficient=algorithm.sft_coefficient,
+        )
+        plan = replace(plan, least_age=self._least_age)
+        if algorithm.has_critic and algorithm.reward_kl_coefficient:
+            plan = replace(plan, token_kl=self._state.kl.coefficient)
+        return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan
+
+    def learned(self, figures: StepFigures) -> dict[str, Any]:
+        """Steer the KL coefficient by what the step measured; returns what the step reports about it."""
+        measured = self._reward_kl
+        if "kl_reference" in figures.sums and measured is None:
+            measured = figures.sums["kl_reference"] / max(1.0, figures.sums["tokens"])
+        if measured is None:
+            return {}
+        used = self._state.kl.coefficient
+        self._state.kl.update(measured, self._num_rows)
+        found = {"kl_coefficient": used}
+        return found if self._reward_kl is None else {**found, "reward_kl": self._reward_kl}
+
+    def document(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return self._state.to_document()
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """One optimizer step: what was planned, what it came to, what it reports beyond that."""
+
+    plan: StepPlan
+    figures: StepFigures
+    reported: dict[str, Any]
+
+
+def learn(planner: Planner, rank_group: RankGroup, batch: Sequence[ReadyGroup], version: int) -> Learned:
+    """Make the optimizer step on a batch at ``version``: all that changes weights, in a run and in its replay."""
+    plan = planner.plan(batch, version)
+    figures = rank_group.step(plan, batch)
+    return Learned(plan, figures, planner.learned(figures))
+
+
+def _with_kl(groups: Sequence[Scored], gaps: Sequence[float]) -> list[Scored]:
+    """Give every trajectory the KL that was measured for it; ``gaps`` in the order of the batch, or none."""
+    remaining = iter(gaps)
+    return [replace(group, kl=list(islice(remaining, len(group.rewards)))) for group in groups]

@@ -1,0 +1,301 @@
+"""The model that is being trained.
+
+One `Policy` on every rank; `train_step`, `snapshot`, `save` and `load` are called on all ranks
+together. The model's parameters keep their Hugging Face names from file to file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.protocol.weights.adapter_format import AdapterConfig
+from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.objective import Objective, Outcome
+from penstock.trainer.errors import CheckpointError, UnsupportedModel
+from penstock.trainer.learner import adapter
+from penstock.trainer.learner.logprobs import CompletionScorer, Logits
+from penstock.trainer.learner.reference import Reference, ReferencePolicy
+from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.publishing.weight_buckets import Part
+from penstock.trainer.ranks import Ranks
+
+_PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
+_TAG = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What one optimizer step did, over all ranks; the same on every rank."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    critic: Mapping[str, float] = field(default_factory=dict)  # what it reports, where there is one
+
+
+class Policy:
+    """A causal language model under DeepSpeed."""
+
+    def __init__(self, trainable: Trainable, scorer: CompletionScorer, ranks: Ranks) -> None:
+        """Use `load_policy` instead."""
+        self._trainable = trainable
+        self._scorer = scorer
+        self._ranks = ranks
+        self.steps_done = 0
+        self.device = trainable.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, tied ones once."""
+        return self._trainable.num_parameters
+
+    @property
+    def dtype(self) -> str:
+        """Name of the parameters' dtype, as manifests carry it."""
+        return self._trainable.dtype
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
+    ) -> StepFigures:
+        """Make one optimizer step from this rank's micro-batches (every rank has equally many).
+
+        The weights in the micro-batches already divide by the whole batch, so the gradients of all
+        ranks and micro-batches simply add up. The objective may scale the step's learning rate by what
+        all micro-batches came to. One with a KL over the whole vocabulary needs the reference.
+        """
+        counters = _StepTally()
+        for number, batch in enumerate(micro_batches, start=1):
+            self._trainable.begin(is_last=number == len(micro_batches))
+            outcome = self._outcome(batch.to(self.device), objective, reference)
+            self._trainable.backward(outcome.loss)
+            counters.add(outcome)
+        loss, sums, maxima = counters.over(self._ranks)
+        update = self._trainable.update(objective.lr_factor(sums))
+        self.steps_done += 1
+        return StepFigures(loss, update.grad_norm, update.lr, sums, maxima)
+
+    def measure_step(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
+    ) -> StepFigures:
+        """Let a step go by without moving: report what it would minimise. The schedule waits too."""
+        counters = _StepTally()
+        with torch.no_grad():
+            for batch in micro_batches:
+                counters.add(self._outcome(batch.to(self.device), objective, reference))
+        self.steps_done += 1
+        loss, sums, maxima = counters.over(self._ranks)
+        return StepFigures(loss, 0.0, 0.0, sums, maxima)
+
+    def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on the other ranks.
+
+        Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
+        ``dtype`` on the way, where they are, so that only the smaller copy travels.
+        """
+        copies: dict[str, Tensor] = {}
+        self._show(
+            lambda _: self._ranks.is_leader, lambda name, tensor: copies.__setitem__(name, _to_cpu(tensor, dtype))
+        )
+        return copies
+
+    def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
+        """Lay out the model as `copy_to` copies it; the same on every rank, and nothing is gathered."""
+        specs = []
+        for name, tensor, _ in self._published():
+            rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # a sharded parameter looks empty
+            specs.append(TensorSpec(name, str(rounded).removeprefix("torch."), shape))
+        return build_layout(specs, bucket_bytes=bucket_bytes)
+
+    def copy_to(self, part: Part, *, merge: bool = True) -> None:
+        """Copy those tensors that belong to a part into it. Collective under ZeRO-3, as `snapshot`.
+
+        Adapters are merged, or left away when ``merge`` says so.
+        """
+        self._show(part.names.__contains__, part.put, merge=merge)
+
+    def adapter_config(self) -> AdapterConfig | None:
+        """Return how the adapters count; None without adapters."""
+        return adapter.config(self._scorer)
+
+    def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Copy the adapters to the CPU, by their layer's name with ``lora_A.weight`` or ``lora_B.weight`` behind it.
+
+        Rounded to ``dtype``, if there is one. Empty without adapters and on the other ranks; collective under ZeRO-3.
+        """
+        copies: dict[str, Tensor] = {}
+        for name, (down, up, _) in adapter.factors(self._scorer).items():
+            layer = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
+            with self._trainable.whole(down, up):
+                if self._ranks.is_leader:
+                    copies |= {
+                        f"{layer}.lora_A.weight": _to_cpu(down, dtype),
+                        f"{layer}.lora_B.weight": _to_cpu(up, dtype),
+                    }
+        return copies
+
+    def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
+        """Yield what is published, in the order that all ranks share: name, tensor, and the adapter merged into it."""
+        adapted = adapter.factors(self._scorer) if merge else {}
+        for name, parameter in self._scorer.named_parameters():
+            if not adapter.is_adapter(name):
+                yield adapter.plain_name(name).removeprefix(_PREFIX), parameter, adapted.get(name)
+        persistent = self._scorer.state_dict().keys()
+        for name, buffer in self._scorer.named_buffers():
+            if name in persistent:
+                yield name.removeprefix(_PREFIX), buffer, None
+
+    def _show(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
+        """Show whole tensors, one after another, to whoever wants them; every rank passes every tensor."""
+        for name, tensor, low_rank in self._published(merge=merge):
+            with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())):
+                if wanted(name):
+                    take(name, adapter.merged(tensor, *low_rank) if low_rank else tensor)
+
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer, scheduler and this rank's random state below ``folder``; collective."""
+        self._trainable.save(folder, _TAG, {"steps_done": self.steps_done})
+        random_state = torch.get_rng_state().numpy().tobytes()
+        (folder / f"random_state_{self._ranks.rank}.bin").write_bytes(random_state)
+        self._ranks.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; raises CheckpointError for another number of ranks or a broken folder."""
+        state = self._trainable.load(folder, _TAG)
+        try:
+            random_state = (folder / f"random_state_{self._ranks.rank}.bin").read_bytes()
+            torch.set_rng_state(torch.frombuffer(bytearray(random_state), dtype=torch.uint8))
+        except (OSError, ValueError, RuntimeError) as err:
+            raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
+        self.steps_done = int(state["steps_done"])
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch without a gradient; [N] float32."""
+        with torch.no_grad():
+            return self._read(batch.to(self.device))
+
+    def full_kl(self, batch: MicroBatch, reference: ReferencePolicy) -> Tensor:
+        """Return the exact KL to a reference where each sampled token was chosen, without a gradient; [N] float32."""
+        moved = batch.to(self.device)
+        with torch.no_grad():
+            return self._read(moved, kl_to=reference.logits(moved))[1]
+
+    def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
+        """Score a micro-batch as the model that training started from would; [N] float32."""
+        with adapter.switched_off(self._scorer):
+            return self.logprobs(batch)
+
+    def logits_without_adapter(self, batch: MicroBatch) -> Logits:
+        """Read a micro-batch as the model that training started from would."""
+        with torch.no_grad(), adapter.switched_off(self._scorer):
+            hidden = self._read(batch.to(self.device), hidden_only=True)
+
+        def logits(start: int, end: int) -> Tensor:
+            with torch.no_grad(), adapter.switched_off(self._scorer):
+                return self._scorer.logits(hidden[start:end])
+
+        return logits
+
+    def _outcome(self, batch: MicroBatch, objective: Objective, reference: ReferencePolicy | None) -> Outcome:
+        logits = None
+        if objective.needs_full_kl:
+            if reference is None:
+                raise ValueError("the objective holds a KL to a reference, and none was given")
+            logits = reference.logits(batch)
+        scores = iter(torch.atleast_2d(self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits)))
+        logprobs = next(scores)
+        entropies = next(scores) if objective.needs_entropy else None
+        return objective(logprobs, batch, entropies, next(scores, None))
+
+    def _read(self, batch: MicroBatch, **what: Any) -> Tensor:
+        """Return what `CompletionScorer` does; ``what`` is wanted of it."""
+        return self._trainable(
+            batch.input_ids,
+            batch.predictors,
+            batch.targets,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            **what,
+        )
+
+
+@dataclass(slots=True)
+class _StepTally:
+    """Adds up what the micro-batches of a step report."""
+
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.loss += float(outcome.loss.detach())
+        for name, value in outcome.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        for name, value in outcome.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
+
+    def over(self, ranks: Ranks) -> tuple[float, dict[str, float], dict[str, float]]:
+        loss, *sums = ranks.sum([self.loss, *self.sums.values()])
+        top = ranks.maximum(list(self.maxima.values()))
+        return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
+
+
+def load_policy(model_folder: Path, how: Optimisation, ranks: Ranks, *, temperature: float) -> Policy:
+    """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
+
+    Args:
+        model_folder: Folder with config.json and safetensors.
+        how: Optimizer, schedule, ZeRO stage and dtype.
+        ranks: The processes that train together.
+        temperature: What logits are divided by, the rollouts' sampling temperature.
+
+    Raises:
+        UnsupportedModel: The folder is missing or holds no causal language model.
+        ConfigError: The dtype does not go with the ZeRO stage.
+    """
+    model: Any = load_language_model(model_folder, how)
+    if how.lora is not None:
+        adapter.attach(model, how.lora)
+        if how.gradient_checkpointing:  # or nothing that a checkpointed layer reads would want a gradient
+            model.enable_input_require_grads()
+    scorer = CompletionScorer(model, temperature)
+    return Policy(Trainable(scorer, how, ranks), scorer, ranks)
+
+
+def load_reference(folder: Path, how: Optimisation, device: torch.device, *, temperature: float) -> Reference:
+    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does."""
+    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device)
+
+
+def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
+    """Load a causal language model for training; raises UnsupportedModel."""
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"model.path = {folder}: no config.json there; give a Hugging Face model folder")
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import, only where it is needed
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, how.dtype))
+    except (OSError, ValueError, KeyError, RuntimeError) as err:
+        raise UnsupportedModel(f"model.path = {folder} is not a usable causal language model: {err}") from None
+    model.config.use_cache = False
+    if how.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+        return tensor.to(dtype).to("cpu").contiguous()
+    return tensor.to("cpu", copy=True).contiguous()

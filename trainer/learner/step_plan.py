@@ -1,0 +1,224 @@
+"""What one step trains on, as rank 0 decided it: which rows of which packs, with what advantage; pure.
+
+A plan holds no tokens. Every rank reads the rows of its own micro-batches from the packs, so the plan
+of a thousand ranks is as easy to send as the plan of two; and a stored plan with the packs it names
+is all it takes to make the same step again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.trajectory import Group, Trajectory
+from penstock.trainer.algorithm.aggregation import Aggregation, Denominators, sequence_weight
+from penstock.trainer.algorithm.batch import Prompt, Row, plan_micro_batches, prompt_of
+from penstock.trainer.algorithm.credit import Credit, CreditRule, Scored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyGroup:
+    """A scored group whose trajectories have been fetched and verified."""
+
+    scored: ScoredGroup
+    pack: BlobRef
+    group: Group
+
+    @property
+    def group_id(self) -> str:
+        """Id of the group."""
+        return self.scored.generated.group_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens of all its trajectories."""
+        return sum(self.scored.generated.completion_tokens)
+
+    @property
+    def trained(self) -> Scored:
+        """What may be trained on, as credit sees it: without the baseline, which stands beside it."""
+        summary, rewards = self.scored.generated, self.scored.rewards
+        num = summary.num_trained
+        return Scored(
+            rewards[:num],
+            summary.completion_tokens[:num],
+            [reason == "length" for reason in summary.finish_reasons[:num]],
+            self.group.reward.data_source,
+            baseline=(rewards[-1], summary.completion_tokens[-1]) if summary.has_baseline else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One trajectory of a step."""
+
+    pack: int  # number in the plan's list of packs
+    row_group: int
+    trajectory: int
+    advantage: float
+    weight: float  # of each of its sampled tokens in the loss
+    sft_weight: float = 0.0  # of each of them in the cross-entropy that is mixed in
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step over all ranks."""
+
+    packs: tuple[BlobRef, ...]
+    rows: tuple[PlannedRow, ...]
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
+    version: int = 0  # of the weights that are trained; tokens of older ones have an age
+    skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
+    token_kl: float = 0.0  # coefficient of the KL in every token's reward, where a critic credits tokens
+    least_age: int = 0  # of any token: 1 where no version of this run sampled it
+    kl_coefficient: float | None = None  # of the KL in the loss, where it is steered; None: as the objective has it
+
+    def to_wire(self) -> list[Any]:
+        """Return the plan as MessagePack types."""
+        return [
+            [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
+            [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
+            [[list(rows) for rows in rank] for rank in self.micro_batches],
+            self.version,
+            [list(pair) for pair in self.skipped],
+            self.kl_coefficient,
+            self.token_kl,
+            self.least_age,
+        ]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Any]) -> StepPlan:
+        """Rebuild what `to_wire` wrote."""
+        packs, rows, micro_batches, version, skipped, kl_coefficient, token_kl, least_age = wire
+        return cls(
+            packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
+            rows=tuple(PlannedRow(*row) for row in rows),
+            micro_batches=tuple(tuple(tuple(rows) for rows in rank) for rank in micro_batches),
+            version=version,
+            skipped=tuple((reason, count) for reason, count in skipped),
+            kl_coefficient=kl_coefficient,
+            token_kl=token_kl,
+            least_age=least_age,
+        )
+
+
+def make_plan(
+    groups: Sequence[ReadyGroup],
+    *,
+    credit: CreditRule,
+    aggregation: Aggregation,
+    max_completion_tokens: int,
+    budget_tokens: int,
+    num_ranks: int,
+    version: int = 0,
+    sft_coefficient: float = 0.0,
+) -> StepPlan:
+    """Plan one step: what every trajectory counts, weights over the whole batch, rows over the ranks.
+
+    Args:
+        groups: The batch; the order of the plan's rows follows it.
+        credit: Advantages, filters and sample weights (`trainer/algorithm/credit.py`).
+        aggregation: How tokens and sequences are weighed.
+        max_completion_tokens: The constant L of `seq-mean-token-sum-norm`.
+        budget_tokens: Most tokens of a micro-batch.
+        num_ranks: Number of ranks.
+        version: Of the weights that are trained.
+        sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
+
+    Raises:
+        BatchDoesNotFit: A trajectory is longer than a micro-batch may be.
+    """
+    scored = [group.trained for group in groups]
+    found = credit(scored)
+    counts = [n for group in scored for n in group.lengths]
+    kept = [n if w > 0 else 0 for n, w in zip(counts, found.weights, strict=True)]
+    by_group = _sums(scored, kept)
+    denominators = Denominators(
+        max(1, sum(kept)), max(1, sum(n > 0 for n in kept)), max_completion_tokens, max(1, sum(n > 0 for n in by_group))
+    )
+    success_tokens = sum(n for n, r in zip(kept, found.rewards, strict=True) if r > 0)
+    packs: dict[str, int] = {}
+    references: list[BlobRef] = []
+    rows: list[PlannedRow] = []
+    lengths: list[int] = []
+    prompts: list[Prompt | None] = []
+    place = 0
+    for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
+        if group.pack.key not in packs:
+            packs[group.pack.key] = len(references)
+            references.append(group.pack)
+        summary = group.scored.generated
+        for number in range(summary.num_trained):
+            factor, reward = found.weights[place], found.rewards[place]
+            if factor > 0.0:
+                weight = factor * sequence_weight(
+                    aggregation, max(1, kept[place]), denominators, prompt_tokens=max(1, prompt_tokens)
+                )
+                sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
+                row = PlannedRow(packs[group.pack.key], summary.row_group, number, found.advantages[place], weight, sft)
+                rows.append(row)
+                trajectory = group.group.trajectories[number]
+                lengths.append(len(trajectory.token_ids))
+                prompts.append(prompt_of(trajectory.loss_mask, group_number))
+            place += 1
+    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks, prompts=prompts)
+    micro_batches = tuple(tuple(tuple(mb) for mb in rank) for rank in cut)
+    skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
+    return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
+
+
+def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_ranks: int) -> StepPlan:
+    """Plan to look at every trajectory of a batch, in its order, before anything is decided about it."""
+    return make_plan(
+        groups,
+        credit=_nothing,
+        aggregation="token-sum",
+        max_completion_tokens=1,
+        budget_tokens=budget_tokens,
+        num_ranks=num_ranks,
+    )
+
+
+def _nothing(groups: Sequence[Scored]) -> Credit:
+    rewards = [reward for group in groups for reward in group.rewards]
+    return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
+
+
+def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
+    """Add up one count per trajectory by group."""
+    remaining = iter(counts)
+    return [sum(next(remaining) for _ in group.lengths) for group in groups]
+
+
+def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[int, int], Group]) -> list[Row]:
+    """Return the rows of one micro-batch; ``groups`` are keyed by pack number and row group."""
+    rows = []
+    for number in micro_batch:
+        planned = plan.rows[number]
+        trajectory = groups[planned.pack, planned.row_group].trajectories[planned.trajectory]
+        rows.append(
+            Row(
+                token_ids=trajectory.token_ids,
+                loss_mask=trajectory.loss_mask,
+                behaviour_logprobs=trajectory.behaviour_logprobs,
+                advantage=planned.advantage,
+                weight=planned.weight,
+                ages=_ages(trajectory, plan.version, plan.least_age),
+                sft_weight=planned.sft_weight,
+            )
+        )
+    return rows
+
+
+def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:
+    """Return how many versions old each token is, [T]; 0 where the policy did not sample it."""
+    ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
+    for run in trajectory.version_runs:
+        ages[run.start : run.end] = max(least, version - run.version)
+    return ages

@@ -1,0 +1,171 @@
+"""A module under DeepSpeed, whatever it computes: the door to DeepSpeed, and the only file that imports it.
+
+One `Trainable` on every rank for each network that learns (policy, critic); what changes or gathers
+weights is called on all ranks together.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.trainer.errors import CheckpointError
+from penstock.trainer.learner.adapter import Lora, is_adapter
+from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
+from penstock.trainer.learner.schedule import lr_factor
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.settings import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Optimisation:
+    """How weights move."""
+
+    num_steps: int
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    warmup_steps: int
+    schedule: Schedule
+    min_lr_ratio: float
+    max_grad_norm: float
+    zero_stage: int
+    dtype: Literal["float32", "bfloat16"]
+    gradient_checkpointing: bool = False
+    keep_whole_below: int = KEEP_WHOLE_BELOW
+    lora: Lora | None = None  # adapters learn, the model stays; None: the model learns
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer step did."""
+
+    grad_norm: float  # before clipping
+    lr: float
+
+
+class Trainable:
+    """A module with its optimizer, sharded as the ZeRO stage says."""
+
+    def __init__(self, module: nn.Module, how: Optimisation, ranks: Ranks) -> None:
+        """Put a module under DeepSpeed; raises ConfigError where the dtype does not go with the ZeRO stage."""
+        config = deepspeed_config(
+            zero_stage=how.zero_stage,
+            dtype=how.dtype,
+            max_grad_norm=how.max_grad_norm,
+            keep_whole_below=how.keep_whole_below,
+        )
+        deepspeed = _import_deepspeed()
+        optimizer = torch.optim.AdamW(
+            (p for p in module.parameters() if p.requires_grad),
+            lr=how.lr,
+            betas=how.betas,
+            weight_decay=how.weight_decay,
+        )
+        factor = functools.partial(
+            lr_factor,
+            schedule=how.schedule,
+            num_steps=how.num_steps,
+            warmup_steps=how.warmup_steps,
+            min_lr_ratio=how.min_lr_ratio,
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: LambdaLR(wrapped, factor), config=config
+        )
+        self._engine.train()
+        self._ranks = ranks
+        self._has_frozen = any(not p.requires_grad for p in module.parameters())
+        self.module = module
+        self.device: torch.device = self._engine.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, tied ones once and adapters not at all: those are merged where the model goes out."""
+        return sum(getattr(p, "ds_numel", p.numel()) for n, p in self.module.named_parameters() if not is_adapter(n))
+
+    @property
+    def dtype(self) -> str:
+        """Name of the parameters' dtype, as manifests carry it."""
+        return str(next(self.module.parameters()).dtype).removeprefix("torch.")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module forward."""
+        return self._engine(*args, **kwargs)
+
+    def begin(self, *, is_last: bool) -> None:
+        """Say, before its forward pass, whether a micro-batch is the last one before the update."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add a micro-batch's gradient; the losses of all micro-batches and ranks simply add up."""
+        self._engine.backward(loss * self._ranks.num_ranks)  # DeepSpeed averages over ranks
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()
+
+    def update(self, lr_scale: float = 1.0) -> Update:
+        """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``."""
+        by_hand = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] *= lr_scale
+        lr = self._engine.get_lr()[0]
+        self._engine.step()  # the scheduler sets the next step's rate
+        norm = self._engine.get_global_grad_norm()
+        return Update(by_hand if norm is None else float(norm), lr)
+
+    def whole(self, *parameters: Tensor) -> Any:
+        """Return a context in which parameters are whole on every rank; collective under ZeRO-3."""
+        import deepspeed  # noqa: PLC0415
+
+        return deepspeed.zero.GatheredParameters(list(parameters), enabled=any(hasattr(p, "ds_id") for p in parameters))
+
+    def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
+        """Write module, optimizer and scheduler to ``folder/tag`` with a little state; collective."""
+        state = {**state, "num_ranks": self._ranks.num_ranks}
+        self._engine.save_checkpoint(
+            str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=self._has_frozen
+        )
+
+    def load(self, folder: Path, tag: str) -> dict[str, Any]:
+        """Read what `save` wrote and return its state.
+
+        Raises CheckpointError for another number of ranks or a broken folder.
+        """
+        try:
+            found, state = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._has_frozen)
+        except Exception as err:  # DeepSpeed and torch raise whatever their reader meets
+            raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
+        if found is None or state.get("num_ranks") != self._ranks.num_ranks:
+            raise CheckpointError(
+                f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s), "
+                f"this run has {self._ranks.num_ranks}; start it with the same trainer.num_ranks"
+            )
+        return state
+
+    def _plain_grad_norm(self) -> float:
+        """Global gradient norm where DeepSpeed reports none (stage 0: every rank holds all gradients)."""
+        norms = [p.grad.norm() for p in self.module.parameters() if p.grad is not None]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+def _import_deepspeed() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before
+    from deepspeed.utils import logger  # noqa: PLC0415
+
+    logger.setLevel(logging.WARNING)
+    # DeepSpeed 0.19 calls torch 2.13's collectives by their old names, once per step and rank.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # Serves tensor-parallel inference only; DeepSpeed would compile it with g++ for minutes at the
+    # first start, and wait for ever on the lock of a build that was killed.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

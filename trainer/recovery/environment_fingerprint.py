@@ -1,0 +1,64 @@
+"""What the weights of a step depend on besides groups and settings: libraries, code, machine, threads."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_LIBRARIES = ("torch", "deepspeed", "transformers", "numpy")
+_ROOMS = ("trainer", "protocol")  # whose code the numbers go through
+THREADS = "threads"
+
+
+def environment_fingerprint() -> dict[str, str]:
+    """Describe this process: the same description is a promise of the same bits on a CPU, given groups and settings."""
+    return {
+        **{name: _version(name) for name in _LIBRARIES},
+        "python": platform.python_version(),
+        "code": _code_digest(),
+        "machine": _machine(),
+        THREADS: str(torch.get_num_threads()),
+    }
+
+
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return one line for everything that is not as it was; what nobody wrote down then is left out."""
+    return [
+        f"{name}: {then[name]} then, {now.get(name, 'unknown')} now" for name in then if then[name] != now.get(name)
+    ]
+
+
+@functools.cache
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return 16 hex digits that change with any line of the rooms that a step goes through."""
+    root, digest = Path(__file__).absolute().parents[2], hashlib.sha256()
+    for path in sorted(path for room in _ROOMS for path in (root / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _machine() -> str:
+    """Return the accelerator's name, or the processor's with the instructions that torch uses on it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{next(iter(names), platform.processor() or platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"

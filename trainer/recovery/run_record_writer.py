@@ -1,0 +1,161 @@
+"""Writes the record of the run: what each checkpoint adds to it (`protocol/record/lineage.py` says what that is)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.protocol import blob_keys
+from penstock.protocol.facts import BlobRef, encode, encode_unbounded
+from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.lineage import (
+    CheckpointCommitted,
+    LineageChapter,
+    RecordedGroup,
+    RecordedLife,
+    RecordedStep,
+)
+from penstock.protocol.versions import PolicyVersion
+from penstock.trainer.connections import Connections
+from penstock.trainer.groups.accounting import Entries
+from penstock.trainer.groups.dispatch import GroupKey
+from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.recovery.environment_fingerprint import environment_fingerprint
+from penstock.trainer.recovery.lease import FencedKey
+
+
+class RunRecordWriter:
+    """Gathers steps until a checkpoint closes them into a chapter; for the training thread only."""
+
+    def __init__(
+        self, connections: Connections, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None
+    ) -> None:
+        """Go on where the newest checkpoint ended; ``pointer`` is the checkpoint key in NATS."""
+        self._run_id, self._blobs = connections.run_id, connections.blobs
+        self._pointer = pointer
+        self._epoch = epoch
+        self._last = resumed.record if resumed else None
+        self._number = resumed.chapter if resumed else 0
+        self._lives: list[RecordedLife] = []
+        self._steps: list[RecordedStep] = []
+        self.committed: CheckpointState | None = None  # the newest, once `point` has said so
+        self._taken: dict[str, Any] | None = None  # the newest step, until the digest of what it made is asked for
+        self._digest: Callable[[], str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was gathered since the last chapter; a step counts from the moment it is entered."""
+        return not (self._lives or self._steps or self._taken)
+
+    def weights(self, digest: Callable[[], str]) -> None:
+        """Take note of the weights that the life began with, or that the newest step made.
+
+        ``digest`` says what they are; it is called once, on the training thread, before the next weights are taken.
+        """
+        self._digest = functools.cache(digest)
+
+    def digest(self) -> str:
+        """Return the digest of the weights as they are now, waiting for it if it must be."""
+        if self._digest is None:
+            raise ValueError("no weights were handed over yet")
+        return self._digest()
+
+    def life(self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes) -> None:
+        """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON."""
+        key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
+        self._lives.append(
+            RecordedLife(
+                epoch=self._epoch,
+                holder=holder,
+                at=at,
+                step=step,
+                version=version,
+                parent_version=parent,
+                weights_digest=self.digest(),
+                config=self._blobs.put(key, config),
+                environment=environment_fingerprint(),
+            )
+        )
+
+    def step(
+        self,
+        step: int,
+        trained: PolicyVersion,
+        made: PolicyVersion,
+        batch: Sequence[ReadyGroup],
+        skipped: Mapping[str, int],
+        uses: Mapping[str, int],
+    ) -> None:
+        """Enter a step; `weights` with what it made comes next. ``uses`` counts each group's, this one included."""
+        self._settle_step()
+        packs = {group.pack.key: group.pack for group in batch}
+        numbers = {key: number for number, key in enumerate(packs)}
+        self._digest = None
+        self._taken = {
+            "epoch": self._epoch,
+            "step": step,
+            "trained_version": trained,
+            "made_version": made,
+            "packs": tuple(packs.values()),
+            "groups": tuple(
+                RecordedGroup(
+                    prompt=GroupKey.parse(group.group_id).prompt,
+                    pack=numbers[group.pack.key],
+                    scored=group.scored,
+                    use=uses[group.group_id],
+                )
+                for group in batch
+            ),
+            "skipped": dict(skipped),
+        }
+
+    def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:
+        """Store everything since the last chapter; returns its reference and number, and the weights' digest.
+
+        A chapter counts once a committed checkpoint names it. Raises the errors of `Blobs.put`.
+        """
+        self._settle_step()
+        chapter = LineageChapter(
+            run_id=self._run_id,
+            number=self._number + 1,
+            parent=self._last,
+            epoch=self._epoch,
+            step=step,
+            version=version,
+            weights_digest=self.digest(),
+            lives=tuple(self._lives),
+            steps=tuple(self._steps),
+            issued=entries.issued,
+            revived=entries.revived,
+            dropped=entries.dropped,
+            evaluated=entries.evaluated,
+            account=entries.account,
+        )
+        key = blob_keys.lineage_chapter(self._run_id, chapter.number, self._epoch, secrets.token_hex(4))
+        return self._blobs.put(key, encode_unbounded(chapter)), chapter.number, chapter.weights_digest
+
+    def point(self, state: CheckpointState, state_json: bytes) -> None:
+        """Say in NATS that a checkpoint is committed; the next chapter follows on it.
+
+        Raises LeaseLost when another trainer holds the run, BusUnreachable after two minutes.
+        """
+        committed = CheckpointCommitted(
+            epoch=self._epoch,
+            step=state.step,
+            version=state.version,
+            chapter=state.chapter,
+            record=state.record,
+            state_sha256=hashlib.sha256(state_json).hexdigest(),
+        )
+        self._pointer.move(encode(committed))
+        self._last, self._number = state.record, state.chapter
+        self.committed = state
+        self._lives, self._steps = [], []
+
+    def _settle_step(self) -> None:
+        if self._taken is not None:
+            self._steps.append(RecordedStep(**self._taken, weights_digest=self.digest()))
+            self._taken = None

@@ -1,0 +1,74 @@
+"""What is wrong with what a replay reads, in words: settings that drifted, packs that are gone, other figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol import blob_keys
+from penstock.protocol.config.run_file import config_document, load
+from penstock.protocol.record.lineage import RecordedStep
+from penstock.protocol.transport.blobs import Blobs
+from penstock.trainer.replay.recorded_settings import Flat, differences, flat
+from penstock.trainer.settings import TrainerSettings
+
+_SHOWN_IDS = 4
+
+
+def config_findings(path: Path, recorded: Flat) -> list[str]:
+    """Hold ``config.json`` of a run's folder against the settings that the record says its last life had.
+
+    None where there is no such file.
+    """
+    if not path.is_file():
+        return []
+    try:
+        here = flat(json.loads(path.read_bytes())["settings"])
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        return [f"{path} is not the settings of a run ({type(err).__name__}: {err})"]
+    return [f"{path}: {line}" for line in differences(recorded, here, ignoring={"run.dir"})]
+
+
+def drift(run_files: Sequence[Path], recorded: Flat) -> list[str]:
+    """Return one line for every setting of run files that is not what the run's last life had.
+
+    Raises ConfigError for run files that the trainer would refuse.
+    """
+    if not run_files:
+        return []
+    loaded = load(TrainerSettings, files=run_files)
+    now = flat(config_document(loaded)["settings"])
+    told = {key: value for key, value in now.items() if loaded.origins[key].startswith(tuple(map(str, run_files)))}
+    return [
+        f"{loaded.origins[key]}: {line}"
+        for key in sorted(told)
+        for line in differences({key: recorded.get(key)}, {key: told[key]}, ignoring={"run.dir"})
+    ]
+
+
+def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:
+    """Name every pack that is not in the object store, with the groups that cannot be trained without it."""
+    packs = {pack.key: pack for step in steps for pack in step.packs}
+    stored: set[str] = set()
+    for owner in sorted({blob_keys.owner_of_pack(key) for key in packs}):
+        stored |= {found.key for found in blobs.list(blob_keys.groups_prefix(owner))}
+    return [f"pack {key} is not in the object store: {_groups_of(key, steps)}" for key in packs if key not in stored]
+
+
+def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
+    uses = [(s.step, g.group_id) for s in steps for g in s.groups if s.packs[g.pack].key == key]
+    ids = [group_id for _, group_id in uses]
+    more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+    return f"step {uses[0][0]} needs its groups {', '.join(ids[:_SHOWN_IDS])}{more}"
+
+
+def figure_differences(metrics: Path, step: int | None, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return one line for every figure of a step that ``metrics.jsonl`` has otherwise; none where it has no such step."""
+    try:
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    except (OSError, ValueError):
+        return ()
+    then = next((row for row in rows if row.get("kind") == "step" and row.get("step") == step), {})
+    return tuple(f"{k}: {then[k]} then, {v} now" for k, v in figures.items() if k in then and then[k] != v)

@@ -1,0 +1,1 @@
+"""What the trainer reports: metrics of a step, events, heartbeat; may import learner and algorithm."""

@@ -1,0 +1,68 @@
+"""The trainer's sign of life: a heartbeat in the live bucket every second, from a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from penstock.protocol import streams
+from penstock.protocol.activity import Activity, cpu_seconds
+from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.facts import Heartbeat, encode
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.versions import PolicyVersion
+
+log = structlog.get_logger("trainer.pulse")
+
+SERVICE_ID = "trainer"
+
+
+class HeartbeatWriter:
+    """Publishes what the trainer does and how busy it is; use as a context manager."""
+
+    def __init__(self, *, bus: Bus, run_id: str, activity: Activity, clock: Callable[[], float]) -> None:
+        """Bind to the live bucket; raises MissingStream. ``clock`` returns seconds since the epoch."""
+        self._bucket = bus.key_value(streams.live_bucket(run_id).bucket).wait()
+        self._activity = activity
+        self._clock = clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self.version: PolicyVersion | None = None
+        self.figures: dict[str, float] = {}
+
+    def __enter__(self) -> HeartbeatWriter:
+        """Start beating."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop; the record vanishes by itself."""
+        self._stop.set()
+        self._thread.join(10.0)
+
+    def beat(self) -> None:
+        """Publish one heartbeat now."""
+        busy_s, idle_s = self._activity.totals()
+        record = Heartbeat(
+            role="trainer",
+            service_id=SERVICE_ID,
+            at=self._clock(),
+            state=self._activity.state,
+            version=self.version,
+            busy_s=busy_s,
+            idle_s=idle_s,
+            cpu_s=cpu_seconds(),
+            figures=dict(self.figures),
+        )
+        self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record)).wait()
+
+    def _beat(self) -> None:
+        while True:
+            try:
+                self.beat()
+            except BusUnreachable as err:
+                log.debug("no heartbeat", error=str(err))
+            if self._stop.wait(streams.HEARTBEAT_PERIOD_S):
+                return

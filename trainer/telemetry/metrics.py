@@ -1,0 +1,136 @@
+"""Names, units and formulas of what a step reports; pure.
+
+| name                       | unit     | means                                                              |
+|----------------------------|----------|--------------------------------------------------------------------|
+| `step`, `version`          |          | optimizer steps done; version the batch was trained at              |
+| `loss`                     |          | the objective, all denominators applied                            |
+| `reward_mean`, `reward_std`|          | over the batch's trajectories                                      |
+| `baseline_mean`            |          | reward of the greedy completions; remax only                       |
+| `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
+| `grad_norm`, `lr`          |          | norm before clipping; learning rate of this step                   |
+| `clip_fraction`            | share    | sampled tokens whose gradient the clip took away                   |
+| `dual_clip_fraction`       | share    | the same for the dual clip                                         |
+| `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
+| `skipped`                  | rows     | trajectories that filters left out of the step, by reason          |
+| `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before the step                    |
+| `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
+| `rejected_by`              | share    | the same for each rule that is on                                  |
+| `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/algorithm/mismatch.py`                  |
+| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared, see `engine_check`|
+| `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
+| `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
+| `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
+| `reward_kl`                | nats     | KL(sampler ‖ reference) per token, as the reward had it; with it on|
+| `kl_coefficient`           |          | that the step used, in loss or reward, steered or fixed            |
+| `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
+| `value_loss`               |          | the critic's, on the batch before it learned from it; ppo only     |
+| `explained_variance`       | share    | of the returns, by the critic; 1 perfect, 0 knows the mean alone   |
+| `value_mean`, `return_mean`|          | what the critic expected per token, and what it learns from        |
+| `critic_grad_norm`, `_lr`  |          | norm before clipping and learning rate of the critic's update      |
+| `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
+| `staleness_tokens`         | tokens   | histogram by age                                                   |
+| `scored_by`                | groups   | by who gave their rewards, endpoints with their version            |
+| `reward_parts`             |          | mean of every part of the rewards over the trajectories that have it|
+| `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
+| `tokens_trained`           | tokens   | sampled tokens of this step                                        |
+| `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
+| `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
+| `wait_s`, `step_s`         | s        | waited for the batch; plan, forward, backward and update           |
+| `publish_s`                | s        | the newest publication, beside the step                            |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+from penstock.trainer.algorithm.mismatch import mismatch_figures
+from penstock.trainer.learner.policy import StepFigures
+from penstock.trainer.learner.step_plan import ReadyGroup
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Seconds of wall-clock time."""
+
+    wait_s: float
+    step_s: float
+    publish_s: float
+
+
+def step_fields(
+    step: int,
+    version: int,
+    figures: StepFigures,
+    batch: Sequence[ReadyGroup],
+    staleness_tokens: Mapping[int, int],
+    timing: StepTiming,
+) -> dict[str, Any]:
+    """Return what one step reports, without the counts of the whole run."""
+    trained = [group.trained for group in batch]
+    rewards = [reward for group in trained for reward in group.rewards]
+    baselines = [group.baseline[0] for group in trained if group.baseline is not None]
+    lengths = [count for group in trained for count in group.lengths]
+    cut = [is_cut for group in trained for is_cut in group.truncated]
+    sums, num_tokens = figures.sums, max(1.0, figures.sums["tokens"])
+    return {
+        "step": step,
+        "version": version,
+        "loss": figures.loss,
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        **({"baseline_mean": fmean(baselines)} if baselines else {}),
+        "zero_signal_groups": fmean(max(g.scored.rewards) == min(g.scored.rewards) for g in batch),
+        "grad_norm": figures.grad_norm,
+        "lr": figures.lr,
+        "clip_fraction": sums["clipped"] / num_tokens,
+        "dual_clip_fraction": sums["dual_clipped"] / num_tokens,
+        "rejected_fraction": sums["rejected"] / num_tokens,
+        "ratio_mean": sums["ratio"] / num_tokens,
+        "ratio_max": figures.maxima["ratio"],
+        "ess_share": sums["ratio"] ** 2 / (num_tokens * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
+        **mismatch_figures(sums, figures.maxima),
+        "entropy": sums["surprise"] / num_tokens,
+        **_optional(sums, num_tokens),
+        **figures.critic,
+        "staleness_mean": sum(age * n for age, n in staleness_tokens.items()) / sum(staleness_tokens.values()),
+        "staleness_max": max(staleness_tokens),
+        "staleness_tokens": {str(age): count for age, count in staleness_tokens.items()},
+        "scored_by": dict(sorted(Counter(group.scored.scorer for group in batch).items())),
+        **({"reward_parts": parts} if (parts := reward_parts(batch)) else {}),
+        "completion_tokens_mean": fmean(lengths),
+        "truncated_share": fmean(cut),
+        "tokens_trained": int(num_tokens),
+        "wait_s": timing.wait_s,
+        "step_s": timing.step_s,
+        "publish_s": timing.publish_s,
+    }
+
+
+def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
+    """Return the mean of every part of the rewards over the trajectories that have it, baselines aside."""
+    values: dict[str, list[float]] = {}
+    for group in batch:
+        for name, column in group.scored.parts.items():
+            values.setdefault(name, []).extend(column[: group.scored.generated.num_trained])
+    return {name: fmean(column) for name, column in sorted(values.items())}
+
+
+def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
+    """Return the figures of parts that are on."""
+    found: dict[str, Any] = {
+        name: sums[key] / num_tokens
+        for name, key in (("policy_entropy", "entropy"), ("kl_reference", "kl_reference"))
+        if key in sums
+    }
+    by_rule = {
+        name.removeprefix("rejected_"): n / num_tokens for name, n in sums.items() if name.startswith("rejected_")
+    }
+    if by_rule:
+        found["rejected_by"] = by_rule
+    if sums.get("ess_weight_squared"):
+        found["ess_lr"] = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
+    return found
