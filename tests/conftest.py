@@ -1,8 +1,11 @@
-"""Fixtures that every room's tests share: real servers, a run id of one's own, the two doors."""
+"""Fixtures for all tests: real servers, a run id for each test, connections to NATS and S3."""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,11 +22,38 @@ _numbers = itertools.count(1)
 examples.take_effect()
 
 
+def pytest_configure() -> None:
+    """Handle SIGINT even in the background job of a script, whose shell ignores it for all its children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With pytest-xdist the files that have slow tests come first: nobody is to wait for one of them at the end."""
+    """With pytest-xdist, start with the files that have slow tests, so that none of them is left for the end."""
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the command that installs what skipped tests need."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    needed = [set(re.findall(r"apt(?:-get)? install ([\w.-]+)", reason)) for reason in reasons]
+    packages = sorted(set().union(*needed))
+    if packages:
+        count = sum(map(bool, needed))
+        terminalreporter.write_line(f"to run {count} of the skipped tests: apt-get install {' '.join(packages)}")
+
+
+@pytest.fixture(autouse=True)
+def leaks_are_reported_in_their_own_test() -> Iterator[None]:
+    """Collect garbage after each test, so that an unclosed socket fails the test that left it and not a later one.
+
+    What exists when a test begins is frozen: only what the test made is looked through.
+    """
+    gc.freeze()
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,12 @@ from penstock.deploy.servers import NatsServer, S3Server
 BUCKET = "penstock"
 
 
+def require_package(program: str, package: str) -> None:
+    """Skip the test when a program of a Debian package is not installed; the summary prints the command to get it."""
+    if shutil.which(program) is None and not Path(program).exists():
+        pytest.skip(f"{program} is not installed: apt-get install {package}")
+
+
 def require(program: str) -> None:
     """Skip the test when a server's program is not installed; fail in CI, where it must be."""
     if Path(sys.executable).with_name(program).exists() or shutil.which(program):

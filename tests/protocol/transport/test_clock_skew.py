@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
 
 import pytest
+from tests.servers import require_package
 
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.transport.clock_skew import clocks_apart
@@ -15,9 +15,9 @@ from penstock.protocol.transport.clock_skew import clocks_apart
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 TRY = """
 import sys, structlog
-from protocol.connection import S3Settings
-from protocol.errors import PenstockError
-from protocol.transport.blobs import Blobs
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.blobs import Blobs
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 blobs = Blobs(S3Settings.model_validate_json(sys.argv[1]), deadline_s=0.2)
 for call in (lambda: blobs.check(deadline_s=0.2), lambda: blobs.put("runs/x/y", b"abc"), lambda: blobs.exists("runs/x/y")):
@@ -31,8 +31,7 @@ for call in (lambda: blobs.check(deadline_s=0.2), lambda: blobs.put("runs/x/y", 
 @pytest.mark.parametrize("step", ["+40m", "-40m"])
 def test_a_clock_that_is_wrong_is_named_with_both_times(s3_settings: S3Settings, step: str) -> None:
     """A real server refuses every request of a client 40 minutes off; the errors say so, and nothing of the key."""
-    if shutil.which("faketime") is None:
-        pytest.skip("faketime is not installed")
+    require_package("faketime", "faketime")
     command = ["faketime", "-f", step, sys.executable, "-c", TRY, s3_settings.model_dump_json()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     lines = ran.stdout.splitlines()

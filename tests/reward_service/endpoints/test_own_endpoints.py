@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 from tests.groups import make_group
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Process, Service, good
-from tests.servers import wait_for
+from tests.servers import require_package, wait_for
 
 from penstock.reward_service.endpoints import signature
 from penstock.reward_service.hosting import endpoint_kit
@@ -120,8 +119,8 @@ def test_an_example_registers_itself_and_scores_signed_requests(
     language: str, wire: Wire, start_service: Callable[..., Service], example: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     """The examples in Python and Node score a run with signatures, refuse strangers, and unregister on SIGINT."""
-    if language == "node" and shutil.which("node") is None:
-        pytest.skip("node is not on this machine")
+    if language == "node":
+        require_package("node", "nodejs")
     service = start_service("reward_service.token=right", "reward_service.endpoint_attempts=50")
     commands = {
         "python": (sys.executable, "examples/reward_endpoint.py", service.url),

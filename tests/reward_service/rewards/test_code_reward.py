@@ -284,8 +284,8 @@ async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -
 @pytest.mark.parametrize("kind", list(Kind))
 def test_nothing_outlives_a_killed_service(kind: Kind) -> None:
     """SIGKILL for the service takes zygotes and programs with it."""
-    if canary.attack(kind):
-        pytest.skip(f"{kind} does not hold on this machine")
+    if problem := canary.attack(kind):
+        pytest.skip(f"{kind} does not hold on this machine: {problem}")
     script = (
         "import asyncio\nfrom reward_service.sandbox.pool import *\nfrom reward_service.sandbox.tests_of_row import *\n"
         f"pool = SandboxPool(Launch({str(kind)!r}), 1, Limits(cpu_s=60.0))\n"

@@ -177,5 +177,5 @@ def test_templates_run_in_a_sandbox(tmp_path: Path, template: str):
 
 def test_the_tokenizer_needs_neither_torch_nor_transformers():
     """The door imports in a process that never sees torch or transformers."""
-    code = "import sys, trainer.chat_template; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, penstock.trainer.data.chat_template; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
