@@ -263,5 +263,5 @@ def test_a_heartbeat_says_what_the_worker_did(
 
 def test_a_worker_imports_nothing_that_only_its_engine_needs():
     """Its own process has no torch: a start takes half a second, and a killed worker's packs are soon with the next."""
-    code = "import sys, rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    code = "import sys, penstock.rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

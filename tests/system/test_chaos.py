@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.chaos import GROUPS_PER_STEP, VICTIMS, ChaosRun
-from benchmarks.chaos_plan import LAST_STEPS, POINTS, plan_kills, plan_points
+from benchmarks.chaos.plan import LAST_STEPS, POINTS, plan_kills, plan_points
+from benchmarks.chaos.run import GROUPS_PER_STEP, VICTIMS, ChaosRun
 
 from tests.servers import require
 

@@ -123,7 +123,7 @@ def test_files_are_one_or_a_list():
 
 def test_settings_import_without_torch():
     """The settings load in a process that never imports torch."""
-    code = "import sys, trainer.settings; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+    code = "import sys, penstock.trainer.settings; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

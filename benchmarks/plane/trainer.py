@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from benchmarks.plane_groups import GROUPS_PER_STEP
-from benchmarks.plane_worker import RUN_ID
+from benchmarks.plane.groups import GROUPS_PER_STEP
+from benchmarks.plane.worker import RUN_ID
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs

@@ -6,7 +6,7 @@
 
 One run of the quickstart's ring on its tiny model, its rewards from an HTTP endpoint in a process of its own. By
 SIGKILL die trainer, both workers, reward service, endpoint, nats-server and S3 server, at moments that the seed
-chooses (`chaos_plan.py`); besides, the trainer kills itself at each of its crash points. The ring's own
+chooses (`plan.py`); besides, the trainer kills itself at each of its crash points. The ring's own
 supervisor starts them again. At the end
 
 1. the audit closes: every group issued was trained once, dropped once with a reason, or is in flight;
@@ -34,9 +34,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos_plan import POINTS, PlannedKill, plan_kills, plan_points
-from benchmarks.chaos_report import Kill, Outcome, late_ones, measure, notice_silence, show
-from benchmarks.chaos_watch import Observer, Seen
+from benchmarks.chaos.plan import POINTS, PlannedKill, plan_kills, plan_points
+from benchmarks.chaos.report import Kill, Outcome, late_ones, measure, notice_silence, show
+from benchmarks.chaos.watch import Observer, Seen
 from safetensors.torch import load_file
 
 from penstock.console.live.panel import LivePanel
@@ -299,7 +299,3 @@ def main() -> int:
         if options.json:
             options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
     return 1 if any(outcome.failures or outcome.late for outcome in outcomes) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos_watch import Seen
+from benchmarks.chaos.watch import Seen
 
 from penstock.deploy.ring import TRAINER
 from penstock.deploy.supervise import ProcessEvent

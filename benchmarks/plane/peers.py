@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plane_groups import CASES, GROUPS_PER_STEP, Case, codec_ms, make_template
+from benchmarks.plane.groups import CASES, GROUPS_PER_STEP, Case, codec_ms, make_template
 
 from penstock.protocol import group_pack
 from penstock.protocol.trajectory import Group

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.plane_groups import Case, make_template
+from benchmarks.plane.groups import Case, make_template
 
 from penstock.protocol import subjects
 from penstock.protocol.activity import Activity

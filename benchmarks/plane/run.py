@@ -6,7 +6,7 @@ Processes that run the services' own code, real nats-server (every message on di
 real S3 server: a worker's `PackAnnouncer`, the reward service itself with a reward that costs next to nothing, and the
 trainer's `Collector`, which acknowledges after each fsynced commit of a step's ids. *Direct* leaves the reward
 service out. Groups are of 8 trajectories of 4096 tokens, and tiny ones of 8 x 24. The peers do the same job
-(`peer_plane`), case by case in the same minute.
+(`peers.py`), case by case in the same minute.
 
 CPU is in milliseconds for a group: every process, both servers. *Plumbing* is all of it without the codec
 (Parquet written once by the worker, read once by the trainer, its texts once more by whoever scores), which is
@@ -28,8 +28,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plane_groups import CASES, GROUPS_PER_STEP, Case, codec_ms
-from benchmarks.plane_worker import RUN_ID
+from benchmarks.plane.groups import CASES, GROUPS_PER_STEP, Case, codec_ms
+from benchmarks.plane.worker import RUN_ID
 from tests.reward_service.processes import Service
 
 from penstock.deploy.bootstrap import bootstrap
@@ -38,7 +38,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 _ROLE_S = 300.0
 _PEERS_S = 600.0
@@ -94,9 +94,9 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
             "folder": str(folder),
             "case": asdict(case),
         }
-        trainer = Role("benchmarks.plane_trainer", given | {"count": num_groups})
+        trainer = Role("benchmarks.plane.trainer", given | {"count": num_groups})
         running.callback(trainer.kill)
-        worker = Role("benchmarks.plane_worker", given | {"count": num_groups // case.groups_per_pack})
+        worker = Role("benchmarks.plane.worker", given | {"count": num_groups // case.groups_per_pack})
         running.callback(worker.kill)
         before = {role: process_cpu_seconds(pid) for role, pid in servers.items()}
         made, taken = worker.answer(), trainer.answer()
@@ -138,7 +138,7 @@ def main() -> None:
         for number in options.cases:
             show(measure(CASES[number], options.seconds))
             if options.peers:
-                command = [str(options.peers), "-m", "benchmarks.peer_plane", str(number), str(options.seconds)]
+                command = [str(options.peers), "-m", "benchmarks.plane.peers", str(number), str(options.seconds)]
                 done = subprocess.run(
                     command, cwd=ROOT, check=False, env=_ENVIRONMENT, capture_output=True, text=True, timeout=_PEERS_S
                 )
@@ -147,7 +147,3 @@ def main() -> None:
                         show(json.loads(line))
                 if done.returncode:
                     print(f"a peer gave no figure: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
