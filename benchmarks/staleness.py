@@ -34,12 +34,21 @@ from benchmarks import staleness_report, tiny_policy
 from torch import Tensor
 
 from penstock.deploy import quickstart_task
-from penstock.trainer.algorithm.advantages import Outcomes, grpo
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.assemble_objective import objective
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.losses import Sequences, cispo, gspo, minirl, ppo_clip, reinforce, sapo, topr_token
-from penstock.trainer.algorithm.objective import EssRule, ImportanceCorrection, PolicyGradient
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.corrections.importance import importance
+from penstock.trainer.algorithm.estimators.grpo import grpo
+from penstock.trainer.algorithm.estimators.interface import Outcomes
+from penstock.trainer.algorithm.losses.cispo import cispo
+from penstock.trainer.algorithm.losses.gspo import gspo
+from penstock.trainer.algorithm.losses.minirl import minirl
+from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
+from penstock.trainer.algorithm.losses.reinforce import reinforce
+from penstock.trainer.algorithm.losses.sapo import sapo
+from penstock.trainer.algorithm.losses.tokens import Sequences
+from penstock.trainer.algorithm.losses.topr import topr_token
+from penstock.trainer.algorithm.objective import EssRule, PolicyGradient
 from penstock.trainer.learner.schedule import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -48,15 +57,22 @@ PPO = {"clip_low": 0.2, "clip_high": 0.2}
 DUAL = PPO | {"dual_clip": 1.2}
 GSPO = {"clip_low": 0.05, "clip_high": 0.05}
 
+
+def weighed(level: str, **options: float | str) -> PolicyGradient:
+    """Return plain REINFORCE with importance weights at one level."""
+    correction = importance.bind(importance=level, **{f"importance_{name}": value for name, value in options.items()})
+    return PolicyGradient(loss=reinforce, corrections={"importance": correction})
+
+
 METHODS: dict[str, PolicyGradient] = {
-    "default": objective(AlgorithmSettings()),
+    "default": build_objective(AlgorithmSettings()),
     "none": PolicyGradient(loss=reinforce),
-    "token_tis": PolicyGradient(loss=reinforce, importance=ImportanceCorrection(high=2.0)),
-    "icepop": PolicyGradient(loss=reinforce, importance=ImportanceCorrection(bound="mask", low=0.5, high=5.0)),
-    "sequence_tis": PolicyGradient(loss=reinforce, importance=ImportanceCorrection(level="sequence", high=2.0)),
-    "cispo": PolicyGradient(loss=cispo, options={"cap": 4.0}),
+    "token_tis": weighed("token", high=2.0),
+    "icepop": weighed("token", bound="mask", low=0.5, high=5.0),
+    "sequence_tis": weighed("sequence", high=2.0),
+    "cispo": PolicyGradient(loss=cispo, options={"weight_cap": 4.0}),
     "sapo": PolicyGradient(loss=sapo, options={"tau_positive": 1.0, "tau_negative": 1.05}),
-    "minirl": PolicyGradient(loss=minirl, options={"clip_low": 0.2, "clip_high": 0.27, "cap": 5.0}),
+    "minirl": PolicyGradient(loss=minirl, options={"clip_low": 0.2, "clip_high": 0.27, "weight_cap": 5.0}),
     "topr_token": PolicyGradient(loss=topr_token),
     "ppo": PolicyGradient(loss=ppo_clip, options=PPO),
     "ppo_dual3": PolicyGradient(loss=ppo_clip, options=PPO | {"dual_clip": 3.0}),

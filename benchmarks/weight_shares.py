@@ -36,7 +36,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.connections import Connections
 from penstock.trainer.learner.policy import Policy, load_policy
 from penstock.trainer.learner.rank_group import RankGroup
@@ -112,7 +112,7 @@ def rank(told: dict[str, Any]) -> None:
     ranks = Ranks()
     blobs = Blobs(S3Settings.model_validate(told["s3"]))
     policy = _policy(Path(told["model"]), told["stage"], ranks)
-    rank_group = RankGroup(policy, ranks, blobs, objective(AlgorithmSettings(name="grpo")))
+    rank_group = RankGroup(policy, ranks, blobs, build_objective(AlgorithmSettings(name="grpo")))
     rank_group.bucket_bytes = _BUCKET_BYTES
     share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
     lines = Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None

@@ -22,7 +22,8 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer import crash_points, loop
-from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.connections import Connections
@@ -191,7 +192,7 @@ def build_rank_group(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> R
         folder = algorithm.reference_path or settings.model.path
         reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
     critic = _critic(settings, how, ranks) if algorithm.has_critic else None
-    return RankGroup(policy, ranks, blobs, objective(algorithm), reference, critic)
+    return RankGroup(policy, ranks, blobs, build_objective(algorithm), reference, critic)
 
 
 def _lora(settings: TrainerSettings) -> Lora | None:
@@ -225,7 +226,7 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
             whiten=settings.algorithm.whiten_advantages,
             clip=settings.algorithm.advantage_clip,
             kl_form=settings.algorithm.reward_kl_form,
-            whiten_rewards=settings.algorithm.whiten_rewards,
+            whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards,
         ),
         ranks,
     )

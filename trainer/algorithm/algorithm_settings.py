@@ -1,33 +1,41 @@
-"""The algorithm section of the run file: a name that sets the parts, and every part; imports no torch."""
+"""The algorithm section of the run file: a preset, every part by name, and the options of every part; imports no torch.
+
+The keys are those of `_GeneralSettings` and the options of all built-in parts, so that a new file in `losses/`,
+`estimators/`, `filters/` or `corrections/` adds its options here by itself. Options of user code are in a table of
+their own, [algorithm.options], since a run file is checked key by key before its loss is known.
+"""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
+from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.aggregation import Aggregation
-from penstock.trainer.algorithm.presets import ADVANTAGE_OPTIONS, LOSS_OPTIONS, PRESETS, canonical
+from penstock.trainer.algorithm.chosen_parts import (
+    BY_KEY,
+    ChosenParts,
+    explain,
+    option_fields,
+    options_of_user_code,
+)
+from penstock.trainer.algorithm.corrections.m2po import m2po
+from penstock.trainer.algorithm.idle_settings import refuse_idle
+from penstock.trainer.algorithm.parts import Options, Part
+from penstock.trainer.algorithm.presets import PRESETS, canonical
+from penstock.trainer.algorithm.registries import ESTIMATORS
 
-Advantage = Literal[
-    "grpo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "pass_at_k", "gpg", "remax", "gae",
-]  # fmt: skip
-Loss = Literal[
-    "ppo_clip", "gspo", "gspo_token", "ce_gppo", "sapo", "cispo", "minirl", "topr", "topr_token", "reinforce",
-    "double_sided", "dppo_tv", "dppo_kl", "gmpo",
-]  # fmt: skip
-Statistic = Literal[
-    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
-    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
-]  # fmt: skip
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 
-class AlgorithmSettings(Section):
-    """From rewards to gradients."""
+class _GeneralSettings(Section):
+    """The keys of [algorithm] that belong to no part."""
 
     name: str = Field(
         default="grpo",
@@ -35,9 +43,11 @@ class AlgorithmSettings(Section):
         description="Preset that sets the parts below; each part can still be set by itself.",
     )
 
-    # what a trajectory is credited with
-    advantage: Advantage = Field(default="grpo", description="Estimator of advantages from rewards.")
-    normalise_by_std: bool = Field(default=True, description="Divide advantages by the group's standard deviation.")
+    # the advantage of a trajectory
+    advantage: str = Field(
+        default="grpo",
+        description="Estimator of advantages from rewards, by name or as module:attribute or file.py:attribute.",
+    )
     overlong_buffer: float = Field(
         default=0.0,
         ge=0.0,
@@ -48,28 +58,25 @@ class AlgorithmSettings(Section):
         default=1.0, gt=0.0, description="Reward lost by an answer of rollout.max_new_tokens."
     )
     reward_clip: float | None = Field(
-        default=None, gt=0.0, description="Rewards are limited to plus or minus this; none: not."
+        default=None, gt=0.0, description="Rewards are limited to plus or minus this; none: no limit."
     )
     reward_scaling: Literal["none", "std", "mean_std"] = Field(
         default="none",
-        description="Divide rewards by the standard deviation of all rewards of the run so far; mean_std: mean off first.",
+        description="Divide rewards by the standard deviation of all rewards of the run so far; mean_std: subtract their mean first.",
     )
     reward_norm: Literal["none", "group", "batch", "source", "running"] = Field(
         default="none",
         description="Normalise rewards, before the estimator, over the prompt's group, the batch, the batch's rows of "
         "one data_source, or all rewards of the run so far.",
     )
-    reward_shift: bool = Field(default=True, description="reward_norm takes the mean off.")
+    reward_shift: bool = Field(default=True, description="reward_norm subtracts the mean.")
     reward_scale: bool = Field(default=True, description="reward_norm divides by the standard deviation.")
     asym_clip: bool = Field(default=False, description="Normalised rewards are limited to [-1, 3].")
-    whiten_rewards: bool = Field(
-        default=False, description="Whiten the rewards of all tokens of the batch before a critic credits them."
-    )
     whiten_advantages: bool = Field(
         default=False, description="Whiten advantages over all tokens of the batch, after the estimator."
     )
     advantage_clip: float | None = Field(
-        default=None, gt=0.0, description="Advantages are limited to plus or minus this; none: not."
+        default=None, gt=0.0, description="Advantages are limited to plus or minus this; none: no limit."
     )
     difficulty_weight: bool = Field(
         default=False, description="Weigh samples by 0.5 + 1.5 x (1 - mean reward of the group)."
@@ -77,40 +84,26 @@ class AlgorithmSettings(Section):
     length_weight: bool = Field(default=False, description="Weigh samples from 1.5 (shortest) to 0.5 (longest).")
 
     # what is left out
+    filters: tuple[str, ...] = Field(
+        default=(),
+        description="Further trajectory filters: built-in ones that no key turns on, or your own as module:attribute.",
+    )
     dynamic_sampling: bool = Field(
         default=False, description="Groups whose rewards are all equal are replaced by other prompts before the step."
     )
-    drop_zero_advantage: bool = Field(default=False, description="Trajectories with advantage 0 do not count at all.")
-    skip_non_positive_advantage: bool = Field(default=False, description="Only successes are trained on.")
-    minimal_advantage: float | None = Field(default=None, description="Only above this advantage; none: all.")
-    mask_truncated: bool = Field(default=False, description="Answers cut at rollout.max_new_tokens are left out.")
 
     max_trained_count: int = Field(
         default=1,
         ge=1,
-        description="How often a group may be trained on: a trained one fills a batch that would otherwise wait.",
+        description="How often a group may be trained on: one that was trained fills a batch that would otherwise wait.",
     )
     retrained_interval: int = Field(default=1, ge=1, description="Steps between two uses of a group.")
 
     # the loss
-    loss: Loss = Field(default="ppo_clip", description="Policy loss (docs/algorithms.md has each formula).")
-    clip_low: float = Field(default=0.2, gt=0.0, le=1.0, description="The ratio is clipped below at 1 - clip_low.")
-    clip_high: float = Field(default=0.2, gt=0.0, description="The ratio is clipped above at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        default=1.2,
-        gt=1.0,
-        description="Bound of the ratio for negative advantages; what keeps stale data safe; none: off.",
+    loss: str = Field(
+        default="ppo_clip",
+        description="Policy loss, by name (docs/algorithms.md has each formula) or as module:attribute or file.py:attribute.",
     )
-    token_tis_cap: float | None = Field(
-        default=None, ge=1.0, description="Token-level truncation of the importance weight in the gradient; none: off."
-    )
-    weight_cap: float = Field(
-        default=4.0, gt=0.0, description="Bound of the detached ratio in cispo, minirl, dppo; of failures in topr."
-    )
-    beta_low: float = Field(default=0.75, ge=0.0, description="ce_gppo: share of gradient left below the clip.")
-    beta_high: float = Field(default=1.0, ge=0.0, description="ce_gppo: share of gradient left above the clip.")
-    tau_positive: float = Field(default=1.0, gt=0.0, description="sapo: steepness of the gate where A > 0.")
-    tau_negative: float = Field(default=1.05, gt=0.0, description="sapo: steepness of the gate elsewhere.")
     aggregation: Aggregation = Field(
         default="token-mean", description="How tokens and sequences are weighed in the loss."
     )
@@ -120,53 +113,23 @@ class AlgorithmSettings(Section):
     )
 
     # stale and mismatched samples
+    corrections: tuple[str, ...] = Field(
+        default=(),
+        description="Further corrections: built-in ones that no key turns on, or your own as module:attribute.",
+    )
     ratio_anchor: Literal["auto", "behaviour", "proximal"] = Field(
         default="auto",
-        description="What ratios are taken against: the sampler, or the trainer's own log-probabilities before the "
+        description="Denominator of ratios: the sampler, or the trainer's own log-probabilities before the "
         "step; auto: the sampler, since a step is one update.",
     )
     negative_weight: float = Field(default=1.0, ge=0.0, description="Factor on negative advantages.")
     stale_negative_weight: float = Field(
         default=0.5, ge=0.0, description="Further factor on them for tokens that an older version sampled."
     )
-    importance: Literal["none", "token", "sequence", "geometric", "root"] = Field(
-        default="none", description="Importance weights of the trainer over the sampler, on top of the loss."
-    )
-    importance_bound: Literal["truncate", "clip", "mask"] = Field(
-        default="truncate", description="Outside the band: min (TIS), both ends, or weight 0 (IcePop, masked IS)."
-    )
-    importance_high: float = Field(default=2.0, gt=0.0, description="Upper end of the weights' band.")
-    importance_low: float = Field(default=0.0, ge=0.0, description="Lower end of the weights' band.")
-    rejection: Statistic | None = Field(
-        default=None, description="Divergence from the sampler by which tokens or sequences are left out; none: off."
-    )
-    rejection_high: float = Field(default=2.0, gt=0.0, description="Largest divergence kept; for k1 a ratio.")
-    rejection_low: float | None = Field(default=None, gt=0.0, description="For k1, the lower ratio; none: 1 / high.")
-    veto: float | None = Field(
-        default=None, gt=0.0, lt=1.0, description="A sequence with a token whose ratio is below this is left out."
-    )
-    opsm_delta: float | None = Field(
-        default=None, ge=0.0, description="Failed sequences that became less likely by more than this per token go."
-    )
-    m2po_budget: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="Tokens that moved furthest are left out until the mean of their squared log-ratios is below this; "
-        "one more forward pass; none: off.",
-    )
-    m2po_form: Literal["mask", "clip"] = Field(
-        default="mask",
-        description="How m2po_budget is met: the paper leaves tokens out, the released code clips ratios at what the "
-        "batch sets, at least clip_low and clip_high wide.",
-    )
-    age_band_cap: float | None = Field(
-        default=None, gt=0.0, description="Tokens more than so many clip widths outside are left out; none: off."
-    )
-    age_band_decay: float = Field(default=0.0, ge=0.0, description="How fast that band narrows, per version of age.")
     ess_level: Literal["off", "token", "root", "sequence"] = Field(
         default="token",
-        description="Scale each step's learning rate by the share of the batch that still counts, by the effective "
-        "sample size of the weights at this level; off: not.",
+        description="Scale each step's learning rate by the effective share of the batch: the effective "
+        "sample size of the weights at this level; off: the schedule alone.",
     )
     ess_power: float = Field(default=4.0, gt=0.0, description="Power of the effective share of the batch.")
     ess_floor: float = Field(default=0.1, ge=0.0, le=1.0, description="Smallest factor on the learning rate.")
@@ -191,29 +154,59 @@ class AlgorithmSettings(Section):
     kl_target: float | None = Field(
         default=None,
         gt=0.0,
-        description="KL per token that the coefficient, in loss or reward, is steered to as the run goes; none: fixed.",
+        description="KL per token that the coefficient, in loss or reward, is adapted to during the run; none: fixed coefficient.",
     )
     kl_horizon: int = Field(
-        default=10_000, ge=1, description="Trajectories over which a KL off its target moves the coefficient."
+        default=10_000,
+        ge=1,
+        description="Trajectories over which a deviation of the KL from its target changes the coefficient.",
     )
-    kl_unbiased: bool = Field(default=False, description="Weigh the KL by the ratio, which is right for stale samples.")
+    kl_unbiased: bool = Field(
+        default=False, description="Weigh the KL by the ratio, which makes its estimate unbiased on stale samples."
+    )
     reference_path: Path | None = Field(
         default=None, description="Model folder of the reference; none: model.path as the run started."
     )
     reference_device: Literal["same", "cpu"] = Field(
-        default="same", description="Where the reference lives: beside the policy, or in host memory."
+        default="same", description="Where the reference is kept: on the policy's device, or in host memory."
     )
+
+    options: dict[str, Any] = Field(
+        default={}, description="Options of your own loss, estimator, filters and corrections, by their names."
+    )
+
+
+if TYPE_CHECKING:
+    _AllSettings = _GeneralSettings
+else:
+    _AllSettings = create_model(
+        "_AllSettings",
+        __base__=_GeneralSettings,
+        **{name: (info.annotation, copy.copy(info)) for name, info in option_fields().items()},
+    )
+
+
+class AlgorithmSettings(_AllSettings):
+    """From rewards to gradients."""
 
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, given: Any) -> Any:
-        """Fill in what the preset says and nobody else did, and refuse parts that would do nothing."""
+        """Fill in the preset and the options of user code, and refuse settings that would do nothing."""
         if not isinstance(given, dict):
             return given
         name = canonical(str(given.get("name", "grpo")))
         merged = {**PRESETS[name], **given, "name": name}
         defaults = {field: info.default for field, info in cls.model_fields.items()}
-        _refuse_idle({field: value for field, value in given.items() if field in defaults}, {**defaults, **merged})
+        values = {**defaults, **merged}
+        try:
+            parts = ChosenParts.of(values)
+        except (ConfigError, TypeError):  # the validator of the key says what is wrong with it
+            return merged
+        changed = frozenset(key for key, value in given.items() if key in defaults and value != defaults[key])
+        refuse_idle(changed, values, parts)
+        if isinstance(values["options"], dict):
+            merged["options"] = options_of_user_code(parts, values["options"], cls.model_fields)
         return merged
 
     @field_validator("name")
@@ -221,27 +214,27 @@ class AlgorithmSettings(Section):
     def _canonical(cls, value: str) -> str:
         return canonical(value)
 
+    @field_validator("loss", "advantage", "filters", "corrections")
+    @classmethod
+    def _is_registered(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
+        for name in (value,) if isinstance(value, str) else value:
+            try:
+                found = BY_KEY[str(info.field_name)].find(name)
+            except ConfigError as err:
+                raise ValueError(str(err)) from None
+            switch = getattr(found.value, "switch", "")
+            if switch and not found.digest:
+                raise ValueError(f"{name} is turned on by algorithm.{switch}; set that instead of naming it here")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmSettings:
-        if self.importance_low > self.importance_high:
-            raise ValueError(
-                f"algorithm.importance_low = {self.importance_low} is above algorithm.importance_high = "
-                f"{self.importance_high}; no weight would be kept"
-            )
-        if self.has_critic:
-            self._refuse_trajectory_filters()
-        if self.m2po_form == "clip" and self.loss != "ppo_clip":
-            raise ValueError(
-                f"algorithm.m2po_form = clip sets the clip of ppo_clip, and algorithm.loss = {self.loss} has another; "
-                'set algorithm.loss = "ppo_clip", or algorithm.m2po_form = "mask"'
-            )
-        is_ratio_loss = self.loss not in ("reinforce",)
-        if self.importance != "none" and is_ratio_loss and not self.uses_proximal:
-            raise ValueError(
-                f"algorithm.importance = {self.importance} would weigh the ratio of {self.loss} twice: against the "
-                'sampler the loss holds the weight already; set algorithm.ratio_anchor = "proximal", or '
-                'algorithm.loss = "reinforce"'
-            )
+        for one in self.parts:
+            try:
+                self.options_of(one.value)
+            except ValidationError as err:
+                raise ValueError(explain(err, "algorithm")) from None
+        self._refuse_parts_that_disagree()
         if self.retrained_interval > 1 and self.max_trained_count == 1:
             raise ValueError(
                 f"algorithm.retrained_interval = {self.retrained_interval} does nothing while "
@@ -259,23 +252,57 @@ class AlgorithmSettings(Section):
             )
         return self
 
-    def _refuse_trajectory_filters(self) -> None:
-        for name in ("drop_zero_advantage", "skip_non_positive_advantage", "minimal_advantage"):
-            if getattr(self, name) not in (None, False):
+    def _refuse_parts_that_disagree(self) -> None:
+        parts = self.parts
+        for one in parts.filters:
+            if self.has_critic and one.value.reads_advantage:
                 raise ValueError(
-                    f"algorithm.{name} looks at the advantage of a whole trajectory, and with algorithm.advantage = gae "
-                    "every token has its own; leave it off, or choose another algorithm.advantage"
+                    f"algorithm.{one.value.switch or 'filters'} looks at the advantage of a whole trajectory, and with "
+                    f"algorithm.advantage = {self.advantage} every token has its own; leave it off, or choose another "
+                    "algorithm.advantage"
                 )
+        if self.options_of(m2po).m2po_form == "clip" and self.loss != "ppo_clip":
+            raise ValueError(
+                f"algorithm.m2po_form = clip sets the clip of ppo_clip, and algorithm.loss = {self.loss} has another; "
+                'set algorithm.loss = "ppo_clip", or algorithm.m2po_form = "mask"'
+            )
+        for one in parts.corrections:
+            if one.value.repeats_ratio and parts.loss.value.uses_ratio and not self.uses_proximal:
+                switch = one.value.switch
+                key = (
+                    f"{switch} = {getattr(self, switch)}" if switch and not one.digest else f"corrections = {one.name}"
+                )
+                raise ValueError(
+                    f"algorithm.{key} would weigh the ratio of {self.loss} twice: against the "
+                    'sampler the loss holds the weight already; set algorithm.ratio_anchor = "proximal", or '
+                    'algorithm.loss = "reinforce"'
+                )
+
+    @property
+    def parts(self) -> ChosenParts:
+        """The loss, the estimator, the filters and the corrections."""
+        return ChosenParts.of(self.__dict__)
+
+    def options_of(self, part: Part[OptionsT]) -> OptionsT:
+        """Return the options of a part; raises ValidationError when they contradict one another."""
+        keys = type(self).model_fields
+        return part.options.model_validate(
+            {
+                name: getattr(self, name) if name in keys else self.options[name]
+                for name in part.option_names
+                if name in keys or name in self.options
+            }
+        )
 
     @property
     def needs_baseline(self) -> bool:
         """Whether every group carries a greedy completion that is not trained on."""
-        return self.advantage == "remax"
+        return ESTIMATORS.find(self.advantage).value.needs_baseline
 
     @property
     def has_critic(self) -> bool:
         """Whether advantages come from a critic, by token."""
-        return self.advantage == "gae"
+        return ESTIMATORS.find(self.advantage).value.has_critic
 
     @property
     def needs_reference(self) -> bool:
@@ -288,40 +315,5 @@ class AlgorithmSettings(Section):
         return self.ratio_anchor == "proximal"
 
     def origin_of(self, field: str) -> str:
-        """Say who chose a value that nobody gave: the preset, or the default."""
+        """Return who chose a value that no source gave: the preset, or the default."""
         return f"preset {self.name}" if field in PRESETS[self.name] else "default"
-
-
-# What a part does nothing without: any one of these must be on.
-_SWITCHES: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("importance",): ("importance_bound", "importance_high", "importance_low"),
-    ("rejection",): ("rejection_high", "rejection_low"),
-    ("age_band_cap",): ("age_band_decay",),
-    ("overlong_buffer",): ("overlong_factor",),
-    ("reward_norm",): ("reward_shift", "reward_scale", "asym_clip"),
-    ("m2po_budget",): ("m2po_form",),
-    ("ess_level",): ("ess_power", "ess_floor"),
-    ("kl_coefficient",): ("kl_form", "kl_unbiased"),
-    ("reward_kl_coefficient",): ("reward_kl_form",),
-    ("kl_coefficient", "reward_kl_coefficient"): ("kl_target", "reference_path", "reference_device"),
-    ("kl_target",): ("kl_horizon",),
-}
-_OFF = (None, 0.0, "none", "off")
-
-
-def _refuse_idle(given: dict[str, Any], values: dict[str, Any]) -> None:
-    """Refuse what was set by hand and would be ignored; a value that changes nothing may stand."""
-    changed = {name for name, value in given.items() if value != AlgorithmSettings.model_fields[name].default}
-    for options, kind in ((LOSS_OPTIONS, "loss"), (ADVANTAGE_OPTIONS, "advantage")):
-        read = options.get(values[kind], ())
-        idle = sorted(changed & {name for names in options.values() for name in names} - set(read))
-        if idle and values[kind] in options:
-            raise ValueError(
-                f"algorithm.{idle[0]} does nothing with algorithm.{kind} = {values[kind]}, "
-                f"which reads {', '.join(read) or 'none of these'}"
-            )
-    for switches, parts in _SWITCHES.items():
-        idle = sorted(changed.intersection(parts))
-        if idle and all(values[switch] in _OFF for switch in switches):
-            needed = " and ".join(f"algorithm.{switch}" for switch in switches)
-            raise ValueError(f"algorithm.{idle[0]} does nothing while {needed} is off; set that too")

@@ -8,28 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm import advantages, reward_shaping
-from penstock.trainer.algorithm.advantages import AdvantageEstimator, Outcomes
+from penstock.trainer.algorithm import reward_shaping
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.filters import Skipped, TrajectoryFilter
-
-ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "grpo": advantages.grpo,
-    "rloo": advantages.rloo,
-    "reinforce": advantages.reinforce,
-    "reinforce_pp": advantages.reinforce_pp,
-    "reinforce_pp_baseline": advantages.reinforce_pp_baseline,
-    "opo": advantages.opo,
-    "pass_at_k": advantages.pass_at_k,
-    "gpg": advantages.gpg,
-    "remax": advantages.remax,
-    "gae": advantages.reinforce,  # the reward, which `trainer/algorithm/token_credit.py` turns into advantages by token
-}
+from penstock.trainer.algorithm.estimators.interface import Outcomes
+from penstock.trainer.algorithm.filters.interface import Candidate, keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,7 @@ class Credit:
     advantages: list[float]
     weights: list[float]  # factor on its tokens' weights; 0: left out, and out of the denominators
     rewards: list[float]  # as shaped
-    skipped: Counter[Skipped]
+    skipped: Counter[str]  # left out by a filter, by its reason
 
 
 CreditRule = Callable[[Sequence[Scored]], Credit]
@@ -69,15 +57,14 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
     What the rule remembers is in ``state``, which every batch updates; None: it starts here.
     """
     remembered = AlgorithmState.fresh(settings) if state is None else state
-    estimate = ESTIMATORS[settings.advantage]
-    options = {"normalise_by_std": settings.normalise_by_std} if settings.advantage in ("grpo", "pass_at_k") else {}
+    parts = settings.parts
+    estimator = parts.estimator.value
+    estimate = partial(estimator.fn, **settings.options_of(estimator).model_dump())
+    filters = [
+        (one.value.reason, partial(one.value.fn, **settings.options_of(one.value).model_dump()))
+        for one in parts.filters
+    ]
     buffer = max(1, round(settings.overlong_buffer * longest)) if settings.overlong_buffer else 0
-    keeps = TrajectoryFilter(
-        drop_zero_advantage=settings.drop_zero_advantage,
-        skip_non_positive_advantage=settings.skip_non_positive_advantage,
-        minimal_advantage=settings.minimal_advantage,
-        mask_truncated=settings.mask_truncated,
-    )
 
     def rule(groups: Sequence[Scored]) -> Credit:
         members = [g.shaped_together for g in groups]
@@ -95,23 +82,30 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
         apart = torch.tensor(
             [n == len(g.rewards) for g, (some, _) in zip(groups, members, strict=True) for n in range(len(some))]
         )
-        baselines = rewards[apart][index[~apart]] if settings.needs_baseline else None
+        baselines = rewards[apart][index[~apart]] if estimator.needs_baseline else None
         rewards, shaped, lengths, index = (values[~apart] for values in (rewards, shaped, lengths, index))
-        if settings.reward_kl_coefficient and not settings.has_critic:  # that one takes each token's own
+        if settings.reward_kl_coefficient and not estimator.has_critic:  # that one takes each token's own
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
             rewards = rewards - remembered.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
-        found = estimate(Outcomes(rewards, index, lengths, baselines), **options)
-        if not settings.has_critic:
+        found = estimate(Outcomes(rewards, index, lengths, baselines))
+        if not estimator.has_critic:
             found = _finished(settings, found, lengths)
-        kept = keeps.keep(found.tolist(), [t for g in groups for t in g.truncated])
+        kept = keep(_candidates(groups, found, shaped, lengths), filters)
         weights = torch.zeros_like(found)
         # a batch of which nothing is left keeps everything: its advantages teach nothing, its figures count
         weights[list(kept.places) or slice(None)] = 1.0
         weights = weights * _sample_weights(settings, shaped, index, lengths)
-        skipped = kept.skipped if kept.places else Counter[Skipped]()
+        skipped = kept.skipped if kept.places else Counter[str]()
         return Credit(found.tolist(), weights.tolist(), shaped.tolist(), skipped)
 
     return rule
+
+
+def _candidates(groups: Sequence[Scored], found: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:
+    """Return every trajectory as filters see it."""
+    cut = [(truncated, group.source) for group in groups for truncated in group.truncated]
+    columns = zip(found.tolist(), shaped.tolist(), lengths.tolist(), cut, strict=True)
+    return [Candidate(a, truncated, reward, length, source) for a, reward, length, (truncated, source) in columns]
 
 
 def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm.corrections import divergence
+from penstock.trainer.algorithm.corrections.ratios import divergence
 from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Sequences
 
 _STEPS = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)

@@ -10,24 +10,13 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.algorithm.batch import MicroBatch
-from penstock.trainer.algorithm.corrections import (
-    Bound,
-    Level,
-    Statistic,
-    age_band,
-    importance_weights,
-    inside,
-    learning_rate_factor,
-    log_weights,
-    m2po_clip_widths,
-    moved_along,
-    not_vetoed,
-    opsm,
-    weigh_negatives,
-)
+from penstock.trainer.algorithm.corrections.effective_sample_size import learning_rate_factor
+from penstock.trainer.algorithm.corrections.interface import CorrectionFunction, Drift
+from penstock.trainer.algorithm.corrections.m2po import m2po_clip_widths
+from penstock.trainer.algorithm.corrections.ratios import Level, log_weights
+from penstock.trainer.algorithm.corrections.stale_negatives import weigh_negatives
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate, kl_penalty
-from penstock.trainer.algorithm.losses import LossTerms, PolicyLoss, Sequences, Tokens
-from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, LossTerms, PolicyLoss, Sequences, Tokens
 from penstock.trainer.algorithm.mismatch import mismatch_maxima, mismatch_sums
 
 
@@ -68,35 +57,6 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ImportanceCorrection:
-    """Weights against the mismatch of trainer (or stale sampler) and behaviour policy."""
-
-    level: Level = "token"
-    bound: Bound = "truncate"
-    high: float = 2.0
-    low: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Tokens or sequences that count nothing because they are too far from the behaviour policy."""
-
-    statistic: Statistic
-    high: float
-    low: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AgeBand:
-    """A hard band around the clip that narrows with a sample's age."""
-
-    clip_low: float
-    clip_high: float
-    cap: float = 4.0
-    decay: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class KlTerm:
     """A pull to the reference policy inside the loss."""
 
@@ -134,11 +94,7 @@ class PolicyGradient:
     anchor: Literal["behaviour", "proximal"] = "behaviour"
     negative_weight: float = 1.0
     stale_weight: float = 1.0  # a further factor on negative advantages of tokens that an older version sampled
-    importance: ImportanceCorrection | None = None
-    rejection: Rejection | None = None
-    veto: float | None = None
-    opsm_delta: float | None = None
-    age_band: AgeBand | None = None
+    corrections: Mapping[str, CorrectionFunction] = field(default_factory=dict)  # by name, their options bound
     m2po_budget: float | None = None  # the batch's limit that meets it comes with the micro-batch
     m2po_form: Literal["mask", "clip"] = "mask"  # leave tokens out beyond the limit, or clip ratios there
     kl: KlTerm | None = None
@@ -184,13 +140,13 @@ class PolicyGradient:
         terms = self.loss(tokens, **self._options(batch))
         held = logprobs.detach()
         to_behaviour = held - batch.behaviour_logprobs
-        weights, passed = self._corrections(to_behaviour, batch, sequences)
-        keep = torch.stack(list(passed.values())).all(0) if passed else torch.ones_like(weights, dtype=torch.bool)
+        weights, kept = self._corrected(to_behaviour, batch, sequences)
+        keep = torch.stack(list(kept.values())).all(0) if kept else torch.ones_like(weights, dtype=torch.bool)
         losses = terms.loss * (weights * keep)
         about = (held, batch.behaviour_logprobs, batch.ages, sequences)
         sums = {
             **_figures(terms, batch, keep),
-            **{f"rejected_{rule}": (~kept).sum() for rule, kept in passed.items()},
+            **{f"rejected_{name}": (~those).sum() for name, those in kept.items()},
             **mismatch_sums(*about),
         }
         if self.kl is not None:
@@ -225,39 +181,26 @@ class PolicyGradient:
         low, high = m2po_clip_widths(width, floor_low=self.options["clip_low"], floor_high=self.options["clip_high"])
         return {**self.options, "clip_low": low, "clip_high": high}
 
-    def _corrections(
+    def _corrected(
         self, to_behaviour: Tensor, batch: MicroBatch, sequences: Sequences
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weight of every token [N], and for every rule that is on which tokens it lets through [N]."""
+        """Return the weight of every token [N], and for every correction which tokens it keeps [N] bool."""
         mismatch = to_behaviour
         if batch.proximal_logprobs is not None:
             mismatch = batch.proximal_logprobs - batch.behaviour_logprobs
+        drift = Drift(mismatch, to_behaviour, batch.advantages, batch.ages, sequences, batch.drift_limit)
         weights = torch.ones_like(mismatch)
-        keep: dict[str, Tensor] = {}
-        if self.importance is not None:
-            rule = self.importance
-            weights = importance_weights(
-                mismatch, sequences, level=rule.level, bound=rule.bound, high=rule.high, low=rule.low
-            )
-            keep["importance"] = weights > 0
-        if self.rejection is not None:
-            keep["rejection"] = inside(
-                mismatch, sequences, self.rejection.statistic, high=self.rejection.high, low=self.rejection.low
-            )
-        if self.veto is not None:
-            keep["veto"] = not_vetoed(mismatch, sequences, self.veto)
-        if self.opsm_delta is not None:
-            keep["opsm"] = opsm(to_behaviour, batch.advantages, sequences, self.opsm_delta)
-        if self.age_band is not None:
-            band = self.age_band
-            keep["age_band"] = age_band(
-                to_behaviour.exp(), batch.advantages, batch.ages,
-                clip_low=band.clip_low, clip_high=band.clip_high, cap=band.cap, decay=band.decay,
-            )  # fmt: skip
-        if self.m2po_budget is not None and self.m2po_form == "mask":
-            limit = 0.0 if batch.drift_limit is None else batch.drift_limit
-            keep["m2po"] = ~(moved_along(to_behaviour, batch.advantages) & (to_behaviour.square() > limit))
-        return weights, keep
+        kept: dict[str, Tensor] = {}
+        for name, correction in self.corrections.items():
+            found = correction(drift)
+            if found is None:
+                continue
+            if found.dtype == torch.bool:
+                kept[name] = found
+            else:
+                weights = weights * found
+                kept[name] = found > 0
+        return weights, kept
 
 
 def _kl_terms(term: KlTerm, logprobs: Tensor, batch: MicroBatch, full_kl: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 from penstock.trainer.algorithm.losses.tokens import Sequences
 
 _EPSILON = 1e-6

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm.advantages import gae
 from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.estimators.gae import gae_tokens
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.reward_shaping import clip_symmetric, kl_in_reward
 
@@ -75,7 +75,7 @@ class TokenCredit:
             _, mean, variance = moments(rewards, add_up)
             rewards = [_whitened(some, mean, variance) for some in rewards]
         found = [
-            gae(some, value, batch.sequences, gamma=self.gamma, lam=self.lam, whitened=False)
+            gae_tokens(some, value, batch.sequences, gamma=self.gamma, lam=self.lam, whitened=False)
             for some, value, batch in zip(rewards, values, micro_batches, strict=True)
         ]
         count, mean, variance = moments([advantages for advantages, _ in found], add_up)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
-from penstock.trainer.algorithm.filters import ONCE, Reuse, differs
+from penstock.trainer.algorithm.group_rules import ONCE, Reuse, rewards_differ
 from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -98,7 +98,7 @@ class Batcher:
         if group.group_id in self._ledger:  # it was to be used again, and the run ended while it was fetched
             self._retired.append(group.group_id)
             return None
-        if self._needs_signal and not differs(group.scored.rewards):
+        if self._needs_signal and not rewards_differ(group.scored.rewards):
             return self._drop(group, DropReason.NO_SIGNAL)
         if self._needs_baseline and not group.scored.generated.has_baseline:
             return self._drop(group, DropReason.NO_BASELINE)

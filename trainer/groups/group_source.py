@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.rescored import mark_use
-from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet

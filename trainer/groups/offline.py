@@ -17,7 +17,7 @@ from penstock.protocol.record.rescored import RescoredInput, find_input, pieces
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.filters import differs
+from penstock.trainer.algorithm.group_rules import rewards_differ
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.batcher import Drop
@@ -83,7 +83,7 @@ class StoredGroups:
         return taken, drops
 
     def _reason(self, group: RecordedGroup) -> DropReason | None:
-        if self._algorithm.dynamic_sampling and not differs(group.scored.rewards):
+        if self._algorithm.dynamic_sampling and not rewards_differ(group.scored.rewards):
             return DropReason.NO_SIGNAL
         if self._algorithm.needs_baseline and not group.scored.generated.has_baseline:
             return DropReason.NO_BASELINE

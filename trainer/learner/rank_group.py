@@ -24,7 +24,7 @@ from penstock.protocol.weights.adapter_format import published_name
 from penstock.protocol.weights.digest import TensorDigest, weights_digest
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.trainer.algorithm.batch import MicroBatch, build
-from penstock.trainer.algorithm.corrections import m2po_limit, m2po_width, moved_along
+from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
 from penstock.trainer.algorithm.objective import PolicyGradient
 from penstock.trainer.learner.critic import Critic

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.console.report import learning
-from penstock.trainer.algorithm.losses import Sequences
+from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
 
 

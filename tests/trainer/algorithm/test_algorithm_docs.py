@@ -1,4 +1,4 @@
-"""docs/algorithms.md against the code: every preset, every setting, every choice, and what the table says of each."""
+"""docs/algorithms.md against the code: every preset, every part, every setting, every choice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any, get_args
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.presets import ALIASES, LOSS_OPTIONS, PRESETS, REFUSED, canonical
+from penstock.trainer.algorithm.presets import ALIASES, PRESETS, REFUSED, canonical
+from penstock.trainer.algorithm.reference import with_reference
+from penstock.trainer.algorithm.registries import ALL, LOSSES
 from penstock.trainer.critic_settings import CriticSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+LOSS_OPTIONS = {name: loss.option_names for name, loss in LOSSES.built_in.items()}
 QUOTED = re.findall(r"`([^`\n]+)`", PAGE)
 ROWS = {
     row[0].strip(" `"): row for line in PAGE.splitlines() if line.count("|") == 7 for row in [line.split("|")[1:-1]]
@@ -56,9 +59,9 @@ def test_every_setting_is_explained(section: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSS_OPTIONS)
-def test_the_parts_that_a_loss_reads_are_said(loss: str) -> None:
+def test_the_page_names_the_options_of_every_loss(loss: str) -> None:
     """The table of parts names the loss in the row of every setting that the loss reads, and in no other of them."""
-    table = PAGE.split("### The parts, and what reads them")[1].split("The section `critic`")[0]
+    table = PAGE.split("| setting | what it is | read by |")[1].split("The section `critic`")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| `")]
     for names, _, readers in rows:
         for option in re.findall(r"`([a-z_]+)`", names):
@@ -68,8 +71,19 @@ def test_the_parts_that_a_loss_reads_are_said(loss: str) -> None:
             assert said == (option in LOSS_OPTIONS[loss]), (option, loss)
 
 
-def test_what_is_not_offered_is_said_and_aliases_lead_somewhere() -> None:
-    """Refused names stand on the page; every alias is one of a preset, and none hides one."""
+@pytest.mark.parametrize("name", [name for registry in ALL for name in registry.built_in])
+def test_every_part_is_named(name: str) -> None:
+    """Losses, estimators, filters and corrections, as they are written in a run file."""
+    assert _is_named(name)
+
+
+def test_the_tables_of_the_parts_are_up_to_date() -> None:
+    """They are made from the files of the parts by a command."""
+    assert with_reference(PAGE) == PAGE, "run python -m penstock.trainer.commands.algorithm_reference"
+
+
+def test_the_page_names_what_is_not_offered_and_every_alias_is_a_preset() -> None:
+    """Refused names are on the page; every alias means a preset, and no alias has a preset's name."""
     assert all(_is_named(name) for name in REFUSED if name != "crossentropy")
     assert all(canonical(alias) in PRESETS for alias in ALIASES)
     assert not ALIASES.keys() & PRESETS.keys()

@@ -18,38 +18,53 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.trainer.algorithm import advantages as adv
-from penstock.trainer.algorithm import corrections as corr
 from penstock.trainer.algorithm import kl as kl_
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.filters import differs
-from penstock.trainer.algorithm.losses import (
-    LossTerms,
-    Sequences,
-    Tokens,
-    ce_gppo,
-    cispo,
-    clip_cov,
-    double_sided,
-    dppo,
-    dppo_tv_ratio,
-    dro,
-    gmpo,
-    gspo,
-    gspo_token,
-    kl_cov,
-    minirl,
-    ppo_clip,
-    product_clip,
-    reinforce,
-    sapo,
-    topr,
-    vespo,
+from penstock.trainer.algorithm.corrections.age_band import inside_age_band
+from penstock.trainer.algorithm.corrections.effective_sample_size import effective_share, learning_rate_factor
+from penstock.trainer.algorithm.corrections.importance import importance_weights
+from penstock.trainer.algorithm.corrections.m2po import m2po_mask
+from penstock.trainer.algorithm.corrections.opsm import off_policy_sequence_mask
+from penstock.trainer.algorithm.corrections.ratios import (
+    approximate_proximal,
+    bernoulli_kl,
+    log_weights,
+    total_variation,
 )
+from penstock.trainer.algorithm.corrections.rejection import inside
+from penstock.trainer.algorithm.corrections.veto import not_vetoed
+from penstock.trainer.algorithm.estimators.gae import gae_tokens
+from penstock.trainer.algorithm.estimators.gdpo import gdpo
+from penstock.trainer.algorithm.estimators.gpg import gpg
+from penstock.trainer.algorithm.estimators.grpo import grpo
+from penstock.trainer.algorithm.estimators.interface import Outcomes
+from penstock.trainer.algorithm.estimators.opo import opo
+from penstock.trainer.algorithm.estimators.optimal_token_baseline import optimal_token_baseline
+from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
+from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp_baseline, reinforce_pp_tokens
+from penstock.trainer.algorithm.estimators.remax import remax_tokens
+from penstock.trainer.algorithm.estimators.rloo import rloo
+from penstock.trainer.algorithm.group_rules import rewards_differ
+from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
+from penstock.trainer.algorithm.losses.cispo import cispo
+from penstock.trainer.algorithm.losses.covariance import clip_cov, kl_cov
+from penstock.trainer.algorithm.losses.double_sided import double_sided
+from penstock.trainer.algorithm.losses.dppo import dppo_kl, dppo_tv, dppo_tv_ratio
+from penstock.trainer.algorithm.losses.dro import dro
+from penstock.trainer.algorithm.losses.gmpo import gmpo
+from penstock.trainer.algorithm.losses.gspo import gspo, gspo_token, luspo
+from penstock.trainer.algorithm.losses.minirl import minirl
+from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
 from penstock.trainer.algorithm.losses.preference import kto, odds_ratio, pairwise
+from penstock.trainer.algorithm.losses.product_clip import product_clip
+from penstock.trainer.algorithm.losses.reinforce import reinforce
+from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.supervised import cross_entropy, entropy
+from penstock.trainer.algorithm.losses.tokens import LossTerms, Sequences, Tokens
+from penstock.trainer.algorithm.losses.topr import topr
 from penstock.trainer.algorithm.losses.value import value_loss
+from penstock.trainer.algorithm.losses.vespo import vespo
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
 
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
@@ -123,8 +138,8 @@ class Given:
         return (losses * self.weights(mode, **counts)).sum()
 
     @property
-    def outcomes(self) -> adv.Outcomes:
-        return adv.Outcomes(
+    def outcomes(self) -> Outcomes:
+        return Outcomes(
             self.whole["token_level_rewards"].sum(1), self.groups, self.mask.sum(1), self.whole.get("reward_baselines")
         )
 
@@ -148,7 +163,7 @@ def answers(*patterns: str) -> Callable[[Adapter], Adapter]:
 # --- advantages ---------------------------------------------------------------------------------------------------
 
 
-def _outcome(estimate: Callable[[adv.Outcomes], Tensor], *, returns: str = "advantages") -> Adapter:
+def _outcome(estimate: Callable[[Outcomes], Tensor], *, returns: str = "advantages") -> Adapter:
     def adapter(given: Given) -> dict[str, Any]:
         result = given.per_token(estimate(given.outcomes))
         found = {"advantages": result}
@@ -165,28 +180,28 @@ def _std(given: Given) -> bool:
 
 @answers("verl/adv/grpo-", "verl/adv/grpo_vectorized-")
 def _grpo(given: Given) -> dict[str, Any]:
-    result = given.per_token(adv.grpo(given.outcomes, normalise_by_std=_std(given)))
+    result = given.per_token(grpo(given.outcomes, normalise_by_std=_std(given)))
     return {"advantages": result, "returns": result}
 
 
 @answers("verl/adv/grpo_passk-")
 def _pass_at_k(given: Given) -> dict[str, Any]:
-    result = given.per_token(adv.pass_at_k(given.outcomes, normalise_by_std=_std(given)))
+    result = given.per_token(pass_at_k(given.outcomes, normalise_by_std=_std(given)))
     return {"advantages": result, "returns": result}
 
 
 ADAPTERS |= {
-    "verl/adv/reinforce_plus_plus_baseline/": _outcome(adv.reinforce_pp_baseline),
-    "verl/adv/rloo/": _outcome(adv.rloo),
-    "verl/adv/rloo_vectorized/": _outcome(adv.rloo),
-    "verl/adv/opo/": _outcome(adv.opo),
-    "verl/adv/gpg/": _outcome(adv.gpg),
+    "verl/adv/reinforce_plus_plus_baseline/": _outcome(reinforce_pp_baseline),
+    "verl/adv/rloo/": _outcome(rloo),
+    "verl/adv/rloo_vectorized/": _outcome(rloo),
+    "verl/adv/opo/": _outcome(opo),
+    "verl/adv/gpg/": _outcome(gpg),
 }
 
 
 @answers("verl/adv/gae-")
 def _gae(given: Given) -> dict[str, Any]:
-    found, returns = adv.gae(
+    found, returns = gae_tokens(
         given.flat("token_level_rewards"), given.flat("values"), given.sequences,
         gamma=given.options["gamma"], lam=given.options["lam"],
     )  # fmt: skip
@@ -195,7 +210,7 @@ def _gae(given: Given) -> dict[str, Any]:
 
 @answers("verl/adv/reinforce_plus_plus-")
 def _reinforce_pp(given: Given) -> dict[str, Any]:
-    found, returns = adv.reinforce_pp_tokens(
+    found, returns = reinforce_pp_tokens(
         given.flat("token_level_rewards"), given.sequences, gamma=given.options["gamma"]
     )
     return {"advantages": found, "returns": returns}
@@ -203,15 +218,13 @@ def _reinforce_pp(given: Given) -> dict[str, Any]:
 
 @answers("verl/adv/remax/")
 def _remax(given: Given) -> dict[str, Any]:
-    found, returns = adv.remax_tokens(
-        given.flat("token_level_rewards"), given.sequences, given.whole["reward_baselines"]
-    )
+    found, returns = remax_tokens(given.flat("token_level_rewards"), given.sequences, given.whole["reward_baselines"])
     return {"advantages": found, "returns": returns}
 
 
 @answers("verl/adv/optimal_token_baseline-", "verl/adv/tir_optimal_token_baseline-")
 def _optimal_token_baseline(given: Given) -> dict[str, Any]:
-    found, returns = adv.optimal_token_baseline(
+    found, returns = optimal_token_baseline(
         given.flat("token_level_rewards"), given.sequences, given.groups, given.flat("old_log_probs"),
         given.flat("sum_pi_squared"), zero_tail=given.options["handle_zero_tail"],
     )  # fmt: skip
@@ -221,15 +234,15 @@ def _optimal_token_baseline(given: Given) -> dict[str, Any]:
 @answers("verl/adv/gdpo-single/")
 def _gdpo_single(given: Given) -> dict[str, Any]:
     outcomes = given.outcomes
-    result = given.per_token(adv.gdpo([outcomes.rewards], outcomes, weights=[1.0]))
+    result = given.per_token(gdpo([outcomes.rewards], outcomes, weights=[1.0]))
     return {"advantages": result, "returns": result}
 
 
 @answers("verl/adv/gdpo-multi/")
 def _gdpo_multi(given: Given) -> dict[str, Any]:
     parts = [given.whole["reward_format"], given.whole["reward_accuracy"]]
-    outcomes = adv.Outcomes(torch.zeros(8, dtype=torch.float64), given.groups, given.mask.sum(1))
-    return {"advantages": given.per_token(adv.gdpo(parts, outcomes, weights=given.options["weights"]))}
+    outcomes = Outcomes(torch.zeros(8, dtype=torch.float64), given.groups, given.mask.sum(1))
+    return {"advantages": given.per_token(gdpo(parts, outcomes, weights=given.options["weights"]))}
 
 
 # --- aggregation --------------------------------------------------------------------------------------------------
@@ -295,12 +308,12 @@ def _gspo_token(given: Given) -> dict[str, Any]:
 @answers("verl/pg/cispo")
 def _cispo(given: Given) -> dict[str, Any]:
     low, high = given.options["clip_ratio_low"], given.options["clip_ratio_high"]
-    return _verl(cispo(given.tokens(), cap=1 + high, floor=1 - low), given, clipped=False)
+    return _verl(cispo(given.tokens(), weight_cap=1 + high, floor=1 - low), given, clipped=False)
 
 
 @answers("verl/pg/dro/")
 def _dro(given: Given) -> dict[str, Any]:
-    return _verl(dro(given.tokens(), beta=given.options["policy_loss"]["dro_beta"]), given, clipped=False)
+    return _verl(dro(given.tokens(), dro_beta=given.options["policy_loss"]["dro_beta"]), given, clipped=False)
 
 
 @answers("verl/pg/gpg/")
@@ -311,9 +324,10 @@ def _gpg(given: Given) -> dict[str, Any]:
 @answers("verl/pg/dppo_tv/", "verl/pg/dppo_kl/")
 def _dppo(given: Given) -> dict[str, Any]:
     options = given.options
-    terms = dppo(
-        given.tokens(), divergence="tv" if "dppo_tv" in given.case["id"] else "kl",
-        limit_low=options["clip_ratio_low"], limit_high=options["clip_ratio_high"], cap=options["clip_ratio_c"],
+    loss = dppo_tv if "dppo_tv" in given.case["id"] else dppo_kl
+    terms = loss(
+        given.tokens(), clip_low=options["clip_ratio_low"], clip_high=options["clip_ratio_high"],
+        weight_cap=options["clip_ratio_c"],
     )  # fmt: skip
     return _verl(terms, given)
 
@@ -338,8 +352,8 @@ def _gmpo(given: Given) -> dict[str, Any]:
 def _clip_cov(given: Given) -> dict[str, Any]:
     options, clip = given.options["policy_loss"], given.options["clip_ratio"]
     terms = clip_cov(
-        given.tokens(), clip_low=clip, clip_high=clip, share=options["clip_cov_ratio"],
-        lowest=options["clip_cov_lb"], highest=options["clip_cov_ub"],
+        given.tokens(), clip_low=clip, clip_high=clip, clip_cov_share=options["clip_cov_ratio"],
+        clip_cov_low=options["clip_cov_lb"], clip_cov_high=options["clip_cov_ub"],
     )  # fmt: skip
     return _verl(terms, given, clipped=False)
 
@@ -347,7 +361,7 @@ def _clip_cov(given: Given) -> dict[str, Any]:
 @answers("verl/pg/kl_cov/")
 def _kl_cov(given: Given) -> dict[str, Any]:
     options = given.options["policy_loss"]
-    terms = kl_cov(given.tokens(), share=options["kl_cov_ratio"], penalty=options["ppo_kl_coef"])
+    terms = kl_cov(given.tokens(), kl_cov_share=options["kl_cov_ratio"], kl_cov_penalty=options["ppo_kl_coef"])
     return _verl(terms, given, clipped=False)
 
 
@@ -367,7 +381,7 @@ def _bypass(given: Given) -> dict[str, Any]:
     else:
         losses = reinforce(tokens).loss
         if options["rollout_is"]:
-            losses = losses * corr.importance_weights(
+            losses = losses * importance_weights(
                 tokens.log_ratio, given.sequences, level=options["rollout_is"], bound="truncate",
                 high=options["rollout_is_threshold"],
             )  # fmt: skip
@@ -501,7 +515,7 @@ def _verl_rejection(log_ratio: Tensor, given: Given, statistics: str, thresholds
     keep = torch.ones_like(log_ratio, dtype=torch.bool)
     for name, bound in zip(names, bounds, strict=True):
         low, high = _band(bound)
-        keep &= corr.inside(log_ratio, given.sequences, name, high=high, low=low)  # type: ignore[arg-type]
+        keep &= inside(log_ratio, given.sequences, name, high=high, low=low)  # type: ignore[arg-type]
     return keep
 
 
@@ -510,7 +524,7 @@ def _verl_is(given: Given) -> dict[str, Any]:
     options = given.options
     low, high = _band(options["rollout_is_threshold"])
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
-    weights = corr.importance_weights(
+    weights = importance_weights(
         log_ratio, given.sequences, level=options["rollout_is"], bound="truncate" if low is None else "mask",
         low=low or 0.0, high=high, normalise=options["rollout_is_batch_normalize"],
     )  # fmt: skip
@@ -555,36 +569,36 @@ def _slime_mis(given: Given) -> dict[str, Any]:
     options = given.options
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
     low, high = options["tis_lower_bound"], options["tis_upper_bound"]
-    unbounded = corr.log_weights(log_ratio, given.sequences, options["tis_level"]).exp()
+    unbounded = log_weights(log_ratio, given.sequences, options["tis_level"]).exp()
     keep = torch.ones_like(log_ratio, dtype=torch.bool)
     if options["tis_mode"] == "mask":  # slime rejects by mask and leaves the weight
         weights = unbounded
-        keep &= corr.importance_weights(
+        keep &= importance_weights(
             log_ratio, given.sequences, level=options["tis_level"], bound="mask", low=low, high=high
         ) > 0  # fmt: skip
     else:
-        weights = corr.importance_weights(
+        weights = importance_weights(
             log_ratio, given.sequences, level=options["tis_level"], bound=options["tis_mode"], low=low, high=high
         )
     if options["use_rs"]:
-        keep &= corr.importance_weights(
+        keep &= importance_weights(
             log_ratio, given.sequences, level=options["rs_level"], bound="mask", low=low, high=high
         ) > 0  # fmt: skip
-        keep &= corr.not_vetoed(log_ratio, given.sequences, options["rs_veto_threshold"])
+        keep &= not_vetoed(log_ratio, given.sequences, options["rs_veto_threshold"])
     return {"flat_weights": weights, "flat_mask": keep.double()}
 
 
 @answers("slime/opsm/")
 def _slime_opsm(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("log_prob") - given.flat("old_log_prob")
-    keep = corr.opsm(log_ratio, given.advantages(), given.sequences, given.options["opsm_delta"])
+    keep = off_policy_sequence_mask(log_ratio, given.advantages(), given.sequences, given.options["opsm_delta"])
     return {"flat_mask": keep.double()}
 
 
 @answers("areal/m2po_mask/")
 def _areal_m2po(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("prox_logp") - given.flat("old_logp")
-    return {"mask": corr.m2po_mask(log_ratio, budget=given.options["m2_threshold"]).double()}
+    return {"mask": m2po_mask(log_ratio, budget=given.options["m2_threshold"]).double()}
 
 
 @answers("areal/prox_approx/")
@@ -592,8 +606,8 @@ def _areal_prox(given: Given) -> dict[str, Any]:
     current, behaviour = given.flat("logprobs"), given.flat("old_logp")
     newest = given.options["current_version"]
     return {
-        "loglinear": corr.approximate_proximal(current, behaviour, given.versions, newest, form="loglinear"),
-        "linear": corr.approximate_proximal(current, behaviour, given.versions, newest, form="linear"),
+        "loglinear": approximate_proximal(current, behaviour, given.versions, newest, form="loglinear"),
+        "linear": approximate_proximal(current, behaviour, given.versions, newest, form="linear"),
         "rollout": behaviour,
     }
 
@@ -602,15 +616,15 @@ def _areal_prox(given: Given) -> dict[str, Any]:
 def _ess(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("log_prob") - given.flat("rollout_log_prob")
     if given.options["level"] == "token":
-        return {"ess_ratio": corr.effective_share(log_ratio).item()}
-    share = corr.effective_share(given.sequences.sum(log_ratio)).item()
-    return {"ess_ratio": share, "lr_scale": corr.learning_rate_factor(share)}
+        return {"ess_ratio": effective_share(log_ratio).item()}
+    share = effective_share(given.sequences.sum(log_ratio)).item()
+    return {"ess_ratio": share, "lr_scale": learning_rate_factor(share)}
 
 
 @answers("formula/dynamic-sampling/")
 def _dynamic_sampling(given: Given) -> dict[str, Any]:
     def kept(name: str) -> list[int]:
-        return [int(g) for g in given.groups.unique() if differs(given.whole[name][given.groups == g].tolist())]
+        return [int(g) for g in given.groups.unique() if rewards_differ(given.whole[name][given.groups == g].tolist())]
 
     return {"kept_groups_graded": kept("scores"), "kept_groups_binary": kept("scores_binary")}
 
@@ -628,7 +642,7 @@ def _trl_terms(given: Given, tokens: Tokens) -> LossTerms:
     options = given.options
     match options["loss_type"]:
         case "cispo":
-            return cispo(tokens, cap=options["epsilon_high"])
+            return cispo(tokens, weight_cap=options["epsilon_high"])
         case "sapo":
             return sapo(
                 tokens, tau_positive=options["sapo_temperature_pos"], tau_negative=options["sapo_temperature_neg"]
@@ -636,12 +650,12 @@ def _trl_terms(given: Given, tokens: Tokens) -> LossTerms:
         case "vespo":
             shape_ = options["vespo"]
             return vespo(
-                tokens, k_positive=shape_["k_pos"], lambda_positive=shape_["lambda_pos"],
-                k_negative=shape_["k_neg"], lambda_negative=shape_["lambda_neg"],
+                tokens, vespo_k_positive=shape_["k_pos"], vespo_lambda_positive=shape_["lambda_pos"],
+                vespo_k_negative=shape_["k_neg"], vespo_lambda_negative=shape_["lambda_neg"],
             )  # fmt: skip
     clip = {"clip_low": options["epsilon"], "clip_high": options["epsilon_high"]}
     if options["importance_sampling_level"] == "sequence":
-        return gspo(tokens, **clip, by_length=options["loss_type"] == "luspo")
+        return (luspo if options["loss_type"] == "luspo" else gspo)(tokens, **clip)
     return ppo_clip(tokens, **clip, dual_clip=options["delta"])
 
 
@@ -652,11 +666,13 @@ def _trl(given: Given) -> dict[str, Any]:
     losses = terms.loss
     if options["off_policy_mask_threshold"] is not None:  # TRL holds it against the engine's log-probabilities
         log_ratio = tokens.current - given.flat("rollout_log_prob")
-        losses = losses * corr.opsm(log_ratio, tokens.advantages, given.sequences, options["off_policy_mask_threshold"])
+        losses = losses * off_policy_sequence_mask(
+            log_ratio, tokens.advantages, given.sequences, options["off_policy_mask_threshold"]
+        )
     if options["vllm_is"]:
         name, low, high = options["vllm_is"]
         level, bound = name.split("_")
-        losses = losses * corr.importance_weights(
+        losses = losses * importance_weights(
             tokens.anchor - given.flat("rollout_log_prob"), given.sequences,
             level=level, bound=bound, low=low or 0.0, high=high,
         )  # fmt: skip
@@ -757,9 +773,9 @@ def _areal_weights(given: Given, rejection: dict[str, Any]) -> tuple[Tensor, Ten
     """Weights and what they keep; AReaL's k3 is exp(-x) - 1 + x of x = log(proximal / behaviour)."""
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
     if rejection["metric"] != "ratio":
-        keep = corr.inside(-log_ratio, given.sequences, "seq_mean_k3", high=rejection["upper"])
+        keep = inside(-log_ratio, given.sequences, "seq_mean_k3", high=rejection["upper"])
         return log_ratio.exp() * keep, keep
-    weights = corr.importance_weights(
+    weights = importance_weights(
         log_ratio, given.sequences, level="geometric" if rejection["level"] == "sequence" else "token",
         bound="truncate" if rejection["action"] == "clamp" else "mask",
         low=rejection.get("lower") or 0.0, high=rejection["upper"],
@@ -826,8 +842,8 @@ def _openrlhf_weights(given: Given) -> tuple[Tensor, Tensor]:
     gating = options.get("is_correction_gating", "ratio")
     statistic = {
         "ratio": log_ratio,
-        "binary_kl": corr.bernoulli_kl(proximal, behaviour),
-        "tv": corr.total_variation(proximal, behaviour),
+        "binary_kl": bernoulli_kl(proximal, behaviour),
+        "tv": total_variation(proximal, behaviour),
     }[gating]
     if options["is_correction_level"] == "seq":
         statistic = given.per_token(given.sequences.mean(statistic))
@@ -873,7 +889,7 @@ def _openrlhf(given: Given) -> dict[str, Any]:
 def _minirl(given: Given) -> dict[str, Any]:
     options = given.options
     tokens = given.tokens(behaviour="rollout_log_prob")
-    terms = minirl(tokens, clip_low=options["eps_low"], clip_high=options["eps_high"], cap=options["tis_cap"])
+    terms = minirl(tokens, clip_low=options["eps_low"], clip_high=options["eps_high"], weight_cap=options["tis_cap"])
     weight = (tokens.current - tokens.behaviour).detach().exp().clamp(max=options["tis_cap"])
     return {"loss": given.total(terms.loss), "M": (~terms.clipped).double(), "w": weight}
 
@@ -889,14 +905,15 @@ def _topr(given: Given) -> dict[str, Any]:
         advantages,
         given.sequences,
     )
-    terms = topr(tokens, low=low, high=high)
+    terms = topr(tokens, floor=low, weight_cap=high)
     held = torch.where(advantages < 0, terms.ratio.clamp(low, high), torch.ones_like(advantages))
     return {"loss": given.total(terms.loss, "seq-mean-token-sum"), "weight": given.sequences.mean(held)}
 
 
 @answers("formula/cispo-behaviour/")
 def _cispo_behaviour(given: Given) -> dict[str, Any]:
-    return {"loss": given.total(cispo(given.tokens("rollout_log_prob"), cap=given.options["cap"]).loss, "token-mean")}
+    terms = cispo(given.tokens("rollout_log_prob"), weight_cap=given.options["cap"])
+    return {"loss": given.total(terms.loss, "token-mean")}
 
 
 _DECOUPLED = {
@@ -915,7 +932,7 @@ def _decoupled(given: Given) -> dict[str, Any]:
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
     name = given.options["weight"]
     level, bound, lowest, highest = _DECOUPLED[name]
-    weights = corr.importance_weights(
+    weights = importance_weights(
         log_ratio, given.sequences, level=level, bound=bound, low=lowest, high=highest  # type: ignore[arg-type]
     )  # fmt: skip
     if name == "geomis":  # a filter alone
@@ -932,13 +949,13 @@ def _agentrl(given: Given) -> dict[str, Any]:
     ratio = tokens.log_ratio.detach().exp()
     created = given.per_token(torch.tensor(VECTORS["inputs"]["base"]["versions"])[:, 0])
     age = (options["current_step"] - created).to(ratio.dtype) if "current_step" in options else torch.zeros_like(ratio)
-    keep = corr.age_band(
+    keep = inside_age_band(
         ratio, tokens.advantages, age, clip_low=options["epsilon"], clip_high=upper,
         cap=1.0 if options.get("strict_in_bound") else options["importance_weight_cap_ratio"],
         decay=options.get("out_of_date_decay", 0.0),
     )  # fmt: skip
     if "minirl" in given.case["id"]:
-        losses = cispo(tokens, cap=math.inf).loss
+        losses = cispo(tokens, weight_cap=math.inf).loss
     else:
         losses = ppo_clip(tokens, clip_low=options["epsilon"], clip_high=upper).loss
     return {"loss": given.total(losses * keep, "token-mean", num_tokens=int(keep.sum())), "kept": keep.double()}
@@ -973,8 +990,8 @@ def _ce_gppo(given: Given) -> dict[str, Any]:
 def _prime_rl(given: Given) -> dict[str, Any]:
     options = given.options
     terms = dppo_tv_ratio(
-        given.tokens("rollout_log_prob"), limit_low=options["dppo_mask_low"], limit_high=options["dppo_mask_high"],
-        drift=options["kl_tau"],
+        given.tokens("rollout_log_prob"), clip_low=options["dppo_mask_low"], clip_high=options["dppo_mask_high"],
+        tv_drift=options["kl_tau"],
     )  # fmt: skip
     return {"loss": given.total(terms.loss, "token-mean")}
 

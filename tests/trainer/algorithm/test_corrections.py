@@ -12,31 +12,55 @@ from tests.examples import examples
 from tests.trainer.algorithm.tokens import lengths, sample, seeds
 from torch import Tensor
 
-from penstock.trainer.algorithm import advantages as adv
-from penstock.trainer.algorithm import corrections as corr
 from penstock.trainer.algorithm import reward_shaping as shape
 from penstock.trainer.algorithm.aggregation import Denominators, sequence_weight
-from penstock.trainer.algorithm.filters import Reuse, Skipped, TrajectoryFilter, differs
+from penstock.trainer.algorithm.corrections.effective_sample_size import effective_share, learning_rate_factor
+from penstock.trainer.algorithm.corrections.importance import importance_weights
+from penstock.trainer.algorithm.corrections.m2po import (
+    m2po_clip,
+    m2po_clip_widths,
+    m2po_limit,
+    m2po_mask,
+    m2po_width,
+    moved_along,
+)
+from penstock.trainer.algorithm.corrections.ratios import Level, approximate_proximal, log_weights
+from penstock.trainer.algorithm.corrections.veto import not_vetoed
+from penstock.trainer.algorithm.estimators.gae import gae_tokens
+from penstock.trainer.algorithm.estimators.gpg import gpg
+from penstock.trainer.algorithm.estimators.grpo import grpo
+from penstock.trainer.algorithm.estimators.interface import Outcomes
+from penstock.trainer.algorithm.estimators.opo import opo
+from penstock.trainer.algorithm.estimators.pass_at_k import pass_at_k
+from penstock.trainer.algorithm.estimators.reinforce import reinforce
+from penstock.trainer.algorithm.estimators.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from penstock.trainer.algorithm.estimators.rloo import rloo
+from penstock.trainer.algorithm.filters.drop_zero_advantage import drop_zero_advantage
+from penstock.trainer.algorithm.filters.interface import Candidate, Filter, Kept, keep
+from penstock.trainer.algorithm.filters.mask_truncated import mask_truncated
+from penstock.trainer.algorithm.filters.minimal_advantage import minimal_advantage
+from penstock.trainer.algorithm.filters.skip_non_positive_advantage import skip_non_positive_advantage
+from penstock.trainer.algorithm.group_rules import Reuse, ReuseRefused, rewards_differ
 from penstock.trainer.algorithm.kl import KlController, kl_estimate, kl_full
-from penstock.trainer.algorithm.losses import Sequences
+from penstock.trainer.algorithm.losses.tokens import Sequences
 
 finite = st.floats(-1e3, 1e3, allow_nan=False)
 levels = st.sampled_from(["token", "sequence", "geometric", "root"])
 
 ESTIMATORS = {
-    "grpo": adv.grpo,
-    "rloo": adv.rloo,
-    "reinforce": adv.reinforce,
-    "reinforce_pp": adv.reinforce_pp,
-    "reinforce_pp_baseline": adv.reinforce_pp_baseline,
-    "opo": adv.opo,
-    "gpg": adv.gpg,
-    "pass_at_k": adv.pass_at_k,
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "opo": opo,
+    "gpg": gpg,
+    "pass_at_k": pass_at_k,
 }
 
 
-def outcomes(rewards: list[float], groups: list[int], counts: list[int]) -> adv.Outcomes:
-    return adv.Outcomes(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(counts))
+def outcomes(rewards: list[float], groups: list[int], counts: list[int]) -> Outcomes:
+    return Outcomes(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(counts))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -60,16 +84,16 @@ def test_a_group_that_teaches_nothing_gets_no_advantage(name: str) -> None:
 def test_group_relative_advantages_sum_to_zero_and_ignore_a_shift(rewards: list[float], shift: float) -> None:
     """They do not change when every reward moves by the same amount."""
     same, counts = [0] * len(rewards), [1] * len(rewards)
-    plain = adv.grpo(outcomes(rewards, same, counts), normalise_by_std=False)
-    moved = adv.grpo(outcomes([r + shift for r in rewards], same, counts), normalise_by_std=False)
+    plain = grpo(outcomes(rewards, same, counts), normalise_by_std=False)
+    moved = grpo(outcomes([r + shift for r in rewards], same, counts), normalise_by_std=False)
     torch.testing.assert_close(plain, moved, rtol=1e-6, atol=1e-6)
-    assert abs(adv.grpo(outcomes(rewards, same, counts)).sum().item()) < 1e-6
+    assert abs(grpo(outcomes(rewards, same, counts)).sum().item()) < 1e-6
 
 
 def test_groups_do_not_mix() -> None:
     """The advantages of a group do not depend on what stands beside it."""
-    alone = adv.grpo(outcomes([1.0, 0.0, 0.5], [0, 0, 0], [1, 1, 1]))
-    beside = adv.grpo(outcomes([9.0, 1.0, 0.0, -7.0, 0.5], [4, 2, 2, 4, 2], [1] * 5))
+    alone = grpo(outcomes([1.0, 0.0, 0.5], [0, 0, 0], [1, 1, 1]))
+    beside = grpo(outcomes([9.0, 1.0, 0.0, -7.0, 0.5], [4, 2, 2, 4, 2], [1] * 5))
     torch.testing.assert_close(beside[[1, 2, 4]], alone)
 
 
@@ -77,7 +101,7 @@ def test_gae_jumps_over_a_tools_reply() -> None:
     """Tokens that were not sampled are not there, so advantages are those of the sampled ones alone."""
     sequences = Sequences.of_lengths(torch.tensor([3]))
     rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.25, 0.75])
-    found, returns = adv.gae(rewards, values, sequences, gamma=1.0, lam=1.0, whitened=False)
+    found, returns = gae_tokens(rewards, values, sequences, gamma=1.0, lam=1.0, whitened=False)
     torch.testing.assert_close(returns, torch.ones(3))
     torch.testing.assert_close(found, 1.0 - values)
 
@@ -85,15 +109,15 @@ def test_gae_jumps_over_a_tools_reply() -> None:
 @examples(20)
 @given(rows=lengths, seed=seeds, level=levels)
 def test_importance_weights_are_finite_bounded_and_blind_to_other_sequences(
-    rows: list[int], seed: int, level: corr.Level
+    rows: list[int], seed: int, level: Level
 ) -> None:
     """Whatever the ratios, weights lie in their band, and a sequence's own do not depend on its neighbours."""
     data = sample(rows, seed, spread=300.0)
     log_ratio = data.current.detach() - data.behaviour
-    weights = corr.importance_weights(log_ratio, data.sequences, level=level, bound="truncate", high=2.0)
+    weights = importance_weights(log_ratio, data.sequences, level=level, bound="truncate", high=2.0)
     assert ((weights >= 0) & (weights <= 2.0)).all()
     first = data.sequences.index == 0
-    alone = corr.importance_weights(
+    alone = importance_weights(
         log_ratio[first], Sequences.of_lengths(torch.tensor(rows[:1])), level=level, bound="truncate", high=2.0
     )
     torch.testing.assert_close(alone, weights[first])
@@ -106,8 +130,8 @@ def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
     moved = log_ratio.clone()
     moved[2] += 0.3
     pick = {"level": "token", "bound": "truncate", "high": 5.0}
-    before = corr.importance_weights(log_ratio, data.sequences, **pick)  # type: ignore[arg-type]
-    after = corr.importance_weights(moved, data.sequences, **pick)  # type: ignore[arg-type]
+    before = importance_weights(log_ratio, data.sequences, **pick)  # type: ignore[arg-type]
+    after = importance_weights(moved, data.sequences, **pick)  # type: ignore[arg-type]
     assert torch.nonzero(before != after).flatten().tolist() == [2]
 
 
@@ -118,16 +142,16 @@ def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
     generator = torch.Generator().manual_seed(num)
     sequences = Sequences.of_lengths(torch.full((300,), num))
     log_ratio = 0.1 * torch.randn(300 * num, generator=generator, dtype=torch.float64)
-    by_root = sequences.mean(corr.log_weights(log_ratio, sequences, "root")).std()
+    by_root = sequences.mean(log_weights(log_ratio, sequences, "root")).std()
     assert 0.08 < float(by_root) < 0.12
 
 
 def test_the_effective_share_is_one_for_equal_weights_and_one_nth_for_one_that_dominates() -> None:
     """Its two ends."""
-    assert corr.effective_share(torch.zeros(10)).item() == pytest.approx(1.0)
-    assert corr.effective_share(torch.tensor([50.0] + [0.0] * 9)).item() == pytest.approx(0.1)
-    assert corr.learning_rate_factor(0.25) == 0.5
-    assert corr.learning_rate_factor(0.01, floor=0.3) == 0.3
+    assert effective_share(torch.zeros(10)).item() == pytest.approx(1.0)
+    assert effective_share(torch.tensor([50.0] + [0.0] * 9)).item() == pytest.approx(0.1)
+    assert learning_rate_factor(0.25) == 0.5
+    assert learning_rate_factor(0.01, floor=0.3) == 0.3
 
 
 @examples(25)
@@ -138,8 +162,8 @@ def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_need
     """What stays has a mean square within the budget, and would not if the smallest dropped one stayed too."""
     data = sample(rows, seed)
     log_ratio = data.current.detach() - data.behaviour
-    along = corr.moved_along(log_ratio, data.advantages)
-    keep = corr.m2po_mask(log_ratio, budget=budget, among=along)
+    along = moved_along(log_ratio, data.advantages)
+    keep = m2po_mask(log_ratio, budget=budget, among=along)
     assert keep[~along].all()
     kept, dropped = log_ratio[keep & along].square(), log_ratio[~keep].square()
     if len(dropped):
@@ -153,8 +177,8 @@ def test_m2pos_limit_keeps_what_its_mask_keeps(rows: list[int], seed: int, budge
     """The limit found by bisection is that of the mask, except that the mask always keeps one token."""
     data = sample(rows, seed)
     log_ratio = data.current.detach() - data.behaviour
-    keep = corr.m2po_mask(log_ratio, budget=budget)
-    limit = corr.m2po_limit(log_ratio.square(), budget)
+    keep = m2po_mask(log_ratio, budget=budget)
+    limit = m2po_limit(log_ratio.square(), budget)
     if keep.sum() > 1:
         assert ((log_ratio.square() <= limit) == keep).all()
 
@@ -164,24 +188,24 @@ def test_m2pos_released_clip_meets_the_budget() -> None:
     generator = torch.Generator().manual_seed(0)
     log_ratio = torch.randn(500, generator=generator, dtype=torch.float64)
     advantages = torch.ones(500, dtype=torch.float64)
-    low, high = corr.m2po_clip(log_ratio, advantages, budget=0.3)
+    low, high = m2po_clip(log_ratio, advantages, budget=0.3)
     tau = math.log1p(high)
     squares = log_ratio[log_ratio > 0].square().clamp(max=tau**2)
     assert squares.mean().item() == pytest.approx(0.3)
     assert low == pytest.approx(1 - math.exp(-tau))
-    squares = log_ratio.square()[corr.moved_along(log_ratio, advantages)]
+    squares = log_ratio.square()[moved_along(log_ratio, advantages)]
     for budget in (0.001, 0.05, 0.3, 100.0):
-        exact = corr.m2po_clip(log_ratio, advantages, budget=budget, floor_low=0.0, floor_high=0.0)
-        bisected = corr.m2po_clip_widths(corr.m2po_width(squares, budget), floor_low=0.0, floor_high=0.0)
+        exact = m2po_clip(log_ratio, advantages, budget=budget, floor_low=0.0, floor_high=0.0)
+        bisected = m2po_clip_widths(m2po_width(squares, budget), floor_low=0.0, floor_high=0.0)
         assert bisected == pytest.approx(exact, rel=1e-4)
-    assert corr.m2po_clip(log_ratio, advantages, budget=0.001) == (0.3, 0.5)
-    assert corr.m2po_clip(log_ratio, advantages, budget=100.0) == (1.0, 1e5)
+    assert m2po_clip(log_ratio, advantages, budget=0.001) == (0.3, 0.5)
+    assert m2po_clip(log_ratio, advantages, budget=100.0) == (1.0, 1e5)
 
 
 def test_an_approximate_proximal_policy_of_fresh_tokens_is_the_behaviour_policy() -> None:
     """Tokens of the newest version have nothing between behaviour and current; no division by zero."""
     current, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
-    found = corr.approximate_proximal(current, behaviour, torch.tensor([5, 4]), 5, form="loglinear")
+    found = approximate_proximal(current, behaviour, torch.tensor([5, 4]), 5, form="loglinear")
     torch.testing.assert_close(found, behaviour)
 
 
@@ -270,35 +294,45 @@ def test_prompt_mean_weighs_every_prompt_alike() -> None:
     assert sequence_weight("prompt-mean", 3, batch, prompt_tokens=3) * 3 == pytest.approx(0.5)
 
 
+def _kept(advantages: list[float], truncated: list[bool], *filters: Filter, **options: float) -> Kept:
+    candidates = [Candidate(a, t) for a, t in zip(advantages, truncated, strict=True)]
+    return keep(candidates, [(one.reason, one.bind(**options)) for one in filters])
+
+
 def test_filters_name_their_reason() -> None:
-    """Each trajectory that stays out is counted under one reason."""
-    kept = TrajectoryFilter(drop_zero_advantage=True, mask_truncated=True).keep(
-        [1.0, 0.0, -1.0, 2.0], [False, False, False, True]
+    """Each trajectory that is left out is counted under one reason, that of the first filter that applies."""
+    on = [drop_zero_advantage.fn, mask_truncated.fn]
+    kept = keep(
+        [Candidate(1.0), Candidate(0.0), Candidate(-1.0), Candidate(2.0, truncated=True)],
+        [("zero_advantage", on[0]), ("truncated", on[1])],
     )
     assert kept.places == (0, 2)
-    assert dict(kept.skipped) == {Skipped.ZERO_ADVANTAGE: 1, Skipped.TRUNCATED: 1}
-    assert TrajectoryFilter(skip_non_positive_advantage=True).keep([1.0, 0.0, -1.0], [False] * 3).places == (0,)
-    assert TrajectoryFilter(minimal_advantage=-0.5).keep([1.0, 0.0, -1.0], [False] * 3).places == (0, 1)
+    assert dict(kept.skipped) == {"zero_advantage": 1, "truncated": 1}
+    assert (drop_zero_advantage.reason, mask_truncated.reason) == ("zero_advantage", "truncated")
+    values = [1.0, 0.0, -1.0]
+    assert _kept(values, [False] * 3, skip_non_positive_advantage, skip_non_positive_advantage=True).places == (0,)
+    assert _kept(values, [False] * 3, minimal_advantage, minimal_advantage=-0.5).places == (0, 1)
+    assert minimal_advantage.precedence < skip_non_positive_advantage.precedence < drop_zero_advantage.precedence
 
 
 def test_a_group_is_informative_when_its_rewards_differ() -> None:
-    """Groups of one and rounding noise teach nothing."""
-    assert differs([0.0, 1.0])
-    assert not differs([1.0])
-    assert not differs([0.1 + 0.2, 0.3])
+    """Groups of one and rounding noise carry no signal."""
+    assert rewards_differ([0.0, 1.0])
+    assert not rewards_differ([1.0])
+    assert not rewards_differ([0.1 + 0.2, 0.3])
 
 
 def test_a_record_is_reused_within_its_limits() -> None:
     """At most so often, and not before so many steps have passed."""
     rule = Reuse(max_trained_count=2, retrained_interval=3)
     assert rule.reason(0, None, 5) is None
-    assert rule.reason(1, 4, 5) is Skipped.TRAINED_RECENTLY
+    assert rule.reason(1, 4, 5) is ReuseRefused.TRAINED_RECENTLY
     assert rule.reason(1, 2, 5) is None
-    assert rule.reason(2, 0, 5) is Skipped.TRAINED_OFTEN
+    assert rule.reason(2, 0, 5) is ReuseRefused.TRAINED_OFTEN
 
 
 def _veto(log_ratio: Tensor) -> Tensor:
-    return corr.not_vetoed(log_ratio, Sequences.of_lengths(torch.tensor([2, 2])), 1e-4)
+    return not_vetoed(log_ratio, Sequences.of_lengths(torch.tensor([2, 2])), 1e-4)
 
 
 def test_one_impossible_token_vetoes_its_whole_sequence_and_no_other() -> None:

@@ -26,10 +26,11 @@ from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.trainer.algorithm import batch as batches
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.assemble_objective import objective
 from penstock.trainer.algorithm.batch import MicroBatch, Row, build
-from penstock.trainer.algorithm.corrections import m2po_limit, m2po_width, moved_along
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.credit import credit_rule
+from penstock.trainer.algorithm.estimators.gae import gae
 from penstock.trainer.algorithm.objective import Outcome
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.algorithm.token_credit import TokenCredit
@@ -167,7 +168,7 @@ def prepared(section: AlgorithmSettings, rows: Sequence[Sequence[Row]], logprobs
     built = [build(some) for some in rows]
     if section.has_critic:
         values = [torch.sin(batch.targets.float()) for batch in built]
-        credit = TokenCredit(whiten=section.whiten_advantages, whiten_rewards=section.whiten_rewards)
+        credit = TokenCredit(whiten=section.whiten_advantages, whiten_rewards=section.options_of(gae).whiten_rewards)
         built = credit(built, values).micro_batches
     if section.m2po_budget is None:
         return built
@@ -189,7 +190,7 @@ def train(
     rows = [rows_of(plan, numbers, held) for rank in plan.micro_batches for numbers in rank]
     logprobs = [policy.logprobs(some) for some in rows]
     built = prepared(section, rows, logprobs)
-    rule = objective(section)
+    rule = build_objective(section)
     outcomes: list[Outcome] = [rule(some, batch) for some, batch in zip(logprobs, built, strict=True)]
     total = torch.stack([outcome.loss for outcome in outcomes]).sum()
     if total.requires_grad:
@@ -221,7 +222,7 @@ def test_any_batch_gives_finite_numbers(name: str, batch: list[list[Sampled]], s
     assert all(np.isfinite(value) for key, value in figures.items() if key not in empty), figures
     assert "ratio" not in empty
     assert all(torch.isfinite(gradient).all() for gradient in found.gradients.values())
-    assert np.isfinite(objective(section_of(name)).lr_factor(found.sums))
+    assert np.isfinite(build_objective(section_of(name)).lr_factor(found.sums))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -266,7 +267,7 @@ def test_on_fresh_samples_it_is_the_plain_policy_gradient(name: str, batch: list
             gradient = found.gradients[row.token_ids.tobytes(), row.behaviour_logprobs.tobytes()]
             torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6)
     assert found.sums["clipped"] == found.sums["dual_clipped"] == found.sums["rejected"] == 0
-    assert objective(section_of(name)).lr_factor(found.sums) == pytest.approx(1.0)
+    assert build_objective(section_of(name)).lr_factor(found.sums) == pytest.approx(1.0)
 
 
 TEACHING = [
@@ -295,7 +296,7 @@ def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
     assert first.attention_mask is None
     logprobs = table.log_softmax(-1)[first.predictors].gather(1, first.targets[:, None])[:, 0]
     [batch] = prepared(section, [fresh], [logprobs])
-    objective(section)(logprobs, batch).loss.backward()
+    build_objective(section)(logprobs, batch).loss.backward()
     assert table.grad is not None
     moved = table.grad.abs().sum(1).reshape(len(rows), width) > 0
     for number, row in enumerate(rows):
@@ -328,7 +329,7 @@ def test_shared_prompts_and_padding_change_no_parameters_gradient(name: str, bat
                 for b in plain
             ]  # fmt: skip
             built = prepared(section, pieces, logprobs)
-        rule = objective(section)
+        rule = build_objective(section)
         torch.stack([rule(some, b).loss for some, b in zip(logprobs, built, strict=True)]).sum().backward()
         return [p.grad.clone() for p in SCORER.parameters() if p.grad is not None]
 

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.kl import kl_full
-from penstock.trainer.algorithm.losses import reinforce
+from penstock.trainer.algorithm.losses.reinforce import reinforce
 from penstock.trainer.algorithm.objective import KlTerm, PolicyGradient
 from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.reference import Reference

@@ -11,28 +11,23 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.trainer.algorithm.tokens import lengths, sample, seeds
 
-from penstock.trainer.algorithm.losses import (
-    PolicyLoss,
-    Sequences,
-    Tokens,
-    ce_gppo,
-    cispo,
-    double_sided,
-    dppo,
-    dppo_tv_ratio,
-    dro,
-    gmpo,
-    gspo,
-    gspo_token,
-    minirl,
-    ppo_clip,
-    product_clip,
-    reinforce,
-    sapo,
-    topr,
-    topr_token,
-    vespo,
-)
+from penstock.trainer.algorithm.losses.ce_gppo import ce_gppo
+from penstock.trainer.algorithm.losses.cispo import cispo
+from penstock.trainer.algorithm.losses.covariance import clip_cov
+from penstock.trainer.algorithm.losses.double_sided import double_sided
+from penstock.trainer.algorithm.losses.dppo import dppo_kl, dppo_tv, dppo_tv_ratio
+from penstock.trainer.algorithm.losses.dro import dro
+from penstock.trainer.algorithm.losses.gmpo import gmpo
+from penstock.trainer.algorithm.losses.gspo import gspo, gspo_token, luspo
+from penstock.trainer.algorithm.losses.minirl import minirl
+from penstock.trainer.algorithm.losses.ppo_clip import ppo_clip
+from penstock.trainer.algorithm.losses.product_clip import product_clip
+from penstock.trainer.algorithm.losses.reinforce import reinforce
+from penstock.trainer.algorithm.losses.sapo import sapo
+from penstock.trainer.algorithm.losses.tokens import PolicyLoss, Sequences, Tokens
+from penstock.trainer.algorithm.losses.topr import topr, topr_token
+from penstock.trainer.algorithm.losses.vespo import vespo
+from penstock.trainer.algorithm.registries import LOSSES as REGISTRY
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -42,27 +37,46 @@ LOSSES: dict[str, PolicyLoss] = {
     "ppo_clip dual": partial(ppo_clip, **CLIP, dual_clip=1.5, token_tis_cap=2.0),
     "ce_gppo": partial(ce_gppo, **CLIP, beta_low=0.75, beta_high=1.0),
     "sapo": partial(sapo, tau_positive=1.0, tau_negative=1.05),
-    "dppo tv": partial(dppo, divergence="tv", limit_low=0.2, limit_high=0.2, cap=20.0),
-    "dppo kl": partial(dppo, divergence="kl", limit_low=0.05, limit_high=0.05, cap=20.0),
-    "dppo_tv_ratio": partial(dppo_tv_ratio, limit_low=0.2, limit_high=0.2, drift=1e-3),
+    "dppo tv": partial(dppo_tv, clip_low=0.2, clip_high=0.2, weight_cap=20.0),
+    "dppo kl": partial(dppo_kl, clip_low=0.05, clip_high=0.05, weight_cap=20.0),
+    "dppo_tv_ratio": partial(dppo_tv_ratio, clip_low=0.2, clip_high=0.2, tv_drift=1e-3),
     "gspo": partial(gspo, **CLIP),
     "gspo dual": partial(gspo, **CLIP, dual_clip=1.5),
     "gspo_token": partial(gspo_token, **CLIP),
     "gmpo": partial(gmpo, clip_low=0.4, clip_high=0.4),
     "reinforce": reinforce,
-    "cispo": partial(cispo, cap=4.0),
-    "minirl": partial(minirl, clip_low=0.2, clip_high=0.27, cap=5.0),
+    "cispo": partial(cispo, weight_cap=4.0),
+    "minirl": partial(minirl, clip_low=0.2, clip_high=0.27, weight_cap=5.0),
     "topr_token": topr_token,
     "double_sided": partial(double_sided, **CLIP),
-    "dro": partial(dro, beta=0.1),
-    "vespo": partial(vespo, k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0),
+    "dro": partial(dro, dro_beta=0.1),
+    "vespo": vespo.bind(),
 }
 # Their value for a sequence is one number, given back for each of its tokens: the gradient is right per sequence.
 BY_SEQUENCE: dict[str, PolicyLoss] = {
     "topr": topr,
     "product_clip": partial(product_clip, **CLIP),
+    "luspo": partial(luspo, **CLIP),
 }
 ALL = LOSSES | BY_SEQUENCE
+
+
+def test_every_registered_loss_is_held_to_these_properties() -> None:
+    """All but the two that look at a whole micro-batch by definition."""
+    covered = {name.partition(" dual")[0].replace(" ", "_") for name in ALL}
+    assert set(REGISTRY.built_in) - covered == {"clip_cov", "kl_cov"}
+
+
+def test_clip_cov_draws_the_same_tokens_in_every_run() -> None:
+    """The draw depends on the batch and on no random state of the process, so that a replay computes the same."""
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        given_ = sample([9, 9, 9], 3)
+        loss = clip_cov.bind(clip_cov_share=0.1, clip_cov_low=-1.0)(given_.tokens)
+        drawn.append(loss.clipped)
+    assert drawn[0].any()
+    assert torch.equal(drawn[0], drawn[1])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -98,7 +112,7 @@ def test_on_policy_losses_of_whole_sequences_do_so_too(name: str, rows: list[int
     """The product's gradient reaches every token of the sequence, whose loss is counted once."""
     given_ = sample(rows, seed, stale=False)
     once = given_.sequences.spread(given_.sequences.lengths(given_.current).clamp(min=1.0))
-    weights = 1.0 / once if name == "product_clip" else torch.ones_like(once)
+    weights = 1.0 / once if name in ("product_clip", "luspo") else torch.ones_like(once)
     (BY_SEQUENCE[name](given_.tokens).loss * weights).sum().backward()
     torch.testing.assert_close(given_.current.grad, -given_.advantages)
 

@@ -12,7 +12,7 @@ from tests.examples import examples
 from tests.trainer.algorithm.tokens import lengths, seeds
 from torch import Tensor
 
-from penstock.trainer.algorithm.losses import Sequences
+from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.mismatch import fresh, mismatch_figures, mismatch_maxima, mismatch_sums
 
 About = tuple[Tensor, Tensor, Tensor, Sequences]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.trainer.algorithm.losses import Sequences, Tokens
+from penstock.trainer.algorithm.losses.tokens import Sequences, Tokens
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A few steps for each of several algorithms, in a process of its own; prints what they came to.
+"""A few steps for each of several algorithms, in a process of its own; prints the figures of each step.
 
 python -m tests.trainer.algorithm.train_steps MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
 """
@@ -16,7 +16,7 @@ from tests.trainer.learner.rank_check import how
 
 from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import BlobRef, ScoredGroup
-from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.policy import load_policy, load_reference
 from penstock.trainer.learner.rank_group import RankGroup
@@ -28,7 +28,7 @@ NUM_STEPS = 3
 
 
 def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, Any]]:
-    """Train a fresh policy and say what each step did."""
+    """Train a fresh policy and return the figures of each step."""
     given = [f"model.path={model}", "trainer.micro_batch_tokens=120", "data.max_prompt_tokens=100"]
     loaded = load(TrainerSettings, overrides=[*given, "rollout.max_new_tokens=10", *overrides]).settings
     settings = loaded.algorithm
@@ -37,7 +37,7 @@ def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, An
     if settings.needs_reference:
         reference = load_reference(Path(model), how(1, "float32"), policy.device, temperature=1.0)
     nothing: Any = None  # a rank that is given its groups fetches none
-    rank_group = RankGroup(policy, ranks, nothing, objective(settings), reference)
+    rank_group = RankGroup(policy, ranks, nothing, build_objective(settings), reference)
     pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
     groups = []
     for number in range(3):

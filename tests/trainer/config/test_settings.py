@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from penstock.protocol.config.foreign_config import RENAMED
 from penstock.protocol.config.run_file import SECTIONS, format_config, load
 from penstock.protocol.errors import ConfigError
-from penstock.trainer.algorithm.assemble_objective import objective
 from penstock.trainer.algorithm.batch import Row, build
+from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.settings import TrainerSettings
@@ -198,7 +198,7 @@ def test_every_preset_trains(name: str):
     ]  # fmt: skip
     batch = build(rows)
     logprobs = (batch.behaviour_logprobs + torch.linspace(-0.4, 0.4, sum(lengths))).requires_grad_()
-    outcome = objective(section)(logprobs, batch)
+    outcome = build_objective(section)(logprobs, batch)
     outcome.loss.backward()
     assert torch.isfinite(outcome.loss)
     assert logprobs.grad is not None

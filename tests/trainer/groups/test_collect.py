@@ -21,7 +21,7 @@ from penstock.protocol.facts import DeadLetter, GroupScored, TaskIssued
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion, next_version
-from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder

@@ -12,7 +12,7 @@ from tests.examples import examples
 from tests.trainer.groups.test_batcher import ready
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.settings import TrainerSettings

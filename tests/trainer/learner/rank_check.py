@@ -23,7 +23,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, factor_pairs
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import credit_rule
 from penstock.trainer.algorithm.token_credit import TokenCredit
 from penstock.trainer.connections import Connections
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
             credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
             critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, ranks)
         policy._scorer._chunk_tokens = CHUNK_TOKENS
-        rank_group = RankGroup(policy, ranks, blobs, objective(settings), reference, critic)
+        rank_group = RankGroup(policy, ranks, blobs, build_objective(settings), reference, critic)
         rank_group.bucket_bytes = BUCKET_BYTES
         if ranks.is_leader:
             message = decode((Path(model).parent / "ranks.scored").read_bytes(), GroupScored)

@@ -27,7 +27,7 @@ from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, DeadLetter, GeneratedGroup, ScoredGroup
 from penstock.protocol.record.lineage import AccountState, LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh, next_version, staleness
-from penstock.trainer.algorithm.filters import Reuse
+from penstock.trainer.algorithm.group_rules import Reuse
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder

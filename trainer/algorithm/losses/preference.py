@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
-from torch import Tensor
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 PairLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 
@@ -32,11 +30,14 @@ def pairwise(
     and AReaL take sums; we take what we are given.
     """
     if form == "hinge":
-        return F.relu(1.0 - beta * margin)
+        return torch.nn.functional.relu(1.0 - beta * margin)
     if form == "ipo":
         return (margin - 1.0 / (2.0 * beta)).square()
     shifted = beta * margin - (gamma if form == "simpo" else 0.0)
-    return -F.logsigmoid(shifted) * (1.0 - label_smoothing) - F.logsigmoid(-shifted) * label_smoothing
+    return (
+        -torch.nn.functional.logsigmoid(shifted) * (1.0 - label_smoothing)
+        - torch.nn.functional.logsigmoid(-shifted) * label_smoothing
+    )
 
 
 def odds_ratio(chosen_mean: Tensor, rejected_mean: Tensor, *, beta: float) -> Tensor:
@@ -48,7 +49,7 @@ def odds_ratio(chosen_mean: Tensor, rejected_mean: Tensor, *, beta: float) -> Te
     def log_odds(logprob: Tensor) -> Tensor:
         return logprob - torch.log1p(-logprob.exp())
 
-    return -beta * F.logsigmoid(log_odds(chosen_mean) - log_odds(rejected_mean))
+    return -beta * torch.nn.functional.logsigmoid(log_odds(chosen_mean) - log_odds(rejected_mean))
 
 
 def kto(

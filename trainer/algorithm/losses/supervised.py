@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:

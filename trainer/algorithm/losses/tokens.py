@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: such a token is far outside every clip, and stays finite
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-import torch.nn.functional as F  # noqa: N812  torch's own name for it
-from torch import Tensor
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 
 def value_loss(
@@ -37,7 +35,7 @@ def value_loss(
     def distance(prediction: Tensor) -> Tensor:
         if form == "mse":
             return 0.5 * (prediction - returns).square()
-        return F.huber_loss(prediction, returns, reduction="none", delta=huber_delta)
+        return torch.nn.functional.huber_loss(prediction, returns, reduction="none", delta=huber_delta)
 
     free = distance(values)
     if clip is None:

@@ -1,0 +1,134 @@
+"""Which parts a configuration chooses, which keys they add to [algorithm], and the options of user code; no torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from penstock.protocol.extensions import Extension, Registry
+from penstock.trainer.algorithm.corrections.interface import Correction
+from penstock.trainer.algorithm.estimators.interface import Estimator
+from penstock.trainer.algorithm.filters.interface import Filter
+from penstock.trainer.algorithm.losses.interface import Loss
+from penstock.trainer.algorithm.parts import Part
+from penstock.trainer.algorithm.registries import ALL, CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
+
+BY_KEY: dict[str, Registry[Any]] = {
+    "loss": LOSSES, "advantage": ESTIMATORS, "filters": FILTERS, "corrections": CORRECTIONS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenParts:
+    """The parts that a configuration uses."""
+
+    loss: Extension[Loss[Any]]
+    estimator: Extension[Estimator[Any]]
+    filters: tuple[Extension[Filter[Any]], ...]
+    corrections: tuple[Extension[Correction[Any]], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ChosenParts:
+        """Find the parts by the values of [algorithm]; raises ConfigError for a part that there is not."""
+        return cls(
+            LOSSES.find(values["loss"]),
+            ESTIMATORS.find(values["advantage"]),
+            tuple(sorted(_found(FILTERS, values, "filters"), key=lambda one: one.value.precedence)),
+            tuple(_found(CORRECTIONS, values, "corrections")),
+        )
+
+    def __iter__(self) -> Iterator[Extension[Any]]:
+        """Yield every part."""
+        yield from (self.loss, self.estimator, *self.filters, *self.corrections)
+
+    @property
+    def option_names(self) -> frozenset[str]:
+        """Names of the options that the parts read."""
+        return frozenset(name for one in self for name in one.value.option_names)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of the source of every part that is user code, by kind and name."""
+        kinds = {Loss: LOSSES, Estimator: ESTIMATORS, Filter: FILTERS, Correction: CORRECTIONS}
+        return {f"extension {kinds[type(one.value)].kind} {one.name}": one.digest for one in self if one.digest}
+
+
+def _found(registry: Registry[Any], values: Mapping[str, Any], key: str) -> Iterator[Extension[Any]]:
+    """Yield the built-in parts that are switched on, then those that are named."""
+    for name, part in registry.built_in.items():
+        if part.switch and values[part.switch] != part.options.model_fields[part.switch].default:
+            yield Extension(name, part)
+    for name in dict.fromkeys(values[key]):
+        yield registry.find(name)
+
+
+def option_fields() -> dict[str, FieldInfo]:
+    """Return the options of all built-in parts by name; raises TypeError when two parts declare one differently."""
+    fields: dict[str, FieldInfo] = {}
+    for registry in ALL:
+        for part in registry.built_in.values():
+            for name, info in part.options.model_fields.items():
+                if not is_same_option(fields.setdefault(name, info), info):
+                    raise TypeError(f"{registry.kind} {part.name}: option {name} is declared differently elsewhere")
+    return fields
+
+
+def is_same_option(one: FieldInfo, other: FieldInfo) -> bool:
+    """Return True if two declarations of an option agree in type, default, bounds and description."""
+    return (one.annotation, one.default, one.metadata, one.description) == (
+        other.annotation, other.default, other.metadata, other.description,
+    )  # fmt: skip
+
+
+def options_of_user_code(parts: ChosenParts, given: Mapping[str, Any], keys: Mapping[str, FieldInfo]) -> dict[str, Any]:
+    """Return [algorithm.options] with every option of the chosen user code, at its default where none is given.
+
+    Raises ValueError for an option that no chosen part has, for a wrong value, and for an option that has the name of
+    a key of [algorithm] and another declaration.
+
+    Args:
+        parts: The chosen parts.
+        given: The table as the run file has it.
+        keys: The keys of [algorithm]; an option of that name is read from there.
+    """
+    filled: dict[str, Any] = {}
+    for one in parts:
+        if not one.digest:
+            continue
+        part: Part[Any] = one.value
+        for name in part.option_names:
+            if name in keys and not is_same_option(keys[name], part.options.model_fields[name]):
+                raise ValueError(
+                    f"{one.name}: option {name} is declared otherwise than algorithm.{name}; rename it, or inherit "
+                    "the options class that declares that key"
+                )
+        own = [name for name in part.option_names if name not in keys]
+        text = json.dumps({name: given[name] for name in own if name in given}, default=str)
+        try:  # JSON's strictness: a list is a tuple and a text a path, but "5" is no number
+            options = part.options.model_validate_json(text, strict=True)
+        except ValidationError as err:
+            raise ValueError(explain(err, "algorithm.options")) from None
+        filled |= {name: options.model_dump(mode="json")[name] for name in own}
+    unknown = sorted(set(given) - set(filled))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], filled, n=1)
+        hint = f"did you mean algorithm.options.{near[0]}?" if near else f"known are {', '.join(filled) or 'none'}"
+        raise ValueError(
+            f"unknown key algorithm.options.{unknown[0]}; {hint}; the table holds the options of your own loss, "
+            "estimator, filters and corrections"
+        )
+    return filled
+
+
+def explain(error: ValidationError, table: str) -> str:
+    """Return the first message of a ValidationError with the key that it is about."""
+    first = error.errors(include_url=False)[0]
+    text = str(first["msg"]).removeprefix("Value error, ").replace("Input should be ", "expected ")
+    key = ".".join(map(str, first["loc"]))
+    return f"{table}.{key}: {text}" if key else text

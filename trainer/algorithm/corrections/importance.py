@@ -1,0 +1,96 @@
+"""Importance weights of the trainer over the sampler: truncated, clipped or masked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from penstock.trainer.algorithm.corrections.interface import Drift, Options, correction
+from penstock.trainer.algorithm.corrections.ratios import Level, log_weights
+from penstock.trainer.algorithm.lazy_torch import Tensor
+from penstock.trainer.algorithm.losses.tokens import Sequences
+
+Bound = Literal["truncate", "clip", "mask"]
+
+
+class ImportanceOptions(Options):
+    """Options of `importance`."""
+
+    importance: Literal["none", "token", "sequence", "geometric", "root"] = Field(
+        default="none", description="Importance weights of the trainer over the sampler, on top of the loss."
+    )
+    importance_bound: Bound = Field(
+        default="truncate", description="Outside the band: min (TIS), both ends, or weight 0 (IcePop, masked IS)."
+    )
+    importance_high: float = Field(default=2.0, gt=0.0, description="Upper end of the weights' band.")
+    importance_low: float = Field(default=0.0, ge=0.0, description="Lower end of the weights' band.")
+
+    @model_validator(mode="after")
+    def _has_a_band(self) -> ImportanceOptions:
+        if self.importance_low > self.importance_high:
+            raise ValueError(
+                f"algorithm.importance_low = {self.importance_low} is above algorithm.importance_high = "
+                f"{self.importance_high}; no weight would be kept"
+            )
+        return self
+
+
+@correction(
+    options=ImportanceOptions,
+    source="TIS; IcePop, arXiv 2510.18855",
+    switch="importance",
+    repeats_ratio=True,
+)
+def importance(
+    drift: Drift, *, importance: Level, importance_bound: Bound, importance_high: float, importance_low: float
+) -> Tensor:
+    """Weigh tokens by the ratio of the trainer to the sampler, bounded, [N]."""
+    return importance_weights(
+        drift.mismatch,
+        drift.sequences,
+        level=importance,
+        bound=importance_bound,
+        high=importance_high,
+        low=importance_low,
+    )
+
+
+def importance_weights(
+    log_ratio: Tensor,
+    sequences: Sequences,
+    *,
+    level: Level,
+    bound: Bound,
+    high: float,
+    low: float = 0.0,
+    normalise: bool = False,
+) -> Tensor:
+    """Return bounded importance weights, one per token, [N].
+
+    `truncate`: min(w, high), truncated importance sampling (TIS). `clip`: also at least ``low``.
+    `mask`: w inside [low, high] and 0 outside: IcePop (arXiv 2510.18855) at token level, masked
+    importance sampling at sequence level.
+
+    Args:
+        log_ratio: [N] proximal or current minus behaviour log-probabilities.
+        sequences: Which token belongs where.
+        level: See the module.
+        bound: What happens outside the band.
+        high: Upper end of the band.
+        low: Lower end.
+        normalise: Divide by the mean weight of the tokens given (of the sequences, above token level).
+    """
+    weights = log_weights(log_ratio, sequences, level).exp()
+    if bound == "mask":
+        weights = weights * ((weights >= low) & (weights <= high))
+    else:
+        weights = weights.clamp(low if bound == "clip" else 0.0, high)
+    if not normalise or not len(weights):
+        return weights
+    if level == "token":
+        mean = weights.mean()
+    else:
+        present = sequences.lengths(weights) > 0
+        mean = sequences.mean(weights)[present].mean()
+    return weights / mean if mean > 1e-8 else weights

@@ -1,0 +1,64 @@
+"""What a file that holds a correction needs: `correction`, `Drift`, `Options`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.trainer.algorithm.lazy_torch import Tensor
+from penstock.trainer.algorithm.losses.tokens import Sequences
+from penstock.trainer.algorithm.parts import ClipRange, Options, OptionsT_co, Part
+
+__all__ = ["ClipRange", "Correction", "CorrectionFunction", "Drift", "Options", "correction"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drift:
+    """How far the sampled tokens of a micro-batch are from what sampled them; all detached."""
+
+    mismatch: Tensor  # [N] log proximal / behaviour; log current / behaviour where nothing was recomputed
+    to_behaviour: Tensor  # [N] log current / behaviour
+    advantages: Tensor  # [N] before negative ones are weighed
+    ages: Tensor  # [N] versions between sampling and training
+    sequences: Sequences
+    drift_limit: float | None = None  # largest (log current / behaviour)² that M2PO keeps in this batch
+
+
+CorrectionFunction = Callable[..., Tensor | None]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Correction(Part[OptionsT_co]):
+    """A correction: ``fn(drift, **options)`` returns [N] bool, the tokens that are kept, or [N] weights.
+
+    A weight multiplies a token's loss before aggregation, and a token of weight 0 counts as left out. None: nothing
+    to leave out in this form of the correction.
+    """
+
+    switch: str = ""  # option that turns it on when it is not at its default; empty: algorithm.corrections names it
+    repeats_ratio: bool = False  # it weighs by a ratio that a loss against the sampler holds already
+
+
+def correction(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    switch: str = "",
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    repeats_ratio: bool = False,
+) -> Callable[[CorrectionFunction], Correction[OptionsT_co]]:
+    """Make a function a correction of the function's name; the arguments are the fields of `Correction`."""
+
+    def build(fn: CorrectionFunction) -> Correction[OptionsT_co]:
+        return Correction(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            presets=presets or {},
+            switch=switch,
+            repeats_ratio=repeats_ratio,
+        )
+
+    return build

@@ -1,0 +1,88 @@
+"""Ratios at four levels and the divergences that they estimate; pure.
+
+With a per-token log-ratio of spread sigma and T tokens:
+
+| level       | log-weight of a sequence | its spread      |                                                  |
+|-------------|--------------------------|-----------------|--------------------------------------------------|
+| `token`     | each token's own         | sigma           |                                                  |
+| `sequence`  | sum                      | sigma sqrt(T)   | unbiased; collapses with length                  |
+| `geometric` | mean                     | sigma / sqrt(T) | blind to staleness when T is large               |
+| `root`      | sum / sqrt(T)            | sigma           | the same meaning at every length (Penstock's own) |
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
+from penstock.trainer.algorithm.losses.tokens import MAX_LOG_RATIO, Sequences
+
+Level = Literal["token", "sequence", "geometric", "root"]
+
+
+def log_weights(log_ratio: Tensor, sequences: Sequences, level: Level) -> Tensor:
+    """Return the log-weight at one level for every token, [N], limited to ±20.
+
+    Args:
+        log_ratio: [N] log of the newer over the older policy.
+        sequences: Which token belongs where.
+        level: See the table above.
+    """
+    log_ratio = log_ratio.detach()
+    if level == "token":
+        combined = log_ratio
+    elif level == "geometric":
+        combined = sequences.spread(sequences.mean(log_ratio))
+    else:
+        total = sequences.sum(log_ratio)
+        if level == "root":
+            total = total / sequences.lengths(log_ratio).clamp(min=1.0).sqrt()
+        combined = sequences.spread(total)
+    return combined.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def divergence(log_ratio: Tensor, form: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Return -x, x^2 / 2 or exp(x) - 1 - x of a log-ratio x = log(newer / older), [N]."""
+    log_ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    match form:
+        case "k1":
+            return -log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case "k3":
+            return log_ratio.expm1() - log_ratio
+
+
+def bernoulli_kl(proximal: Tensor, behaviour: Tensor) -> Tensor:
+    """Return KL(behaviour || proximal) of "this token or another", [N]."""
+    mine, theirs = proximal.detach().exp().clamp(1e-8, 1 - 1e-8), behaviour.exp().clamp(1e-8, 1 - 1e-8)
+    return theirs * (theirs / mine).log() + (1.0 - theirs) * ((1.0 - theirs) / (1.0 - mine)).log()
+
+
+def total_variation(proximal: Tensor, behaviour: Tensor) -> Tensor:
+    """Return |p - p_behaviour| of the sampled token, [N]."""
+    return (proximal.detach().exp() - behaviour.exp()).abs()
+
+
+def approximate_proximal(
+    current: Tensor, behaviour: Tensor, versions: Tensor, trainer_version: int, *, form: Literal["loglinear", "linear"]
+) -> Tensor:
+    """Estimate the proximal log-probabilities without a forward pass (A-3PO, arXiv 2512.06547), [N].
+
+    Between behaviour and current by the share of versions passed when the batch came,
+    ``alpha = (trainer_version - 1 - version) / (trainer_version - version)``, of the log-probabilities or
+    (`linear`) of the probabilities.
+
+    Args:
+        current: [N], detached here.
+        behaviour: [N].
+        versions: [N] version that sampled each token.
+        trainer_version: Version after the step that is being made.
+        form: What is interpolated.
+    """
+    current = current.detach()
+    span = (trainer_version - versions).to(current.dtype)
+    share = torch.where(span > 0, (span - 1.0) / span.clamp(min=1.0), torch.zeros_like(span)).clamp(0.0, 1.0)
+    if form == "loglinear":
+        return behaviour + share * (current - behaviour)
+    return ((1.0 - share) * behaviour.exp() + share * current.exp()).log()

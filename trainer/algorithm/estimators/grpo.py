@@ -1,0 +1,29 @@
+"""GRPO: rewards relative to the group."""
+
+from __future__ import annotations
+
+from penstock.trainer.algorithm.estimators.group_statistics import STD_EPSILON, group_mean, group_std, rewards_differ
+from penstock.trainer.algorithm.estimators.interface import Outcomes, StdNormalisation, advantage_estimator
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
+
+
+@advantage_estimator(
+    options=StdNormalisation,
+    source="arXiv 2402.03300",
+    presets={
+        "grpo": {"advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean"},
+    },
+)
+def grpo(outcomes: Outcomes, *, normalise_by_std: bool = True) -> Tensor:
+    """Subtract the group's mean reward and divide by its standard deviation.
+
+    ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)`` over the group, with the unbiased standard deviation; without the
+    division: Dr. GRPO, arXiv 2503.20783. A group of one, or one whose rewards are all equal, carries no signal: its
+    advantages are 0 (verl gives a group of one its own reward).
+
+    Returns:
+        [B] advantages; they sum to 0 in every group.
+    """
+    centred = outcomes.rewards - group_mean(outcomes, outcomes.rewards)
+    scaled = centred / (group_std(outcomes) + STD_EPSILON) if normalise_by_std else centred
+    return torch.where(rewards_differ(outcomes), scaled, torch.zeros_like(scaled))

@@ -1,0 +1,71 @@
+"""What a file that holds an advantage estimator needs: `advantage_estimator`, `Outcomes`, `Options`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.trainer.algorithm.lazy_torch import Tensor, torch
+from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part, StdNormalisation
+
+__all__ = ["AdvantageFunction", "Estimator", "Options", "Outcomes", "StdNormalisation", "advantage_estimator"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcomes:
+    """One reward per trajectory, for a batch of B of them."""
+
+    rewards: Tensor  # [B] float64, finite
+    groups: Tensor  # [B] int64, equal for the completions of one prompt
+    lengths: Tensor  # [B] sampled tokens of each
+    baselines: Tensor | None = None  # [B] reward of the prompt's greedy completion, for ReMax
+
+    @property
+    def group_index(self) -> tuple[Tensor, int]:
+        """Groups renumbered 0..G-1 [B], and G."""
+        names, index = torch.unique(self.groups, return_inverse=True)
+        return index, len(names)
+
+
+AdvantageFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Estimator(Part[OptionsT_co]):
+    """An advantage estimator: ``fn(outcomes, **options)`` returns one advantage per trajectory, [B]."""
+
+    needs_baseline: bool = False  # every group carries a greedy completion that is not trained on
+    has_critic: bool = False  # a critic credits tokens; fn returns the rewards that it starts from
+
+
+def advantage_estimator(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+    needs_baseline: bool = False,
+    has_critic: bool = False,
+) -> Callable[[AdvantageFunction], Estimator[OptionsT_co]]:
+    """Make a function an advantage estimator of the function's name.
+
+    Args:
+        options: Its options; their names are the function's keyword-only parameters.
+        source: Paper or code.
+        presets: Settings of [algorithm] by the name of a preset; of a file of this package only.
+        needs_baseline: Whether ``outcomes.baselines`` must be given.
+        has_critic: Whether `trainer/algorithm/token_credit.py` turns the result into advantages by token.
+    """
+
+    def build(fn: AdvantageFunction) -> Estimator[OptionsT_co]:
+        return Estimator(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            presets=presets or {},
+            needs_baseline=needs_baseline,
+            has_critic=has_critic,
+        )
+
+    return build

@@ -1,0 +1,21 @@
+"""RLOO: the mean of the others as baseline."""
+
+from __future__ import annotations
+
+from penstock.trainer.algorithm.estimators.group_statistics import group_mean, group_sizes
+from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator
+from penstock.trainer.algorithm.lazy_torch import Tensor
+
+
+@advantage_estimator(
+    source="arXiv 2402.14740",
+    presets={"rloo": {"advantage": "rloo", "loss": "ppo_clip", "aggregation": "seq-mean-token-sum"}},
+)
+def rloo(outcomes: Outcomes) -> Tensor:
+    """Subtract the mean reward of the group's other members, [B]; a group of one gets 0.
+
+    verl gives a group of one its own reward, which pushes every such sample up or down unseen.
+    """
+    sizes = group_sizes(outcomes)
+    centred = outcomes.rewards - group_mean(outcomes, outcomes.rewards)
+    return centred * sizes / (sizes - 1.0).clamp(min=1.0)

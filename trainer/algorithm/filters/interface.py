@@ -1,0 +1,82 @@
+"""What a file that holds a trajectory filter needs: `trajectory_filter`, `Candidate`, `Options`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.trainer.algorithm.parts import Options, OptionsT_co, Part
+
+__all__ = ["Candidate", "Filter", "FilterFunction", "Kept", "Options", "keep", "trajectory_filter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A trajectory as a filter sees it."""
+
+    advantage: float
+    truncated: bool = False  # cut at rollout.max_new_tokens
+    reward: float = 0.0  # as shaped
+    num_tokens: int = 0  # sampled
+    source: str = ""  # kind of task, the row's data_source
+
+
+FilterFunction = Callable[..., bool]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Filter(Part[OptionsT_co]):
+    """A trajectory filter: ``fn(candidate, **options)`` returns True for a trajectory to leave out."""
+
+    reason: str  # under which it is counted; of a built-in filter a stored name
+    switch: str = ""  # option that turns it on when it is not at its default; empty: algorithm.filters names it
+    reads_advantage: bool = True  # False: it works with a critic, where no trajectory has an advantage
+    precedence: int = 100  # of several filters that leave a trajectory out, the lowest is counted
+
+
+def trajectory_filter(
+    *,
+    options: type[OptionsT_co] = Options,
+    source: str,
+    reason: str,
+    switch: str = "",
+    reads_advantage: bool = True,
+    precedence: int = 100,
+) -> Callable[[FilterFunction], Filter[OptionsT_co]]:
+    """Make a function a trajectory filter of the function's name; the arguments are the fields of `Filter`."""
+
+    def build(fn: FilterFunction) -> Filter[OptionsT_co]:
+        return Filter(
+            name=fn.__name__,
+            fn=fn,
+            options=options,
+            source=source,
+            reason=reason,
+            switch=switch,
+            reads_advantage=reads_advantage,
+            precedence=precedence,
+        )
+
+    return build
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays, by place in what was asked about, and how many were left out for which reason."""
+
+    places: tuple[int, ...]
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+def keep(candidates: Sequence[Candidate], rules: Sequence[tuple[str, FilterFunction]]) -> Kept:
+    """Apply filters, each with its reason, to the trajectories of a batch; the first that applies is counted."""
+    places: list[int] = []
+    skipped: Counter[str] = Counter()
+    for place, candidate in enumerate(candidates):
+        reason = next((reason for reason, leaves_out in rules if leaves_out(candidate)), None)
+        if reason is None:
+            places.append(place)
+        else:
+            skipped[reason] += 1
+    return Kept(tuple(places), skipped)
