@@ -27,7 +27,8 @@ from tests.contracts.tiny_model import build_model, write_changed_copy
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_process import EngineProcess, embedded_command
+from penstock.rollout_service.engines.embedded.command import embedded_command
+from penstock.rollout_service.engines.engine_process import EngineProcess
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.settings import WorkerSettings

@@ -25,8 +25,9 @@ from penstock.deploy import sglang_cpu
 from penstock.deploy.quickstart_task import write_model
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_process import embedded_command
+from penstock.rollout_service.engines.embedded.command import embedded_command
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.settings import WorkerSettings
@@ -43,11 +44,10 @@ def engines(scratch: Path) -> dict[str, ManagedEngine]:
     sglang = SglangSettings(**told)
     return {
         "embedded": ManagedEngine(
-            embedded_command(WorkerSettings()), log_file=scratch / "embedded.log", request_deadline_s=120,
-            start_deadline_s=180,
+            embedded_command(WorkerSettings()), SglangClient, log_file=scratch / "embedded.log", start_deadline_s=180,
         ),
         "SGLang": ManagedEngine(
-            sglang_command(sglang), log_file=scratch / "sglang.log", request_deadline_s=120, start_deadline_s=180,
+            sglang_command(sglang), SglangClient, log_file=scratch / "sglang.log", start_deadline_s=180,
             environ=sglang_environ(sglang, os.environ),
         ),
     }  # fmt: skip

@@ -28,8 +28,8 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.engines.read_reply import Completion
 
 PACK = 64  # prompts in one request, as an evaluation asks
 

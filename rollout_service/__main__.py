@@ -1,4 +1,4 @@
-"""``python -m penstock.rollout_service [run.toml] [section.key=value]``: settings → doors → `loop.run`."""
+"""``python -m penstock.rollout_service [run.toml] [section.key=value]``: settings → connections → `loop.run`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service import loop
-from penstock.rollout_service.engines.attached_engine import AttachedEngine
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_pool import EnginePool
-from penstock.rollout_service.engines.engine_process import embedded_command
-from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
-from penstock.rollout_service.environments.single_turn import SingleTurn
+from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
+from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import Figures
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
@@ -43,7 +39,7 @@ from penstock.rollout_service.weights.weight_announcements import WeightAnnounce
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 from penstock.rollout_service.weights.weight_swap import WeightSwap
 
-_BLOB_DEADLINE_S = 15.0  # then a warning says whom we wait for, and we wait on
+_BLOB_DEADLINE_S = 15.0  # then a warning names S3, and the worker keeps waiting
 
 
 def main() -> int:
@@ -56,16 +52,16 @@ def main() -> int:
         settings = run_file.load(RolloutSettings, files=files, overrides=overrides, environ=os.environ).settings
         asyncio.run(_serve(settings))
     except* PenstockError as failures:
-        problems += _leaves(failures)
+        problems += _flatten(failures)
     for problem in problems:
-        log.error("the worker ends", kind=type(problem).__name__, error=str(problem))
+        log.error("worker stopped by an error", kind=type(problem).__name__, error=str(problem))
     return 1 if problems else 0
 
 
-def _leaves(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
+def _flatten(group: BaseExceptionGroup[PenstockError]) -> Iterator[BaseException]:
     for one in group.exceptions:
         if isinstance(one, BaseExceptionGroup):
-            yield from _leaves(one)
+            yield from _flatten(one)
         else:
             yield one
 
@@ -81,7 +77,7 @@ async def _serve(settings: RolloutSettings) -> None:
         await asyncio.to_thread(blobs.check)
         mirror = Mirror(blobs, settings.cache_dir, run_id)
         engine = _engine(settings)
-        gc.freeze()  # what is loaded by now stays: not looking through it saves a tenth of a pack's CPU time
+        gc.freeze()  # not scanning what is imported by now saves a tenth of a pack's CPU time
         try:
             await loop.run(await _wire(settings, bus, blobs, mirror, engine, stop), stop)
         finally:
@@ -130,7 +126,7 @@ async def _wire(
     tasks = TaskSource(inboxes, engine, stop)
     packs = PackGenerator(
         engine=engine,
-        environments={"single_turn": SingleTurn()},
+        environments=load_environments(settings.worker.environments),
         weights=weights,
         servable=servable,
         gate=gate,
@@ -166,37 +162,16 @@ async def _wire(
 
 
 def _engine(settings: RolloutSettings) -> Engine:
-    engines = _engines(settings)
-    return engines[0] if len(engines) == 1 else EnginePool(engines)
-
-
-def _engines(settings: RolloutSettings) -> list[Engine]:
-    worker, sglang = settings.worker, settings.sglang
-    request_s, start_s = worker.request_deadline_s, worker.start_deadline_s
-    match worker.engine:
-        case "sglang-url":
-            key = worker.engine_api_key()
-            return [
-                AttachedEngine(url, api_key=key, request_deadline_s=request_s, start_deadline_s=start_s)
-                for url in worker.engine_urls
-            ]
-        case "sglang":
-            environ = sglang_environ(sglang, os.environ)
-            return [
-                ManagedEngine(
-                    sglang_command(sglang, number),
-                    log_file=settings.cache_dir / f"sglang-{number}.log",
-                    request_deadline_s=request_s,
-                    start_deadline_s=start_s,
-                    environ=environ,
-                    context_length=sglang.context_length,
-                )
-                for number in range(sglang.engines)
-            ]
-        case "embedded":
-            log_file = settings.cache_dir / "engine.log"
-            command = embedded_command(worker)
-            return [ManagedEngine(command, log_file=log_file, request_deadline_s=request_s, start_deadline_s=start_s)]
+    worker = settings.worker
+    site = EngineSite(
+        urls=worker.engine_urls,
+        api_key=worker.engine_api_key(),
+        cache_dir=settings.cache_dir,
+        request_deadline_s=worker.request_deadline_s,
+        start_deadline_s=worker.start_deadline_s,
+        environ=os.environ,
+    )
+    return create_engine(worker.kind, settings.engine_options, site)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""What can go wrong in a rollout worker, and by which branch it is caught.
+"""The errors of a rollout worker, and what each one leads to.
 
 PenstockError
-├── EngineError               the pack is given back, and comes again to whoever is well
+├── EngineError               the pack is requeued, for this worker or another one
 │   ├── EngineUnreachable     no connection, or it broke in the middle of a request
 │   ├── EngineTimeout         no answer within worker.request_deadline_s
-│   ├── EngineRefused         an HTTP error; the text holds the engine's words
-│   ├── EngineAborted         the engine cut the generation short, and not for an update of ours
-│   ├── ReplyRefused          lengths, ids, log-probabilities or versions do not fit together
-│   ├── EngineDistrusted      sampled while nobody knew by which weights: an update failed, or versions disagree
-│   └── WeightsNotApplied     the engine did not confirm the version it was told to load
-├── TaskRefused               the task can never be done by this model; dead-lettered at once
-├── WeightsUnusable           a version's objects are gone or not what its manifest promised
-├── AdapterUnfit              an adapter folder is not what every engine computes alike, or not of this model
-├── MirrorFull                no room for the copy of a version; the one before it is served on meanwhile
+│   ├── EngineRefused         an HTTP error; the text quotes the engine
+│   ├── EngineAborted         the engine aborted the generation, and not for an update of this worker
+│   ├── ReplyRefused          lengths, ids, log-probabilities or versions contradict each other
+│   ├── EngineDistrusted      sampled with unknown weights: an update failed, or versions disagree
+│   └── WeightsNotApplied     the engine did not confirm the version it was asked to load
+├── TaskRefused               no attempt at the task can succeed with this model; dead-lettered at once
+├── WeightsUnusable           a version's objects are missing, or differ from its manifest
+├── AdapterUnfit              an adapter folder does not fit the model, or has options that engines compute differently
+├── MirrorFull                no space for the copy of a version; the previous version is served meanwhile
 ├── EngineDisagrees           it serves other weights than the other engines; the worker ends with this error
-├── EngineMisconfigured       a server at a URL was started in a way the contract does not allow; the worker ends
-└── EngineKeepsDying          restarted too often; the worker ends with this error
+├── EngineMisconfigured       a server was started with flags that the contract does not allow; the worker ends
+└── EngineRestartLimit         restarted too often; the worker ends with this error
 """
 
 from __future__ import annotations
@@ -36,44 +36,49 @@ class EngineTimeout(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered with an HTTP error."""
+    """The engine answered with an HTTP error, or refused in a reply of another form."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        """``status`` is the HTTP status, where there was one."""
+        super().__init__(message)
+        self.status = status
 
 
 class EngineAborted(EngineError):
-    """The engine cut the generation short."""
+    """The engine aborted the generation."""
 
 
 class ReplyRefused(EngineError):
-    """The engine's answer contradicts itself or the request; nothing of it is used."""
+    """The engine's reply contradicts itself or the request; no part of it is used."""
 
 
 class EngineDistrusted(EngineError):
-    """Nobody knows which weights sampled this: an update failed meanwhile, or the engine named another version."""
+    """The weights that sampled this are unknown: an update failed meanwhile, or the engine named another version."""
 
 
 class WeightsNotApplied(EngineError):
-    """The engine did not confirm that it serves the version it was told to load."""
+    """The engine did not confirm that it serves the version it was asked to load."""
 
 
 class TaskRefused(PenstockError):
-    """The task can never be done here; ``reason`` is the dead letter's."""
+    """No attempt at the task can succeed; ``reason`` is that of the dead letter."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """Name the reason in one word and the detail in a sentence."""
+        """``reason`` is one word, ``detail`` a sentence."""
         super().__init__(detail)
         self.reason = reason
 
 
 class WeightsUnusable(PenstockError):
-    """A version cannot be loaded: its objects are missing, or are not what its manifest promised."""
+    """A version cannot be loaded: its objects are missing, or differ from its manifest."""
 
 
 class AdapterUnfit(PenstockError):
-    """An adapter's configuration or tensors do not fit the model, or say what not every engine computes."""
+    """An adapter's configuration or tensors do not fit the model, or have options that engines compute differently."""
 
 
 class MirrorFull(PenstockError):
-    """``worker.cache_dir`` has no room for the copy of a version; another attempt may find some."""
+    """``worker.cache_dir`` has no space for the copy of a version; a later attempt may succeed."""
 
 
 class EngineDisagrees(PenstockError):
@@ -81,8 +86,8 @@ class EngineDisagrees(PenstockError):
 
 
 class EngineMisconfigured(PenstockError):
-    """A server at a URL was started in a way the contract does not allow."""
+    """A server was started with flags that the contract does not allow."""
 
 
-class EngineKeepsDying(PenstockError):
+class EngineRestartLimit(PenstockError):
     """The engine was restarted too often within a short time."""

@@ -1,27 +1,41 @@
-"""Everything the rollout worker may be told."""
+"""The settings of the rollout worker: its sections of the run file."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Split
+from penstock.rollout_service.engines.engine_kind import ENGINES, EngineKind
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.vllm.settings import VllmSettings
+from penstock.rollout_service.environments.environment import ENVIRONMENTS
 
 _WORKER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def default_worker_id() -> str:
-    """Return ``<host>-<process id>``, which no other living worker has."""
+    """Return ``<host>-<process id>``, unique among running workers."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', socket.gethostname())[:48] or 'worker'}-{os.getpid()}"
+
+
+@contextlib.contextmanager
+def _config_errors() -> Iterator[None]:
+    """Turn a ConfigError of an extension into the ValueError that pydantic collects."""
+    try:
+        yield
+    except ConfigError as err:
+        raise ValueError(str(err)) from None
 
 
 class WorkerSettings(Section):
@@ -29,18 +43,28 @@ class WorkerSettings(Section):
 
     id: str = Field(
         default_factory=default_worker_id,
-        description="Name of this worker in messages, heartbeats and folders; no two living workers share one.",
+        description="Name of this worker in messages, heartbeats and folders; unique among running workers.",
     )
-    engine: Literal["embedded", "sglang", "sglang-url"] = Field(
+    engine: str = Field(
         "embedded",
-        description="'embedded': our own torch engine as a child; 'sglang': SGLang as a child, see [sglang]; "
-        "'sglang-url': SGLang servers that somebody else runs.",
+        description="'embedded': Penstock's own torch engine as a child process; 'sglang', 'vllm': servers that the "
+        "worker starts, see [sglang] and [vllm]; 'sglang-url', 'vllm-url': servers that already run at "
+        "worker.engine_url; or your own engine as 'my_package.module:kind' or 'my_engine.py:kind'.",
     )
     engine_url: str = Field(
-        "", description="URL of the SGLang server, for engine = 'sglang-url'; several with commas between them."
+        "", description="URL of the server, for engine = 'sglang-url' or 'vllm-url'; several with commas between them."
+    )
+    engine_options: dict[str, Any] = Field(
+        {},
+        description="Options of an engine that has no section of its own, as that engine's class of options defines them.",
+    )
+    environments: tuple[str, ...] = Field(
+        (),
+        description="Your own environments that tasks may name, as 'my_package.module:environment' or "
+        "'my_environment.py:environment', besides the built-in and installed ones; no other code is loaded for a task.",
     )
     engine_api_key_file: Path | None = Field(
-        None, description="File with the key that the SGLang server was started with (its admin key if it has one)."
+        None, description="File with the key that the server was started with (SGLang's admin key if it has one)."
     )
     packs_in_flight: int = Field(
         2, ge=1, le=64, description="Packs worked on at once: one is stored and announced while the next generates."
@@ -50,28 +74,28 @@ class WorkerSettings(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of the embedded engine.")
     cache_dir: Path | None = Field(
         None,
-        description="Folder for local copies of weights; an SGLang server must see the same path. "
+        description="Folder for local copies of weights; the engine's server must see the same path. "
         "Default: 'cache' in the run's folder.",
     )
     roles: Annotated[tuple[Split, ...], Field(min_length=1)] = Field(
         ("train", "eval"), description="Which tasks to take: 'train', 'eval' or both; evaluation goes first."
     )
     request_deadline_s: float = Field(
-        600.0, gt=0, description="Seconds one engine request may take before its pack is given back."
+        600.0, gt=0, description="Seconds one engine request may take before its pack is requeued."
     )
     start_deadline_s: float = Field(300.0, gt=0, description="Seconds an engine may take to load and answer.")
     max_paused_share: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="Share of the run's living workers whose engines may stop for a new version at once; at least one. "
-        "Engines that stop for less than half a second do not wait for each other.",
+        description="Share of the run's running workers whose engines may pause for a new version at once; at least one. "
+        "Engines that pause for less than half a second do not wait for each other.",
     )
     update_mode: UpdateMode = Field(
         "drain",
-        description="What becomes of running generations when a newer version is loaded: 'drain': the load waits for "
-        "them; 'retract': they are computed again under the new weights and go on; 'in_place': they go on with the keys "
-        "and values of the old weights; 'abort': the worker takes what they have and asks for the rest.",
+        description="What happens to running generations when a newer version is loaded: 'drain': the load waits for "
+        "them; 'retract': they are recomputed under the new weights and continue; 'in_place': they continue with the "
+        "keys and values of the old weights; 'abort': the engine returns what they have, the worker requests the rest.",
     )
     check_weights_every: int = Field(
         1,
@@ -82,9 +106,9 @@ class WorkerSettings(Section):
     finish_s: float = Field(
         30.0,
         ge=0,
-        description="Seconds a worker that was told to stop gives the packs in flight; then it gives them back.",
+        description="Seconds that packs in flight get to finish when the worker stops; then they are requeued.",
     )
-    task_attempts: int = Field(5, ge=1, description="Deliveries after which a failing pack goes to the dead letters.")
+    task_attempts: int = Field(5, ge=1, description="Deliveries after which a failing pack is dead-lettered.")
     retry_delay_s: float = Field(
         1.0, ge=0, description="Seconds before a failed pack is delivered again; doubles with every attempt."
     )
@@ -96,27 +120,67 @@ class WorkerSettings(Section):
             raise ValueError(f"must be 1 to 64 characters of a-z, A-Z, 0-9, '_' and '-', got {value!r}")
         return value
 
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        with _config_errors():
+            ENGINES.find(value)
+        return value
+
+    @field_validator("environments")
+    @classmethod
+    def _known_environments(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        with _config_errors():
+            for name in value:
+                ENVIRONMENTS.find(name)
+        return value
+
     @model_validator(mode="after")
-    def _engine_is_named(self) -> WorkerSettings:
+    def _engine_has_its_urls(self) -> WorkerSettings:
         urls = self.engine_urls
-        if self.engine == "sglang-url" and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
+        if self.kind.is_attached and not (urls and all(url.startswith(("http://", "https://")) for url in urls)):
             raise ValueError(
-                "worker.engine = 'sglang-url' needs worker.engine_url, such as 'http://127.0.0.1:30000', "
+                f"worker.engine = {self.engine!r} needs worker.engine_url, such as 'http://127.0.0.1:30000', "
                 f"got {self.engine_url!r}"
             )
         if len(set(urls)) < len(urls):
             raise ValueError(f"worker.engine_url names a server twice: {self.engine_url!r}")
-        if self.engine != "sglang-url" and self.engine_url:
-            raise ValueError("worker.engine_url is set, so set worker.engine = 'sglang-url' too, or leave both out")
+        if not self.kind.is_attached and self.engine_url:
+            attached = f"{self.engine}-url" if f"{self.engine}-url" in ENGINES.names() else "sglang-url"
+            raise ValueError(f"worker.engine_url is set, so set worker.engine = {attached!r} too, or leave both out")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_update_so(self) -> WorkerSettings:
+        modes = self.kind.update_modes
+        if self.update_mode not in modes:
+            raise ValueError(
+                f"worker.update_mode = {self.update_mode!r} is not possible with engine {self.engine!r}; "
+                f"use one of {', '.join(modes)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_takes_its_options(self) -> WorkerSettings:
+        kind = self.kind
+        if kind.section and self.engine_options:
+            raise ValueError(f"worker.engine_options: the options of engine {self.engine!r} are in [{kind.section}]")
+        if not kind.section:
+            kind.options.model_validate(self.engine_options)
         return self
 
     @property
+    def kind(self) -> EngineKind:
+        """The kind of engine that `engine` names."""
+        return ENGINES.find(self.engine).value
+
+    @property
     def engine_urls(self) -> tuple[str, ...]:
-        """The URLs of the SGLang servers."""
+        """The URLs in `engine_url`."""
         return tuple(url.strip().rstrip("/") for url in self.engine_url.split(",") if url.strip())
 
     def engine_api_key(self) -> str:
-        """Return the SGLang server's key, empty when none is needed; raises ConfigError when unreadable."""
+        """Return the server's key, empty when none is needed; raises ConfigError when unreadable."""
         if self.engine_api_key_file is None:
             return ""
         try:
@@ -135,9 +199,18 @@ class RolloutSettings(Section):
     s3: S3Settings = S3Settings()  # pyright: ignore[reportCallIssue]
     worker: WorkerSettings = WorkerSettings()  # pyright: ignore[reportCallIssue]
     sglang: SglangSettings = SglangSettings()  # pyright: ignore[reportCallIssue]
+    vllm: VllmSettings = VllmSettings()  # pyright: ignore[reportCallIssue]
 
     @property
     def cache_dir(self) -> Path:
-        """Folder below which this worker, and no other, keeps its copies of weights."""
+        """Folder of this worker's copies of weights; no other worker uses it."""
         base = self.worker.cache_dir or self.run.folder / "cache"
         return (base / self.run.id / self.worker.id).absolute()
+
+    @property
+    def engine_options(self) -> Section:
+        """The options of the engine that `worker.engine` names, from its section or from `worker.engine_options`."""
+        kind = self.worker.kind
+        if kind.section:
+            return getattr(self, kind.section)
+        return kind.options.model_validate(self.worker.engine_options)

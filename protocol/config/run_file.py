@@ -60,6 +60,7 @@ SECTIONS = (
     "sft",
     "worker",
     "sglang",
+    "vllm",
     "reward_service",
     "retention",
 )

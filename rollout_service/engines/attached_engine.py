@@ -1,12 +1,10 @@
-"""An engine that somebody else runs: a SGLang server at a URL."""
+"""An engine at a URL: a server that the worker did not start."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -14,23 +12,16 @@ from penstock.protocol.activity import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.engine import engine_figures, wait_until_it_answers
-from penstock.rollout_service.engines.read_reply import EngineChecksum
+from penstock.rollout_service.engines.completion import EngineChecksum
+from penstock.rollout_service.engines.engine import metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine_client import EngineClient
 from penstock.rollout_service.engines.served_version import ServedVersion
-from penstock.rollout_service.engines.server_check import TESTED_VERSIONS, context_length, is_tested, objections
-from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.update_mode import UpdateMode
-from penstock.rollout_service.errors import (
-    EngineError,
-    EngineMisconfigured,
-    EngineRefused,
-    EngineUnreachable,
-    WeightsNotApplied,
-)
+from penstock.rollout_service.errors import EngineError, EngineMisconfigured, EngineUnreachable, WeightsNotApplied
 
 log = structlog.get_logger("rollout.engine")
 
-PATIENCE_S = 600.0  # how long the server may be away before the worker gives up
+UNREACHABLE_LIMIT_S = 600.0  # then the worker ends with the error
 _POLL_S = 2.0
 _LOAD_ATTEMPTS = 2
 
@@ -38,28 +29,26 @@ _LOAD_ATTEMPTS = 2
 class AttachedEngine:
     """A server at a URL, which must see the worker's cache folder under the same path.
 
-    One worker for each server: a second one would swap the weights under the first one's requests.
+    One worker for each server: a second one would replace the weights while requests of the first one run.
     """
 
     def __init__(
         self,
-        url: str,
+        client: EngineClient,
         *,
-        api_key: str,
-        request_deadline_s: float,
         start_deadline_s: float,
-        patience_s: float = PATIENCE_S,
+        unreachable_limit_s: float = UNREACHABLE_LIMIT_S,
     ) -> None:
         """Nothing is sent before the first `load`."""
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
-        self.client = SglangClient(url, api_key=api_key, request_deadline_s=request_deadline_s)
+        self.client = client
         self._start_deadline_s = start_deadline_s
-        self._patience_s = patience_s
+        self._unreachable_limit_s = unreachable_limit_s
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._loading = asyncio.Lock()
-        self._seen = time.monotonic()
+        self._answered_at = time.monotonic()
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -71,24 +60,24 @@ class AttachedEngine:
         await self._serving.reaches(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
-        """Have the server serve ``version`` from a folder, waiting for the server when it is not there yet.
+        """Have the server serve ``version`` from a folder, waiting for a server that does not answer yet.
 
-        Raises WeightsNotApplied when it does not confirm the version: what it serves is then unknown. Adapters go: they
-        change the weights before, and no others.
+        Raises WeightsNotApplied when it does not confirm the version: its weights are then unknown. Adapters of the
+        weights before are unloaded.
         """
         self._wanted = (folder, version)
         async with self._loading:
             await self._load(mode)
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        """Have the server serve ``version`` as an adapter of the weights it serves, beside all others; nothing pauses.
+        """Have the server serve ``version`` as an adapter of the weights it serves, next to all others; nothing pauses.
 
-        Raises WeightsNotApplied when it refuses, EngineUnreachable when it is away.
+        Raises WeightsNotApplied when it refuses, EngineUnreachable when it does not answer.
         """
         async with self._loading:
             if self._wanted is None:
                 raise WeightsNotApplied(
-                    f"version {version} is an adapter, and {self.client.url} was given no weights yet"
+                    f"version {version} is an adapter, but {self.client.url} has loaded no weights yet"
                 )
             is_new = version not in self.applied
             self.applied.add(version)
@@ -102,62 +91,62 @@ class AttachedEngine:
             self._serving.confirm_adapter(version, folder)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
+        """Unload a version's adapter once no request uses it; one that is not loaded is fine."""
         self._serving.forget_adapter(version)
         await self.client.unload_adapter(version)
 
     async def _inspect(self, folder: Path) -> None:
-        """Refuse a server that was started in a way the contract does not allow; note its limits."""
-        info: dict[str, Any] = {}
-        with contextlib.suppress(EngineRefused):  # a server without that page
-            info = await self.client.server_info()
-        if reasons := objections(info):
-            raise EngineMisconfigured(f"{self.client.url} was started with {'; '.join(reasons)}; start it without")
-        if not is_tested(info):
-            log.warning("SGLang of another version than tested", version=info["version"], tested=TESTED_VERSIONS)
-        self.client.limits = ModelLimits.of(folder).within(context_length(info))
-        if info.get("enable_lora") and self._serving.base is None:
-            await self.client.drop_adapters()  # of a worker before this one
+        """Refuse a server that was started with flags that the contract does not allow; note its limits."""
+        report = await self.client.inspect()
+        if report.objections:
+            raise EngineMisconfigured(
+                f"{self.client.url} was started with {'; '.join(report.objections)}; restart it without"
+            )
+        if report.untested_version:
+            log.warning("the server's version was never tested", url=self.client.url, version=report.untested_version)
+        self.client.limits = ModelLimits.of(folder).within(report.context_tokens)
+        if report.takes_adapters and self._serving.base is None:
+            await self.client.drop_adapters()  # of a previous worker
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return what the engine says its weights are; None when it cannot say."""
+        """Return the engine's checksum of its weights; None when it reports none."""
         return await self.client.weights_checksum()
 
     async def suspect(self) -> None:
-        """Look at once whether the server still serves what it was given."""
-        await self._look()
+        """Check now whether the server still serves what it loaded."""
+        await self._check()
 
     async def run(self) -> None:
-        """Watch the server; raises EngineUnreachable when it is away for too long."""
+        """Watch the server; raises EngineUnreachable when it does not answer for too long."""
         while True:
             await asyncio.sleep(_POLL_S)
-            problem = await self._look()
-            if problem is not None and time.monotonic() - self._seen > self._patience_s:
-                raise EngineUnreachable(f"{problem}; gave up after {self._patience_s:.0f} s")
+            problem = await self._check()
+            if problem is not None and time.monotonic() - self._answered_at > self._unreachable_limit_s:
+                raise EngineUnreachable(f"{problem}; no answer for {self._unreachable_limit_s:.0f} s")
 
     async def stop(self) -> None:
-        """Drop the connections; the server is not ours to end."""
+        """Close the connections; the server keeps running."""
         await self.client.close()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process; the server's are not ours to know."""
+        """Return the CPU seconds of this process; those of the server are unknown."""
         return cpu_seconds()
 
     async def figures(self) -> dict[str, float]:
-        """Return what the engine's metrics page says, by the worker's names."""
-        return await engine_figures(self.client) if self.ready.is_set() else {}
+        """Return the engine's metrics by the worker's names."""
+        return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
-    async def _look(self) -> EngineError | None:
-        """Give the server its weights again when it lost them; returns why it cannot be used, if it cannot."""
+    async def _check(self) -> EngineError | None:
+        """Load the weights again when the server lost them; returns why it cannot be used, None when it can."""
         async with self._loading:
             try:
                 served = await self.client.served_version()
                 if served != self._serving.base:
-                    log.warning("the engine forgot its weights, loading them again", url=self.client.url)
-                    self.client.distrust(f"it was given version {self._serving.base} but serves {served}")
+                    log.warning("the engine lost its weights; loading them again", url=self.client.url, served=served)
+                    self.client.distrust(f"it loaded version {self._serving.base} but serves {served}")
                     self.ready.clear()
                     await self._load("drain")
-                await self._give_lost_adapters_again()
+                await self._reload_lost_adapters()
             except (WeightsNotApplied, EngineMisconfigured):
                 raise
             except EngineError as err:
@@ -165,11 +154,11 @@ class AttachedEngine:
                     log.warning("waiting for the engine", url=self.client.url, error=str(err))
                 self.ready.clear()
                 return err
-            self._seen = time.monotonic()
+            self._answered_at = time.monotonic()
             self.ready.set()
             return None
 
-    async def _give_lost_adapters_again(self) -> None:
+    async def _reload_lost_adapters(self) -> None:
         if wanted := self._serving.adapters:
             await self.client.forget_lost_adapters()
             for version, folder in wanted.items():

@@ -1,45 +1,31 @@
-"""The engine of this worker, whichever kind: which version it serves, and whether it is well.
+"""The engine of a worker, of whichever kind: what it serves and whether it can generate.
 
-A *managed* engine (`managed_engine.py`) is our child: when it dies or hangs, it is started again from the
-newest weights it was given. An *attached* one (`attached_engine.py`) is somebody else's server at a URL:
-when it was restarted and so forgot our weights, they are loaded again. Several of either kind act as one in
-`engine_pool.py`.
+A *managed* engine (`managed_engine.py`) is a child process: when it exits or hangs, it is restarted with the newest
+weights it was given. An *attached* one (`attached_engine.py`) is a server at a URL that the worker did not start: when
+it was restarted and lost the weights, they are loaded again. Several of either act as one in `engine_pool.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_metrics import read_figures
-from penstock.rollout_service.engines.read_reply import Completion, EngineChecksum
-from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.completion import EngineChecksum
+from penstock.rollout_service.engines.engine_client import EngineClient, Generates
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineError, EngineUnreachable
 
 _POLL_S = 0.05
 
 
-class Generates(Protocol):
-    """Who is asked for completions: one engine's client, or whoever chooses among several."""
-
-    async def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
-    ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt, by a version's adapter if named; see `SglangClient.generate`."""
-        ...
-
-
 class Readiness(Protocol):
-    """What of an `asyncio.Event` others may use."""
+    """The part of `asyncio.Event` that others may use."""
 
     def is_set(self) -> bool:
-        """Say whether it can be asked to generate now."""
+        """Return True if the engine can be asked to generate."""
         ...
 
     async def wait(self) -> bool:
@@ -52,7 +38,7 @@ class Engine(Protocol):
 
     @property
     def client(self) -> Generates:
-        """Whom to ask now; another one after a restart."""
+        """The client to ask now; another one after a restart."""
         ...
 
     @property
@@ -62,7 +48,7 @@ class Engine(Protocol):
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version it took, or is about to take: its tokens may be here before its load is confirmed to us."""
+        """Every version it loaded or is loading: its tokens may arrive before the load is confirmed."""
         ...
 
     @property
@@ -73,7 +59,7 @@ class Engine(Protocol):
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
 
-        ``mode`` says what becomes of what runs; see `update_mode.py`.
+        ``mode`` is what happens to running sequences; see `update_mode.py`.
         """
         ...
 
@@ -82,7 +68,7 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        """Serve ``version``, an adapter in PEFT's format upon the weights of the last `load`, beside all others.
+        """Serve ``version``, an adapter in PEFT's format of the weights of the last `load`, next to all others.
 
         Nothing pauses. Raises WeightsNotApplied when it is refused, or not listed as loaded afterwards: then nothing
         has changed.
@@ -90,39 +76,39 @@ class Engine(Protocol):
         ...
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
+        """Unload a version's adapter once no request uses it; one that is not loaded is fine."""
         ...
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return what it says its weights are; None when it cannot say."""
+        """Return the engine's checksum of its weights; None when it reports none."""
         ...
 
     async def suspect(self) -> None:
-        """Look after an engine that has just failed a request."""
+        """Check the health of an engine that has just failed a request."""
         ...
 
     async def run(self) -> None:
-        """Keep it well for as long as the worker lives."""
+        """Supervise the engine until the worker stops."""
         ...
 
     async def stop(self) -> None:
-        """End what is ours of it."""
+        """Stop the processes and close the connections of this worker."""
         ...
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process and of the engine, as far as it is ours."""
+        """Return the CPU seconds of this process and of the engine processes that it started."""
         ...
 
     async def figures(self) -> dict[str, float]:
-        """Return what its metrics page says, by the worker's names; empty when it says nothing."""
+        """Return the engine's metrics by the worker's names; empty when it reports none."""
         ...
 
 
-async def wait_until_it_answers(client: SglangClient, deadline_s: float, *, generating: bool = False) -> None:
-    """Ask until the engine answers; raises EngineUnreachable when it does not within the deadline.
+async def wait_until_it_answers(client: EngineClient, deadline_s: float, *, generating: bool = False) -> None:
+    """Poll until the engine answers; raises EngineUnreachable when it does not within the deadline.
 
-    A server may name its version long before it can generate: ``generating`` waits for that too. A server that
-    somebody paused never does.
+    A server may name its version long before it can generate: ``generating`` waits for that too. A server that was
+    paused never generates.
     """
     deadline = time.monotonic() + deadline_s
     while True:
@@ -138,9 +124,9 @@ async def wait_until_it_answers(client: SglangClient, deadline_s: float, *, gene
             return
 
 
-async def engine_figures(client: SglangClient) -> dict[str, float]:
-    """Read an engine's metrics page; empty when it has none, or does not answer now."""
+async def metrics_or_none(client: EngineClient) -> dict[str, float]:
+    """Return an engine's metrics; empty when it has no metrics page, or does not answer now."""
     try:
-        return read_figures(await client.metrics())
+        return await client.metrics()
     except EngineError:
         return {}

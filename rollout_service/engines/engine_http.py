@@ -1,4 +1,4 @@
-"""HTTP to one engine: every call has a deadline, and every way it can fail is an EngineError."""
+"""The adapter file of httpx: calls to one engine, each with a deadline; every failure is an EngineError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from penstock.rollout_service.engines.read_reply import shorten
+from penstock.rollout_service.engines.completion import shorten
 from penstock.rollout_service.errors import EngineRefused, EngineTimeout, EngineUnreachable, ReplyRefused
 
 _CONNECT_S = 5.0
@@ -29,7 +29,7 @@ class EngineHttp:
         )
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def call(self, method: str, path: str, body: Any, deadline_s: float, *, parse: bool = True) -> Any:
@@ -47,7 +47,10 @@ class EngineHttp:
                 raise
             raise EngineUnreachable(f"{self.url}{path}: {type(err).__name__} {err}".rstrip()) from None
         if response.status_code != httpx.codes.OK:
-            raise EngineRefused(f"{self.url}{path} answered {response.status_code}: {shorten(response.text)}")
+            raise EngineRefused(
+                f"{self.url}{path} answered {response.status_code}: {shorten(response.text)}",
+                status=response.status_code,
+            )
         if not parse:
             return response.text
         try:

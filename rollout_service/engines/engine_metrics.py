@@ -1,20 +1,20 @@
-"""What an engine tells about itself on its metrics page, under the worker's names; pure.
+"""An engine's metrics by the worker's names; pure. Each engine's package translates its own names.
 
-| figure                         | SGLang's sample                    | of several engines |
-|--------------------------------|------------------------------------|--------------------|
-| `engine_running`               | `num_running_reqs`                 | sum                |
-| `engine_queued`                | `num_queue_reqs`                   | sum                |
-| `engine_paused`                | `num_paused_reqs`                  | sum                |
-| `engine_tokens_per_s`          | `gen_throughput`                   | sum                |
-| `engine_generated_tokens`      | `generation_tokens_total`          | sum                |
-| `engine_prompt_tokens`         | `prompt_tokens_total`              | sum                |
-| `engine_cached_tokens`         | `cached_tokens_total`              | sum                |
-| `engine_aborted`               | `num_aborted_requests_total`       | sum                |
-| `engine_retracted`             | `num_retracted_requests_total`     | sum                |
-| `engine_kv_usage`              | `token_usage`                      | mean               |
-| `engine_cache_hit_rate`        | `cache_hit_rate`                   | mean               |
+| metric                         | of several engines | meaning                                    |
+|--------------------------------|--------------------|--------------------------------------------|
+| `engine_running`               | sum                | sequences decoding                         |
+| `engine_queued`                | sum                | sequences waiting                          |
+| `engine_paused`                | sum                | sequences paused by an update              |
+| `engine_tokens_per_s`          | sum                | tokens decoded per second                  |
+| `engine_generated_tokens`      | sum                | tokens decoded since the engine started    |
+| `engine_prompt_tokens`         | sum                | prompt tokens since the engine started     |
+| `engine_cached_tokens`         | sum                | of these, found in the prefix cache        |
+| `engine_aborted`               | sum                | requests aborted since the engine started  |
+| `engine_retracted`             | sum                | sequences preempted since the start        |
+| `engine_kv_usage`              | mean               | share of the key-value cache in use        |
+| `engine_cache_hit_rate`        | mean               | share of prompt tokens found in the cache  |
 
-Counters count since the engine started, not since the worker did.
+An engine that does not report a metric leaves it out.
 """
 
 from __future__ import annotations
@@ -23,41 +23,31 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-_NAMES = {
-    "num_running_reqs": "engine_running",
-    "num_queue_reqs": "engine_queued",
-    "num_paused_reqs": "engine_paused",
-    "gen_throughput": "engine_tokens_per_s",
-    "generation_tokens_total": "engine_generated_tokens",
-    "prompt_tokens_total": "engine_prompt_tokens",
-    "cached_tokens_total": "engine_cached_tokens",
-    "num_aborted_requests_total": "engine_aborted",
-    "num_retracted_requests_total": "engine_retracted",
-    "token_usage": "engine_kv_usage",
-    "cache_hit_rate": "engine_cache_hit_rate",
-}
 _SHARES = frozenset({"engine_kv_usage", "engine_cache_hit_rate"})
-_SAMPLE = re.compile(r"^sglang:(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
-def read_figures(exposition: str) -> dict[str, float]:
-    """Return the figures of one engine from its metrics page; samples of one name with other labels are added up."""
+def read_samples(exposition: str, *, prefix: str, names: Mapping[str, str]) -> dict[str, float]:
+    """Return the samples ``<prefix>:<name>`` of a page in Prometheus' text format, by the worker's ``names``.
+
+    Samples of one name with other labels are added up, or averaged where the metric is a share.
+    """
     found: dict[str, list[float]] = {}
-    for name, text in _SAMPLE.findall(exposition):
-        if name in _NAMES:
+    for engine, name, text in _SAMPLE.findall(exposition):
+        if engine == prefix and name in names:
             value = _number(text)
             if value is not None:
-                found.setdefault(_NAMES[name], []).append(value)
-    return {name: _together(name, values) for name, values in found.items()}
+                found.setdefault(names[name], []).append(value)
+    return {name: _aggregate(name, values) for name, values in found.items()}
 
 
-def add_figures(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of several engines as those of one."""
-    names = {name for figures in engines for name in figures}
-    return {name: _together(name, [figures[name] for figures in engines if name in figures]) for name in sorted(names)}
+def aggregate_metrics(engines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of several engines as those of one."""
+    names = {name for metrics in engines for name in metrics}
+    return {name: _aggregate(name, [metrics[name] for metrics in engines if name in metrics]) for name in sorted(names)}
 
 
-def _together(name: str, values: Sequence[float]) -> float:
+def _aggregate(name: str, values: Sequence[float]) -> float:
     return sum(values) / len(values) if name in _SHARES else sum(values)
 
 

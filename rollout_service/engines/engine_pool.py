@@ -1,8 +1,7 @@
-"""Several engines as one: each group goes to the engine with the least to do, a version to all of them.
+"""Several engines as one: each group goes to the engine with the fewest pending tokens, a version to all of them.
 
-A group's samples stay together, so that their prompt is computed once. What is asked in one call is spread over those
-of the engines that are ready which serve the newest version: while one still waits for a long generation before it
-can load, the others are asked by themselves.
+A group's samples stay together, so that their prompt is computed once. One call is spread over the ready engines that
+serve the newest version: an engine that still drains before it can load gets no new requests.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 from penstock.protocol.activity import cpu_seconds
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.engine_metrics import add_figures
-from penstock.rollout_service.engines.read_reply import Completion, EngineChecksum
+from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import EngineDisagrees, EngineError, EngineUnreachable, TaskRefused
 
@@ -26,7 +25,7 @@ class EnginePool:
     """Several engines of one worker."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        """Take over the engines: they are loaded, watched and stopped together."""
+        """Own the engines: they are loaded, watched and stopped together."""
         self._engines = tuple(engines)
         self.client = _Router(self._engines)
         self.ready = _AnyReady(self._engines)
@@ -44,7 +43,7 @@ class EnginePool:
 
     @property
     def applied(self) -> set[PolicyVersion]:
-        """Every version that one of them took, or is about to take."""
+        """Every version that one of them loaded or is loading."""
         return set().union(*(engine.applied for engine in self._engines))
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
@@ -57,7 +56,7 @@ class EnginePool:
                 raise outcome
 
     async def reaches(self, version: PolicyVersion) -> None:
-        """Wait until one of them serves ``version`` or a newer one; the slowest keeps nobody waiting."""
+        """Wait until one of them serves ``version`` or a newer one."""
         await _first([engine.reaches(version) for engine in self._engines])
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
@@ -70,61 +69,61 @@ class EnginePool:
                 raise outcome
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Have all of them let an adapter go."""
+        """Have all of them unload an adapter."""
         await asyncio.gather(*(engine.unload_adapter(version) for engine in self._engines))
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return what all of them say their weights are; None when one cannot say, or they are cut differently.
+        """Return their common checksum; None when one reports none, or they are sharded differently.
 
         Raises EngineDisagrees when engines of one layout serve different weights.
         """
-        said = await asyncio.gather(*(engine.weights_checksum() for engine in self._engines))
-        first = said[0]
-        if first is None or any(one is None or one.layout != first.layout for one in said):
+        checksums = await asyncio.gather(*(engine.weights_checksum() for engine in self._engines))
+        first = checksums[0]
+        if first is None or any(one is None or one.layout != first.layout for one in checksums):
             return None
-        if any(one != first for one in said):
+        if any(one != first for one in checksums):
             raise EngineDisagrees(
-                f"the engines of this worker serve different weights as version {self.version}: {said}"
+                f"the engines of this worker serve different weights as version {self.version}: {checksums}"
             )
         return first
 
     async def suspect(self) -> None:
-        """Look after all of them: which one failed is not known here."""
+        """Check all of them: which one failed the request is not known here."""
         await asyncio.gather(*(engine.suspect() for engine in self._engines))
 
     async def run(self) -> None:
-        """Keep them well; one that cannot be kept ends them all."""
+        """Supervise them; an error of one ends them all."""
         async with asyncio.TaskGroup() as tasks:
             for engine in self._engines:
                 tasks.create_task(engine.run())
 
     async def stop(self) -> None:
-        """End what is ours of them."""
+        """Stop their processes and close the connections."""
         await asyncio.gather(*(engine.stop() for engine in self._engines))
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process and of all engines, as far as they are ours."""
+        """Return the CPU seconds of this process and of all engine processes that it started."""
         ours = cpu_seconds()
         return ours + sum(max(0.0, engine.cpu_seconds() - ours) for engine in self._engines)
 
     async def figures(self) -> dict[str, float]:
-        """Return what the engines' metrics pages say, added up."""
-        return add_figures(await asyncio.gather(*(engine.figures() for engine in self._engines)))
+        """Return the metrics of all engines as those of one."""
+        return aggregate_metrics(await asyncio.gather(*(engine.figures() for engine in self._engines)))
 
 
 class _Router:
-    """Asks the engine that has the least to do."""
+    """Sends each prompt to the engine with the fewest pending tokens."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
-        self._promised = [0] * len(engines)  # tokens that each may still have to sample
+        self._pending_tokens = [0] * len(engines)  # upper bound for each engine
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
     ) -> list[list[Completion]]:
-        """Sample ``n`` completions of every prompt; see `SglangClient.generate`."""
+        """Sample ``n`` completions of every prompt; see `Generates.generate`."""
         cost = n * sampling.max_new_tokens
-        shares = self._share_out(len(prompts), cost)
+        assigned = self._assign(len(prompts), cost)
         completions: list[list[Completion]] = [[] for _ in prompts]
 
         async def ask(number: int, wanted: Sequence[int]) -> None:
@@ -135,28 +134,28 @@ class _Router:
 
         try:
             async with asyncio.TaskGroup() as requests:
-                for number, wanted in shares.items():
+                for number, wanted in assigned.items():
                     requests.create_task(ask(number, wanted))
         except* (EngineError, TaskRefused) as failures:
             raise failures.exceptions[0] from None
         finally:
-            for number, wanted in shares.items():
-                self._promised[number] -= cost * len(wanted)
+            for number, wanted in assigned.items():
+                self._pending_tokens[number] -= cost * len(wanted)
         return completions
 
-    def _share_out(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
-        """Give each prompt to the engine with the least to do: engine number → prompt numbers."""
+    def _assign(self, num_prompts: int, cost: int) -> dict[int, list[int]]:
+        """Assign each prompt to the engine with the fewest pending tokens: engine number → prompt numbers."""
         ready = [number for number, engine in enumerate(self._engines) if engine.ready.is_set()]
         if not ready:
             raise EngineUnreachable(f"none of the {len(self._engines)} engines is ready")
         newest = _newest_of(self._engines[number].version for number in ready)
         ready = [number for number in ready if self._engines[number].version == newest]
-        shares: dict[int, list[int]] = {}
+        assigned: dict[int, list[int]] = {}
         for index in range(num_prompts):
-            idlest = min(ready, key=lambda number: (self._promised[number], number))
-            self._promised[idlest] += cost
-            shares.setdefault(idlest, []).append(index)
-        return shares
+            least_busy = min(ready, key=lambda number: (self._pending_tokens[number], number))
+            self._pending_tokens[least_busy] += cost
+            assigned.setdefault(least_busy, []).append(index)
+        return assigned
 
 
 class _AnyReady:
@@ -174,7 +173,7 @@ class _AnyReady:
 
 
 async def _first(waits: Sequence[Coroutine[Any, Any, object]]) -> None:
-    """Return when the first of several waits is over."""
+    """Return when the first of several coroutines has returned."""
     waiting = [asyncio.ensure_future(one) for one in waits]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""An engine as a child process: its command, its life, its log."""
+"""An engine as a child process: start, CPU time, end, log."""
 
 from __future__ import annotations
 
@@ -13,34 +13,28 @@ from pathlib import Path
 
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineUnreachable
-from penstock.rollout_service.settings import WorkerSettings
 
 LaunchCommand = Callable[[Path, PolicyVersion, Path], list[str]]  # model folder, version, port file → command
 
+_LAUNCHER = Path(__file__).with_name("parent_death.py")
+_NOT_PASSED = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # the worker's import path, its passwords, its environment
 _POLL_S = 0.02
 _STOP_S = 5.0
 _TAIL_BYTES = 4000
 
 
-def embedded_command(settings: WorkerSettings) -> LaunchCommand:
-    """Return how the embedded engine is started."""
+def with_parent(parent_pid: int, port_file: Path) -> list[str]:
+    """Return the words before a program that ends with this worker and gets a free port; see `parent_death.py`."""
+    return [sys.executable, "-I", "-S", str(_LAUNCHER), str(parent_pid), str(port_file)]
 
-    def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
-        return [
-            *(sys.executable, "-P", "-m", "penstock.rollout_service.embedded_engine"),
-            *("--model-path", str(folder)),
-            *("--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)),
-            *("--max-running", str(settings.max_running)),
-            *("--device", settings.device, "--dtype", settings.dtype),
-            *("--weight-version", str(version)),
-            *("--die-with-parent", "--parent-pid", str(os.getpid())),
-        ]
 
-    return command
+def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what belongs to the worker: its import path, its settings, its passwords."""
+    return {name: value for name, value in environ.items() if not name.startswith(_NOT_PASSED)}
 
 
 class EngineProcess:
-    """One life of an engine. The child leads a process group of its own, which ends with it."""
+    """One process of an engine. It leads a process group of its own, which is killed when it exits."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
         """Use `EngineProcess.start` instead."""
@@ -63,8 +57,8 @@ class EngineProcess:
     ) -> tuple[EngineProcess, str]:
         """Start an engine on a model folder and wait until it has a port; returns it and its URL.
 
-        ``environ`` is its whole environment (None: as ours). Raises EngineUnreachable, with the tail of its
-        log, when it ends or stays silent.
+        ``environ`` is its whole environment (None: the worker's). Raises EngineUnreachable, with the tail of its
+        log, when it exits or opens no port within the deadline.
         """
         port_file = log.with_suffix(".port")
         port_file.unlink(missing_ok=True)
@@ -76,7 +70,7 @@ class EngineProcess:
                 stdout=output,
                 stderr=output,
                 env=environ,
-                start_new_session=True,  # Ctrl-C is ours: we end it after what is in flight
+                start_new_session=True,  # Ctrl-C reaches the worker only, which stops it after the packs in flight
             )
         engine = cls(process, log, log_start)
         try:
@@ -92,17 +86,17 @@ class EngineProcess:
         return self._process.pid
 
     def started(self) -> None:
-        """Note which processes it consists of, now that it answers: looking through all of them takes milliseconds."""
+        """Note the processes of its group, once, when it answers: listing them takes milliseconds."""
         self._members = group_members(self.pid)
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of its living processes and their ended children."""
+        """Return the CPU seconds of its running processes and their ended children."""
         return sum(map(process_cpu_seconds, self._members))
 
     async def wait(self) -> str:
-        """Wait until the process has ended; returns how, with the tail of its log. Its group ends with it."""
+        """Wait until the process has exited and kill its group; returns how it exited, with the tail of its log."""
         code = await self._process.wait()
-        if not self._group_ended:  # once only: the number may belong to somebody else by now
+        if not self._group_ended:  # once only: the number may belong to another process by now
             self._group_ended = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -116,7 +110,7 @@ class EngineProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End the process in an orderly way, or kill it when it takes too long; idempotent."""
+        """Terminate the process, or kill it after a deadline; idempotent."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGTERM)
@@ -157,14 +151,14 @@ def group_members(group: int) -> list[int]:
     """Return the process ids of a process group."""
     members: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has just exited
             if int(path.read_text().rpartition(")")[2].split()[2]) == group:
                 members.append(int(path.parent.name))
     return members
 
 
 def process_cpu_seconds(pid: int) -> float:
-    """Return user and system seconds of a living process and its ended children; 0.0 when it is gone."""
+    """Return user and system seconds of a running process and its ended children; 0.0 when it has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,11 +1,11 @@
-"""An engine that is our child: started on the first weights, and again whenever it ends or is not believed any more."""
+"""An engine that the worker starts: with the first weights, and again whenever it exits or serves unknown weights."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ from penstock.protocol.activity import cpu_seconds
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.checks.check_task import ModelLimits
-from penstock.rollout_service.engines.engine import engine_figures, wait_until_it_answers
+from penstock.rollout_service.engines.completion import EngineChecksum
+from penstock.rollout_service.engines.engine import metrics_or_none, wait_until_it_answers
+from penstock.rollout_service.engines.engine_client import EngineClient
 from penstock.rollout_service.engines.engine_process import EngineProcess, LaunchCommand
-from penstock.rollout_service.engines.read_reply import EngineChecksum
 from penstock.rollout_service.engines.served_version import ServedVersion
-from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from penstock.rollout_service.errors import (
     EngineError,
-    EngineKeepsDying,
+    EngineRestartLimit,
     EngineUnreachable,
     WeightsNotApplied,
     WeightsUnusable,
@@ -31,45 +31,45 @@ from penstock.rollout_service.errors import (
 
 log = structlog.get_logger("rollout.engine")
 
-MAX_RESTARTS = 8  # more than one poisonous pack can cause before it goes to the dead letters
+MAX_RESTARTS = 8  # more than one pack that crashes engines can cause before it is dead-lettered
 RESTART_WINDOW_S = 600.0
 FIRST_BACK_OFF_S = 1.0  # before the second restart within the window; doubles with each
 _LONGEST_BACK_OFF_S = 30.0
-LOOK_S = 2.0
-_ADAPTER_ATTEMPTS = 3  # engines that may die of, or under, the load of one adapter
+CHECK_S = 2.0
+_ADAPTER_ATTEMPTS = 3  # engine processes that may crash or hang during the load of one adapter
 
 
 class ManagedEngine:
-    """An engine that is our child process."""
+    """An engine in a child process."""
 
-    client: SglangClient
+    client: EngineClient
 
     def __init__(
         self,
         command: LaunchCommand,
+        connect: Callable[[str], EngineClient],
         *,
         log_file: Path,
-        request_deadline_s: float,
         start_deadline_s: float,
         environ: Mapping[str, str] | None = None,
         context_length: int | None = None,
     ) -> None:
-        """``command`` makes the command line; nothing is started before the first `load`.
+        """``command`` returns the command line, ``connect`` a client of a URL; the first `load` starts the process.
 
-        ``environ`` is the engine's whole environment (None: as ours); ``context_length`` is what it was told to
-        take at most, where that is less than the model's.
+        ``environ`` is the engine's whole environment (None: the worker's); ``context_length`` is the limit it is
+        started with, where that is less than the model's.
         """
         self._serving = ServedVersion()
         self.applied: set[PolicyVersion] = set()
         self.ready = asyncio.Event()
         self._command = command
+        self._connect = connect
         self._environ = environ
         self._context_length = context_length
         self._log_file = log_file
-        self._request_deadline_s = request_deadline_s
         self._start_deadline_s = start_deadline_s
         self._process: EngineProcess | None = None
-        self._discarded = False  # killed by us, and not replaced yet
+        self._discarded = False  # killed by this worker, and not replaced yet
         self._served: tuple[Path, PolicyVersion] | None = None  # what it confirmed last
         self._wanted: tuple[Path, PolicyVersion] | None = None
         self._restarts: collections.deque[float] = collections.deque(maxlen=MAX_RESTARTS)
@@ -86,10 +86,10 @@ class ManagedEngine:
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
 
-        An engine that does not confirm the version twice is not believed any more: it is killed and started anew
-        from that folder. What it samples from the first failure until it confirms is refused. Raises
-        EngineUnreachable when the first start fails, WeightsUnusable when a later version can neither be loaded nor
-        started from: then it serves the one before again. Adapters go: they change the weights before, and no others.
+        An engine that fails twice to confirm the version is killed and restarted from that folder. What it samples
+        between the first failure and its confirmation is refused. Raises EngineUnreachable when the first start fails,
+        WeightsUnusable when a later version can neither be loaded nor started from: then it serves the previous one
+        again. Adapters of the weights before are unloaded.
         """
         self._wanted = (folder, version)
         is_new = version not in self.applied
@@ -99,7 +99,7 @@ class ManagedEngine:
             return
         for _ in range(2):
             await self.ready.wait()
-            if self._serving.base == version:  # restarted from it meanwhile
+            if self._serving.base == version:  # it was restarted with this version
                 return
             try:
                 await self.client.load_weights(folder, version, mode)
@@ -115,14 +115,14 @@ class ManagedEngine:
             if is_new:
                 self.applied.discard(version)
             raise WeightsUnusable(
-                f"the engine neither took version {version} nor started from it; see {self._log_file}"
+                f"the engine neither loaded version {version} nor started with it; see {self._log_file}"
             )
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
-        """Serve ``version`` as an adapter of the weights that are served, beside all others; nothing pauses.
+        """Serve ``version`` as an adapter of the weights that are served, next to all others; nothing pauses.
 
-        Raises WeightsNotApplied when it is refused. An engine that dies or hangs meanwhile is asked again once it is
-        replaced, a few times.
+        Raises WeightsNotApplied when it is refused. An engine that crashes or hangs during the load is asked again
+        after its restart, a few times.
         """
         is_new = version not in self.applied
         self.applied.add(version)
@@ -137,7 +137,7 @@ class ManagedEngine:
 
     async def _load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         if self._served is None:
-            raise EngineUnreachable("it is an adapter, and there is no engine before the first weights")
+            raise EngineUnreachable("it is an adapter, and no engine runs before the first weights")
         await asyncio.to_thread(check_adapter, folder, version, self._served[0])
         attempts = 0
         while True:
@@ -150,52 +150,52 @@ class ManagedEngine:
             except EngineError as err:
                 if attempts == _ADAPTER_ATTEMPTS:
                     raise
-                log.warning("an adapter was not loaded", policy_version=version, error=str(err))
+                log.warning("adapter was not loaded", policy_version=version, error=str(err))
                 await self.suspect()
             else:
                 self._serving.confirm_adapter(version, folder)
-                if client is self.client:  # else it was restarted meanwhile, without this one
+                if client is self.client:  # else it was restarted during the load, without this adapter
                     return
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
-        """Let a version's adapter go once no request uses it; one that is not loaded is fine."""
+        """Unload a version's adapter once no request uses it; one that is not loaded is fine."""
         self._serving.forget_adapter(version)
         if self.ready.is_set():
             await self.client.unload_adapter(version)
 
     async def weights_checksum(self) -> EngineChecksum | None:
-        """Return what the engine says its weights are; None when it cannot say."""
+        """Return the engine's checksum of its weights; None when it reports none."""
         return await self.client.weights_checksum()
 
     async def suspect(self) -> None:
-        """Kill the engine when it does not generate any more, not even one token; nothing is asked of it meanwhile."""
+        """Kill the engine when it cannot generate one token; it gets no requests during the check."""
         if self._process is None or not self.ready.is_set():
-            return  # somebody looks already, or it is being replaced
+            return  # a check or a restart is already under way
         client = self.client
         self.ready.clear()
         try:
             await client.served_version()
             await client.health()
         except EngineError as err:
-            if client is self.client:  # not restarted meanwhile
-                log.warning("the engine does not answer; it is killed and started again", error=str(err))
+            if client is self.client:  # not restarted during the check
+                log.warning("engine does not answer; killing and restarting it", error=str(err))
                 self._discard()
         else:
             if client is self.client and not self._discarded:
                 self.ready.set()
 
     async def run(self) -> None:
-        """Restart the engine whenever it ends; raises EngineKeepsDying when that happens too often."""
+        """Restart the engine whenever it exits; raises EngineRestartLimit when that happens too often."""
         while self._process is not None:
             how = await self._watch(self._process)
             self.ready.clear()
-            dead = self.client
-            dead.distrust("the engine died")
-            await self._start_again(how)
-            await dead.close()
+            previous = self.client
+            previous.distrust("the engine process exited")
+            await self._restart(how)
+            await previous.close()
 
     async def stop(self) -> None:
-        """End the engine."""
+        """Stop the engine process and close the connections."""
         if self._process is not None:
             self.ready.clear()
             process, self._process = self._process, None
@@ -203,44 +203,44 @@ class ManagedEngine:
             await self.client.close()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of this process and of its engines, past and present."""
+        """Return the CPU seconds of this process, its running engine and its ended engines."""
         return cpu_seconds() + (self._process.cpu_seconds() if self._process else 0.0)
 
     async def figures(self) -> dict[str, float]:
-        """Return what the engine's metrics page says, by the worker's names."""
-        return await engine_figures(self.client) if self.ready.is_set() else {}
+        """Return the engine's metrics by the worker's names."""
+        return await metrics_or_none(self.client) if self.ready.is_set() else {}
 
     async def _watch(self, process: EngineProcess) -> str:
-        """Wait for the end of a process, looking now and then whether it still serves what it was given."""
+        """Wait until a process exits and return how, checking every few seconds that it serves what it loaded."""
         ending = asyncio.create_task(process.wait())
         try:
             while not ending.done():
-                await asyncio.wait({ending}, timeout=LOOK_S)
+                await asyncio.wait({ending}, timeout=CHECK_S)
                 if self.ready.is_set() and not ending.done():
-                    await self._look()
+                    await self._check()
             return ending.result()
         finally:
             ending.cancel()
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         try:
             served = await self.client.served_version()
         except EngineError:
-            return  # silence is noticed where somebody waits for an answer
+            return  # a server that does not answer is noticed by the requests to it
         if self.ready.is_set() and served != self._serving.base:
-            log.error("the engine serves another version than it was given", given=self._serving.base, served=served)
-            self.client.distrust(f"it was given version {self._serving.base} but serves {served}")
+            log.error("the engine serves another version than it loaded", loaded=self._serving.base, served=served)
+            self.client.distrust(f"it loaded version {self._serving.base} but serves {served}")
             self._discard()
 
     def _discard(self) -> None:
-        """Kill an engine that is not believed; `run` starts another from the newest weights."""
+        """Kill an engine whose weights are unknown; `run` starts another from the newest weights."""
         assert self._process is not None
         self.ready.clear()
         self._discarded = True
         self._process.kill()
 
-    async def _start_again(self, how: str) -> None:
-        """Start it from the newest weights; from those it served before, when it cannot start from the newest."""
+    async def _restart(self, how: str) -> None:
+        """Start it with the newest weights, or with those it served before when that fails."""
         while True:
             self._note_restart(how)
             try:
@@ -249,7 +249,7 @@ class ManagedEngine:
             except EngineUnreachable as err:
                 how = str(err)
                 if self._served is not None and self._wanted != self._served:
-                    log.warning("engine cannot start from the newest version", going_back_to=self._served[1], error=how)
+                    log.warning("engine cannot start with the newest version", starting_with=self._served[1], error=how)
                     self._wanted = self._served
             else:
                 return
@@ -257,11 +257,11 @@ class ManagedEngine:
     def _note_restart(self, how: str) -> None:
         now = time.monotonic()
         if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < RESTART_WINDOW_S:
-            raise EngineKeepsDying(
-                f"the engine died {MAX_RESTARTS + 1} times within {now - self._restarts[0]:.0f} s; the last time {how}"
+            raise EngineRestartLimit(
+                f"the engine exited {MAX_RESTARTS + 1} times within {now - self._restarts[0]:.0f} s; the last time {how}"
             )
         self._restarts.append(now)
-        log.error("engine died, restarting it", restarts=len(self._restarts), how=how)
+        log.error("engine exited; restarting it", restarts=len(self._restarts), how=how)
 
     def _back_off_s(self) -> float:
         since = time.monotonic() - RESTART_WINDOW_S
@@ -280,15 +280,16 @@ class ManagedEngine:
             environ=self._environ,
         )
         self._process, self._discarded = process, False
-        self.client = SglangClient(url, request_deadline_s=self._request_deadline_s)
+        self.client = self._connect(url)
         try:
-            await _while_alive(process, wait_until_it_answers(self.client, self._start_deadline_s, generating=True))
+            await _while_running(process, wait_until_it_answers(self.client, self._start_deadline_s, generating=True))
+            await self.client.started_with(folder, version)
             served = await self.client.served_version()
             if served != version:
-                raise EngineUnreachable(f"the engine was started with version {version} but says it serves {served}")
+                raise EngineUnreachable(f"the engine was started with version {version} but reports version {served}")
             self.client.limits = ModelLimits.of(folder).within(self._context_length)
             if version == self._serving.base:
-                await _while_alive(process, self._give_adapters_again())
+                await _while_running(process, self._reload_adapters())
         except EngineError as err:
             process.kill()
             raise EngineUnreachable(f"{err}\n{await process.wait()}") from None
@@ -300,7 +301,7 @@ class ManagedEngine:
         log.info("engine is ready", url=url, policy_version=version, pid=process.pid)
         self.ready.set()
 
-    async def _give_adapters_again(self) -> None:
+    async def _reload_adapters(self) -> None:
         for version, folder in self._serving.adapters.items():
             await self.client.load_adapter(folder, version)
 
@@ -310,8 +311,8 @@ class ManagedEngine:
         self._serving.confirm(version)
 
 
-async def _while_alive(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:
-    """Wait for an engine's first answer; raises EngineUnreachable as soon as its process has ended."""
+async def _while_running(process: EngineProcess, answering: Coroutine[Any, Any, None]) -> None:
+    """Wait for an engine's first answer; raises EngineUnreachable as soon as its process has exited."""
     first = asyncio.create_task(answering)
     ending = asyncio.create_task(process.wait())
     try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.protocol.versions import VersionRun
-from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.completion import Completion
 
 
 @dataclass(slots=True)

@@ -1,1 +1,4 @@
-"""Environments: each turns the tasks of a pack into trajectories by talking to the engine in its own way."""
+"""Environments: each turns the tasks of a pack into trajectories by sampling from the engine.
+
+May import engines and checks. One file each; see `environment.py`.
+"""

@@ -1,4 +1,4 @@
-"""Engine reply → trajectory → group: pure, and nothing is ever re-tokenised."""
+"""Completion → trajectory → group; pure. Token ids are never re-tokenised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from penstock.protocol.facts import Task
 from penstock.protocol.trajectory import Group, Trajectory
 from penstock.protocol.versions import VersionRun
-from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.completion import Completion
 
 
 def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
@@ -40,7 +40,7 @@ def build_trajectory(prompt_ids: Sequence[int], completion: Completion) -> Traje
 
 
 def build_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
-    """Put the trajectories of one task together with what the task says about them."""
+    """Join the trajectories of one task with its reward, prompt text and versions."""
     return Group(
         group_id=task.group_id,
         split=task.split,

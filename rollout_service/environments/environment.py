@@ -1,26 +1,61 @@
-"""What an environment is to the worker."""
+"""What an environment is to the worker; `ENVIRONMENTS` finds it by the name in `Task.environment`.
+
+A new environment is one file with an instance of `Environment` at its top level: in this package, in an installed
+package with an entry point in the group ``penstock.environments``, or in any file that ``worker.environments`` names.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.extensions import Registry
 from penstock.protocol.facts import Sampling, Task
 from penstock.protocol.trajectory import Trajectory
-from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.completion import Completion
 
 
 class Sampler(Protocol):
-    """Who samples: the version that was settled for these tasks."""
+    """Samples from the policy version that was chosen for these tasks."""
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int) -> list[list[Completion]]:
         """Sample ``n`` completions of every prompt; raises EngineError."""
         ...
 
 
-class Environment(Protocol):
-    """Generates whole groups; a task names its environment (`Task.environment`)."""
+class Environment(ABC):
+    """Generates whole groups."""
 
+    name: ClassVar[str]  # in `Task.environment`
+
+    @abstractmethod
     async def rollout(self, tasks: Sequence[Task], sampler: Sampler) -> list[list[Trajectory]]:
-        """Return ``task.group_size`` trajectories for each task, in order, all sampled by ``sampler``; raises EngineError."""
-        ...
+        """Return ``task.group_size`` trajectories for each task, in order, all sampled by ``sampler``.
+
+        Raises EngineError when the engine fails: the whole pack is requeued.
+        """
+
+
+ENVIRONMENTS = Registry(
+    "environment",
+    Environment,  # pyright: ignore[reportAbstractUsage]  (the class is only compared with)
+    package="penstock.rollout_service.environments",
+    group="penstock.environments",
+)
+
+
+def load_environments(extra: Sequence[str]) -> dict[str, Environment]:
+    """Return the built-in and installed environments and those that ``extra`` names, by the name that tasks use.
+
+    Raises ConfigError when two have the same name.
+    """
+    found: dict[str, Environment] = {}
+    for reference in (*ENVIRONMENTS.names(), *extra):
+        environment = ENVIRONMENTS.find(reference).value
+        if found.setdefault(environment.name, environment) is not environment:
+            raise ConfigError(
+                f"worker.environments: {reference!r} has the name {environment.name!r} of another environment; rename it"
+            )
+    return found

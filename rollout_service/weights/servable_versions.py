@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.read_reply import Completion
 from penstock.rollout_service.errors import EngineRefused
 from penstock.rollout_service.weights.mirror import MirroredVersion
 

@@ -13,8 +13,8 @@ import structlog
 
 from penstock.protocol.facts import WeightsApplied
 from penstock.protocol.versions import PolicyVersion, is_newer
+from penstock.rollout_service.engines.completion import EngineChecksum
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.engines.read_reply import EngineChecksum
 from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of
 from penstock.rollout_service.errors import EngineError, WeightsNotApplied, WeightsUnusable
 from penstock.rollout_service.metrics import Figures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Coroutine, Iterator
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from penstock.deploy import sglang_cpu
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 
@@ -34,8 +36,8 @@ def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:
     settings = cpu_settings(**changes)
     return ManagedEngine(
         sglang_command(settings),
+        functools.partial(SglangClient, request_deadline_s=120.0),
         log_file=log_file,
-        request_deadline_s=120.0,
         start_deadline_s=START_S,
         environ=sglang_environ(settings, os.environ),
         context_length=settings.context_length,

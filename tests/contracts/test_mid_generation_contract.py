@@ -12,7 +12,7 @@ import pytest
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.embedded_engine.http.text import Text
-from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.update_mode import UpdateMode
 from tests.contracts.engine_under_test import DEADLINE_S, EngineUnderTest

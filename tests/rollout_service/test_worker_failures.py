@@ -66,7 +66,7 @@ def test_a_request_that_hangs_is_given_up_after_its_deadline(
     worker = start_worker("w0", *attached(faulty_engine), "worker.request_deadline_s=0.3")
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
     faulty_engine.wait_for_requests(2)
-    assert "/generate gave no answer within 0.3 s" in worker.log_tail()
+    assert " gave no answer within 0.3 s" in worker.log_tail()
     faulty_engine.flow.set()
     assert ring_end.collect(1)[0].fact.pack_id == "pack-0"
 

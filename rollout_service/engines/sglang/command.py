@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.engines.engine_process import LaunchCommand
+from penstock.rollout_service.engines.engine_process import LaunchCommand, child_environ, with_parent
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
-
-_TETHER = Path(__file__).parents[1] / "parent_death.py"
-_NOT_THEIRS = ("PYTHON", "PENSTOCK_", "VIRTUAL_ENV")  # our imports, our passwords, our environment
 
 
 def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
@@ -21,7 +18,7 @@ def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
     def command(folder: Path, version: PolicyVersion, port_file: Path) -> list[str]:
         program = settings.command or (str(settings.python or sys.executable), "-m", "sglang.launch_server")
         return [
-            *(sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(port_file)),
+            *with_parent(os.getpid(), port_file),
             *program,
             *("--model-path", str(folder), "--weight-version", str(version)),
             *("--host", "127.0.0.1", "--port", "{port}"),
@@ -31,14 +28,13 @@ def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
     return command
 
 
-def sglang_environ(settings: SglangSettings, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return a server's environment: ours without what belongs to this program, and what the settings add."""
-    passed = {name: value for name, value in ours.items() if not name.startswith(_NOT_THEIRS)}
-    return passed | settings.environ
+def sglang_environ(settings: SglangSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a server's environment: the worker's without its own variables, plus what the settings add."""
+    return child_environ(environ) | settings.environ
 
 
 def _flags(settings: SglangSettings, number: int) -> list[str]:
-    # Updates are refused by a server whose own load format is a dummy's; one tokenizer process knows the version;
+    # A server with the load format "dummy" refuses updates; with several tokenizer processes only one knows the version;
     # "openai" keeps a model's generation_config.json from changing the distribution that is sampled.
     flags = ["--load-format", "auto", "--tokenizer-worker-num", "1", "--sampling-defaults", "openai"]
     valued = {
@@ -64,7 +60,7 @@ def _flags(settings: SglangSettings, number: int) -> list[str]:
     if settings.metrics:
         flags.append("--enable-metrics")
     if settings.max_lora_rank is not None:
-        # strict: an adapter's tensor that no layer takes would be left out in silence
+        # Without strict loading, a tensor of an adapter that no layer takes would be ignored without an error.
         flags += ["--enable-lora", "--lora-strict-loading", "--lora-target-modules", *settings.lora_target_modules]
     if number:
         flags += ["--base-gpu-id", str(number * (settings.gpus_per_engine or settings.tp_size * settings.dp_size))]

@@ -13,10 +13,11 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
-from penstock.rollout_service.engines.engine_metrics import add_figures, read_figures
+from penstock.rollout_service.engines.engine_metrics import aggregate_metrics
 from penstock.rollout_service.engines.engine_pool import EnginePool
-from penstock.rollout_service.engines.server_check import objections
 from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.engines.sglang.metrics import read_metrics
+from penstock.rollout_service.engines.sglang.server_check import objections
 from penstock.rollout_service.errors import (
     EngineDistrusted,
     EngineMisconfigured,
@@ -39,7 +40,7 @@ def model(tmp_path: Path) -> Path:
 
 def attached(server: FaultyEngine) -> AttachedEngine:
     """A worker's side of one server."""
-    return AttachedEngine(server.url, api_key="", request_deadline_s=10, start_deadline_s=10)
+    return AttachedEngine(SglangClient(server.url, request_deadline_s=10), start_deadline_s=10)
 
 
 @asynccontextmanager
@@ -138,7 +139,7 @@ async def test_one_failing_engine_fails_the_request_alone(model: Path):
                 await pool.client.generate([[5], [6]], SAMPLING, 1)
             one.status = 200
             assert len(await pool.client.generate([[5], [6]], SAMPLING, 1)) == 2
-            assert pool.client._promised == [0, 0]
+            assert pool.client._pending_tokens == [0, 0]
 
 
 async def test_what_was_sampled_across_a_failed_update_is_refused(model: Path):
@@ -205,7 +206,7 @@ def test_every_flag_against_the_contract_is_an_objection(info: dict[str, object]
     assert not objections({"tokenizer_worker_num": 1, "weight_cache_mode": "off", "version": "0.5.23"})
 
 
-def test_figures_of_a_metrics_page():
+def test_metrics_of_a_metrics_page():
     """Known samples come under our names, those of several ranks added up or averaged; the rest is left out."""
     page = """# HELP sglang:num_running_reqs running
 sglang:num_running_reqs{model_name="m",tp_rank="0"} 3.0
@@ -216,9 +217,9 @@ sglang:gen_throughput NaN
 sglang:e2e_request_latency_seconds_bucket{le="1"} 9
 python_gc_objects_total 12
 """
-    one = read_figures(page)
+    one = read_metrics(page)
     assert one == {"engine_running": 7.0, "engine_kv_usage": 0.5}
-    assert add_figures([one, {"engine_running": 1.0, "engine_kv_usage": 0.0}, {}]) == {
+    assert aggregate_metrics([one, {"engine_running": 1.0, "engine_kv_usage": 0.0}, {}]) == {
         "engine_running": 8.0,
         "engine_kv_usage": 0.25,
     }

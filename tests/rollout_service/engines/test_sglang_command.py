@@ -16,6 +16,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine_process import EngineProcess, group_members
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.command import sglang_command, sglang_environ
 from penstock.rollout_service.engines.sglang.settings import SglangSettings
 from penstock.rollout_service.errors import EngineUnreachable
@@ -148,7 +149,7 @@ async def test_a_server_gets_a_port_and_shows_its_flags(tmp_path: Path):
     assert f"--port {url.rpartition(':')[2]} " in log.read_text()
 
 
-_DIES_WHEN_ASKED = """
+_EXITS_WHEN_ASKED = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
 server.accept()
@@ -157,12 +158,12 @@ raise SystemExit(1)
 """
 
 
-async def test_a_server_that_ends_before_it_answers_shows_its_last_words(tmp_path: Path):
-    """Nobody waits for the deadline when the process is gone, although it had a port."""
+async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tmp_path: Path):
+    """The error comes at once, not at the deadline, although the process had a port."""
     engine = ManagedEngine(
-        sglang_command(as_server(_DIES_WHEN_ASKED)),
+        sglang_command(as_server(_EXITS_WHEN_ASKED)),
+        SglangClient,
         log_file=tmp_path / "engine.log",
-        request_deadline_s=10,
         start_deadline_s=600,
     )
     with pytest.raises(EngineUnreachable, match=r"(?s)ended before it answered.*status 1.*CUDA out of memory"):
@@ -173,8 +174,8 @@ async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
     """The log says which, and why."""
     engine = ManagedEngine(
         sglang_command(SglangSettings(python=Path("/nowhere/python"))),
+        SglangClient,
         log_file=tmp_path / "engine.log",
-        request_deadline_s=10,
         start_deadline_s=600,
     )
     with pytest.raises(EngineUnreachable, match="cannot start /nowhere/python: No such file"):

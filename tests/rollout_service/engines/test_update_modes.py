@@ -15,7 +15,7 @@ from tests.rollout_service.engines.faulty_engine import FaultyEngine
 
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
-from penstock.rollout_service.engines.read_reply import Completion
+from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.resumption import Resumption
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.update_mode import UpdateMode, mode_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -17,7 +18,9 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines import managed_engine
 from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.errors import EngineDistrusted, EngineKeepsDying, EngineUnreachable, WeightsUnusable
+from penstock.rollout_service.engines.sglang import client
+from penstock.rollout_service.engines.sglang.client import SglangClient
+from penstock.rollout_service.errors import EngineDistrusted, EngineRestartLimit, EngineUnreachable, WeightsUnusable
 
 V0, V1, V2 = map(PolicyVersion, range(3))
 
@@ -35,7 +38,10 @@ def script(source: str) -> LaunchCommand:
 def build(command: LaunchCommand, tmp_path: Path, start_deadline_s: float = 30.0) -> ManagedEngine:
     """An engine whose log is in the test's folder."""
     return ManagedEngine(
-        command, log_file=tmp_path / "engine.log", request_deadline_s=10.0, start_deadline_s=start_deadline_s
+        command,
+        functools.partial(SglangClient, request_deadline_s=10.0),
+        log_file=tmp_path / "engine.log",
+        start_deadline_s=start_deadline_s,
     )
 
 
@@ -140,7 +146,7 @@ async def test_a_version_that_no_engine_starts_from_is_given_up(
     bad.mkdir()
     engine = build(command, tmp_path)
     async with running(engine, model):
-        with pytest.raises(WeightsUnusable, match="neither took version 1 nor started from it"):
+        with pytest.raises(WeightsUnusable, match="neither loaded version 1 nor started with it"):
             await asyncio.wait_for(engine.load(bad, V1), 30)
         assert engine.version == await engine.client.served_version() == V0
         await engine.load(model, V2)
@@ -152,27 +158,28 @@ async def test_an_engine_that_serves_what_it_was_not_given_is_replaced(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A look now and then finds it; its client refuses everything from then on."""
-    monkeypatch.setattr(managed_engine, "LOOK_S", 0.05)
+    monkeypatch.setattr(managed_engine, "CHECK_S", 0.05)
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = engine.client
         await first.load_weights(model, V2)  # as an outsider would
         await until(lambda: engine.client is not first and engine.ready.is_set(), "another engine")
         assert engine.version == await engine.client.served_version() == V0
-        with pytest.raises(EngineDistrusted, match=r"given version 0 but serves 2|the engine died"):
+        with pytest.raises(EngineDistrusted, match=r"loaded version 0 but serves 2|the engine process exited"):
             await first.generate([[5]], Sampling(max_new_tokens=1), 1)
 
 
-async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: Path):
+async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
     """An engine that does not even say what it serves, once a request failed, is replaced."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = child_of(engine)
         await engine.suspect()
         assert engine.ready.is_set(), "an engine that answers is left alone"
-        engine.client._probe_s = 0.2
         os.kill(first, signal.SIGSTOP)
-        await engine.suspect()
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "_PROBE_S", 0.2)
+            await engine.suspect()
         await asyncio.wait_for(engine.ready.wait(), 60)
         assert child_of(engine) != first
 
@@ -191,7 +198,9 @@ async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, model: Pa
         await engine.load(model, V0)
 
 
-async def test_an_engine_that_keeps_dying_ends_the_worker(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_an_engine_that_keeps_exiting_ends_the_worker(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
     """After so many restarts within the window the error says how the last one ended."""
     monkeypatch.setattr(managed_engine, "FIRST_BACK_OFF_S", 0.001)
     engine = build(faulty_engine_command, tmp_path)
@@ -199,7 +208,7 @@ async def test_an_engine_that_keeps_dying_ends_the_worker(tmp_path: Path, model:
         engine._command = script("print('segmentation fault'); raise SystemExit(139)")
         os.kill(child_of(engine), signal.SIGKILL)
         with pytest.raises(
-            EngineKeepsDying,
-            match=rf"(?s)died {managed_engine.MAX_RESTARTS + 1} times within.*status 139.*segmentation fault",
+            EngineRestartLimit,
+            match=rf"(?s)exited {managed_engine.MAX_RESTARTS + 1} times within.*status 139.*segmentation fault",
         ):
             await asyncio.wait_for(supervision, 60)

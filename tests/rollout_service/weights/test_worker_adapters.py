@@ -18,8 +18,8 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion, VersionRun
 from penstock.rollout_service.checks.check_adapter import check_adapter
 from penstock.rollout_service.engines.attached_engine import AttachedEngine
+from penstock.rollout_service.engines.embedded.command import embedded_command
 from penstock.rollout_service.engines.engine_pool import EnginePool
-from penstock.rollout_service.engines.engine_process import embedded_command
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.errors import EngineRefused, ReplyRefused, WeightsNotApplied
@@ -63,7 +63,7 @@ async def client(server: FaultyEngine) -> AsyncIterator[SglangClient]:
 
 def attached(server: FaultyEngine) -> AttachedEngine:
     """A worker's side of one server."""
-    return AttachedEngine(server.url, api_key="", request_deadline_s=10, start_deadline_s=10)
+    return AttachedEngine(SglangClient(server.url, request_deadline_s=10), start_deadline_s=10)
 
 
 async def test_every_token_is_of_the_adapters_version(server: FaultyEngine, client: SglangClient, tmp_path: Path):
@@ -214,8 +214,8 @@ async def test_a_killed_engine_comes_back_with_its_adapters(
     """After SIGKILL a managed engine is ready only with the weights and every adapter; both compute as before."""
     engine = ManagedEngine(
         embedded_command(WorkerSettings()),  # pyright: ignore[reportCallIssue]
+        SglangClient,
         log_file=tmp_path / "engine.log",
-        request_deadline_s=30,
         start_deadline_s=60,
     )
     await engine.load(model, V0)

@@ -1,0 +1,94 @@
+"""Loads and unloads LoRA adapters on one server, whichever engine it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol
+
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import adapter_name, version_of
+from penstock.rollout_service.engines.adapter_table import AdapterTable
+from penstock.rollout_service.errors import WeightsNotApplied
+
+
+class AdapterCalls(Protocol):
+    """One engine's three calls."""
+
+    async def load(self, name: str, folder: Path) -> None:
+        """Load an adapter; raises WeightsNotApplied when the server refuses it, or does not confirm it."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter; raises EngineRefused when the server refuses."""
+        ...
+
+    async def list_names(self) -> list[object]:
+        """Return the names of everything that requests may name."""
+        ...
+
+
+class AdapterLoader:
+    """The adapters of one server. Loads and unloads run one at a time; requests continue meanwhile."""
+
+    def __init__(
+        self,
+        url: str,
+        calls: AdapterCalls,
+        served_version: Callable[[], Awaitable[PolicyVersion | None]],
+        *,
+        request_deadline_s: float,
+    ) -> None:
+        """``served_version`` asks the server for the version of its base weights."""
+        self.table = AdapterTable()
+        self.turn = asyncio.Lock()  # also held while base weights are loaded
+        self._url = url
+        self._calls = calls
+        self._served_version = served_version
+        self._request_deadline_s = request_deadline_s
+
+    async def load(self, folder: Path, version: PolicyVersion) -> None:
+        """Load a version's adapter; see `EngineClient.load_adapter`."""
+        async with self.turn:
+            if version in self.table:
+                return
+            base = await self._served_version()
+            if base is None:
+                raise WeightsNotApplied(
+                    f"{self._url} serves weights without a policy version; load weights before adapter {version}"
+                )
+            await self._calls.load(adapter_name(version), folder)
+            self.table.confirm(version, base)
+
+    async def unload(self, version: PolicyVersion) -> None:
+        """Unload a version's adapter once no request uses it; raises EngineTimeout when requests use it too long."""
+        if version not in self.table:
+            return
+        await self.table.leave(version, self._request_deadline_s)
+        async with self.turn:
+            if version in self.table:
+                await self._calls.unload(adapter_name(version))
+                self.table.forget(version)
+
+    async def drop_all(self) -> None:
+        """Unload every policy version's adapter that the server has, once unused."""
+        for version in self.table.versions:
+            await self.table.leave(version, self._request_deadline_s)
+        async with self.turn:
+            for version in await self.listed():
+                await self._calls.unload(adapter_name(version))
+            for version in self.table.versions:
+                self.table.forget(version)
+
+    async def forget_lost(self) -> None:
+        """Forget the adapters that the server no longer has."""
+        async with self.turn:
+            have = await self.listed()
+            for version in self.table.versions:
+                if version not in have:
+                    self.table.forget(version)
+
+    async def listed(self) -> set[PolicyVersion]:
+        """Ask the server which versions' adapters it has."""
+        return {version for name in await self._calls.list_names() if (version := version_of(name)) is not None}

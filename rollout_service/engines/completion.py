@@ -1,0 +1,102 @@
+"""Completions as every engine returns them, and the checks that no reply may fail; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.protocol.facts import FinishReason
+from penstock.protocol.versions import PolicyVersion, VersionRun
+from penstock.rollout_service.errors import ReplyRefused
+
+_LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled continuation; positions of ``version_runs`` count from its first token."""
+
+    token_ids: list[int]  # [C] as sampled, the matched stop token included
+    logprobs: list[float]  # [C] of the sampled tokens under the policy that sampled them
+    version_runs: tuple[VersionRun, ...]  # cover [0, C) without gap or overlap
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChecksum:
+    """An engine's checksum of the weights it serves; comparable among engines of one ``layout``."""
+
+    value: str
+    layout: str  # how many ranks hold the weights, and how they are sharded
+
+
+def read_version(label: object) -> PolicyVersion | None:
+    """Translate an engine's weight version label into a policy version; None for any other label."""
+    if isinstance(label, str) and label.isascii() and label.isdecimal():
+        return PolicyVersion(int(label))
+    return None
+
+
+def check_tokens(
+    token_ids: Sequence[Any], logprob_ids: Sequence[Any], logprobs: Sequence[Any], *, at_least: int, at_most: int
+) -> None:
+    """Raise ReplyRefused unless every sampled token has one valid log-probability and their number was asked for."""
+    if not at_least <= len(token_ids) <= at_most:
+        raise ReplyRefused(f"{len(token_ids)} completion tokens, expected 1 to {at_most}")
+    if list(logprob_ids) != list(token_ids):
+        raise ReplyRefused(
+            f"log-probabilities are of other tokens than the sampled ones: {len(logprobs)} for {len(token_ids)} tokens"
+        )
+    if not all(type(value) is int and value >= 0 for value in token_ids):
+        raise ReplyRefused(f"output_ids are not token ids: {shorten(token_ids)}")
+    if not all(type(value) in (float, int) and math.isfinite(value) and value <= _LOGPROB_SLACK for value in logprobs):
+        raise ReplyRefused(f"log-probabilities are missing, not finite or above 0: {shorten(logprobs)}")
+
+
+def read_version_runs(spans: Any, num_tokens: int, *, engine: str) -> tuple[VersionRun, ...]:
+    """Read ``[{"version", "start", "end"}, …]``; raises ReplyRefused unless the spans cover every token exactly once."""
+    runs: list[VersionRun] = []
+    position = 0
+    for span in spans if isinstance(spans, list) else ():
+        try:
+            version, start, end = read_version(span["version"]), span["start"], span["end"]
+        except (KeyError, TypeError) as err:
+            raise ReplyRefused(f"weight_versions do not have {engine}'s form ({err!r}): {shorten(spans)}") from None
+        if start == end:  # an update before the first token leaves an empty span
+            continue
+        if version is None:
+            raise ReplyRefused(f"tokens of unknown version {shorten(span['version'])} are never trained on")
+        if start != position or not isinstance(end, int) or end < start:
+            raise ReplyRefused(f"weight_versions have a gap or overlap at token {position}: {shorten(spans)}")
+        runs.append(VersionRun(version, start, end))
+        position = end
+    if position != num_tokens:
+        raise ReplyRefused(f"weight_versions cover {position} of {num_tokens} tokens: {shorten(spans)}")
+    return tuple(runs)
+
+
+def sampled_by_adapter(completion: Completion, adapter: PolicyVersion, base: PolicyVersion | None) -> Completion:
+    """Return a completion whose tokens are all of the adapter's version.
+
+    A server names the version of the base weights, not the adapter. It refuses a request for an adapter that it does
+    not have, so a reply was computed with the adapter that the request named. Raises ReplyRefused when a token was
+    computed with other base weights than those the adapter was loaded on.
+    """
+    for run in completion.version_runs:
+        if run.version != base:
+            raise ReplyRefused(
+                f"tokens {run.start} to {run.end} of adapter {adapter} were computed with base weights of version "
+                f"{run.version}, expected version {base}, on which the adapter was loaded"
+            )
+    num_tokens = len(completion.token_ids)
+    runs = (VersionRun(adapter, 0, num_tokens),) if num_tokens else ()
+    return replace(completion, version_runs=runs)
+
+
+def shorten(value: object) -> str:
+    """Return at most 300 characters of a reply, for an error message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}…"

@@ -1,0 +1,134 @@
+"""Requests → whole completions, for the client of any engine: continues what an update interrupts, checks trust."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_task import ModelLimits, check_request
+from penstock.rollout_service.engines.adapter_table import AdapterTable
+from penstock.rollout_service.engines.completion import Completion, sampled_by_adapter
+from penstock.rollout_service.engines.detokenizer import Detokenizer
+from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.errors import EngineDistrusted, EngineMisconfigured, EngineTimeout
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """What all parts of one request have in common."""
+
+    sampling: Sampling
+    n: int  # so many sequences in a row share their prompt
+    adapter: PolicyVersion | None
+
+
+class SampleParts(Protocol):
+    """The call of one engine."""
+
+    async def __call__(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
+        """Sample the next part of each sequence; a part that an update of this worker cut ends with ``"abort"``."""
+        ...
+
+
+class CompletionSampler:
+    """Samples whole completions with one engine's `SampleParts`."""
+
+    def __init__(
+        self,
+        url: str,
+        sample: SampleParts,
+        adapters: AdapterTable,
+        *,
+        request_deadline_s: float,
+        returns_text: bool = True,
+    ) -> None:
+        """``returns_text`` is False for an engine that returns token ids only: they are decoded here."""
+        self.folder: Path | None = None  # of the last weights, whose tokenizer decodes
+        self._url = url
+        self._sample = sample
+        self._adapters = adapters
+        self._request_deadline_s = request_deadline_s
+        self._returns_text = returns_text
+        self._num_distrusts = 0
+        self._distrusted_because: str | None = None
+        self._detokenizer: Detokenizer | None = None
+
+    def distrust(self, why: str) -> None:
+        """Refuse running and new requests until `trust`."""
+        self._num_distrusts += 1
+        self._distrusted_because = why
+
+    def trust(self) -> None:
+        """Accept requests again."""
+        self._distrusted_because = None
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        n: int,
+        adapter: PolicyVersion | None,
+        limits: ModelLimits,
+    ) -> list[list[Completion]]:
+        """Return ``n`` whole completions of every prompt; see `Generates.generate`. One deadline covers all parts."""
+        for prompt in prompts:
+            check_request(prompt, sampling, limits)
+        num_distrusts, deadline_s = self._num_distrusts, self._request_deadline_s
+        sequences = [Resumption(prompt, sampling.max_new_tokens) for prompt in prompts for _ in range(n)]
+        try:
+            with self._adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
+                async with asyncio.timeout(deadline_s):
+                    unfinished, request = sequences, SampleRequest(sampling, n, adapter)
+                    while unfinished:
+                        await self._add_parts(unfinished, request, base, num_distrusts)
+                        unfinished = [sequence for sequence in unfinished if sequence.is_cut]
+                        request = SampleRequest(sampling, 1, adapter)
+        except TimeoutError:
+            raise EngineTimeout(f"{self._url} gave no answer within {deadline_s:g} s") from None
+        completions = [await self._whole(sequence) for sequence in sequences]
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+    async def _add_parts(
+        self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_distrusts: int
+    ) -> None:
+        self._refuse_if_distrusted(num_distrusts)
+        parts = await self._sample(sequences, request)
+        self._refuse_if_distrusted(num_distrusts)
+        for sequence, part in zip(sequences, parts, strict=True):
+            if request.adapter is not None:
+                part = sampled_by_adapter(part, request.adapter, base)
+            sequence.parts.append(part)
+
+    def _refuse_if_distrusted(self, num_distrusts: int) -> None:
+        if self._distrusted_because is not None or num_distrusts != self._num_distrusts:
+            raise EngineDistrusted(
+                f"{self._url}: {self._distrusted_because or 'an update of its weights failed during the request'}"
+            )
+
+    async def _whole(self, sequence: Resumption) -> Completion:
+        """Return a sequence's completion.
+
+        The text of several parts is decoded from all of its tokens: a character may be split between two parts.
+        """
+        if self._returns_text and len(sequence.parts) == 1 and sequence.parts[0].finish_reason != "abort":
+            return sequence.parts[0]
+        return sequence.joined(await asyncio.to_thread(self._decode, sequence))
+
+    def _decode(self, sequence: Resumption) -> str:
+        if self._detokenizer is None:
+            assert self.folder is not None  # weights were loaded before anything was sampled
+            self._detokenizer = Detokenizer(self.folder)
+        if not self._detokenizer.has_tokenizer and (not self._returns_text or any(p.text for p in sequence.parts)):
+            reason = (
+                "worker.update_mode = 'abort' needs a tokenizer to decode interrupted completions; use 'retract', or publish it"
+                if self._returns_text
+                else "this engine returns token ids only; publish it with the weights"
+            )
+            raise EngineMisconfigured(f"no tokenizer.json among the published weights ({self.folder}): {reason}")
+        return self._detokenizer.decode(sequence.visible)

@@ -1,0 +1,114 @@
+"""What a client of one inference server provides: the seam between the worker and each engine's HTTP API.
+
+Every method with a network call raises EngineError of the kind that fits. `AttachedEngine` and `ManagedEngine` are
+written against this protocol, and the contract tests run against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum
+from penstock.rollout_service.engines.update_mode import UpdateMode
+
+
+class Generates(Protocol):
+    """Samples completions: the client of one engine, or the router over several."""
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt, with the adapter of a version where one is named.
+
+        Returns one list of ``n`` for each prompt, in order. A completion that a weight update interrupts is continued
+        until it is whole. Raises EngineError of the kind that fits: a reply is used as a whole or not at all. Raises
+        TaskRefused, and sends nothing, for a request that no engine can serve, or that would crash one.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """How a server was started, as far as it reports it."""
+
+    objections: list[str] = field(default_factory=list)  # why it cannot be used; each names the flag
+    untested_version: str = ""  # its version, where the contract tests never ran against it
+    context_tokens: int | None = None  # the context it was limited to; None: the model's own
+    takes_adapters: bool = False
+
+
+class EngineClient(Generates, Protocol):
+    """One inference server. Requests run concurrently; weight operations run one at a time."""
+
+    url: str
+    limits: ModelLimits  # of the model that is served; requests beyond them are refused before they are sent
+
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
+
+    async def inspect(self) -> ServerReport:
+        """Return how the server was started."""
+        ...
+
+    async def started_with(self, folder: Path, version: PolicyVersion) -> None:
+        """Note that the server was just started with the weights of a folder, and label them where it did not."""
+        ...
+
+    async def health(self) -> None:
+        """Return when the engine generates, or could."""
+        ...
+
+    async def served_version(self) -> PolicyVersion | None:
+        """Return the version that the server says it serves; None for a label that is not a policy version."""
+        ...
+
+    async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        """Load the weights of a folder and confirm the version; ``mode`` is what happens to running sequences.
+
+        No request samples from cached keys and values of other weights unless ``mode`` is ``in_place``. Raises
+        WeightsNotApplied when the server refuses or names another version afterwards: its weights are then unknown,
+        and it must be loaded again or restarted.
+        """
+        ...
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return the checksum of the served weights; None when the server reports none."""
+        ...
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Load an adapter next to the weights and all other adapters, without a pause; a loaded one stays as it is.
+
+        Raises WeightsNotApplied when the server refuses it or does not list it afterwards.
+        """
+        ...
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Unload an adapter once no request of this worker uses it; return at once when it is not loaded."""
+        ...
+
+    async def drop_adapters(self) -> None:
+        """Unload every adapter of a policy version that the server has, those of a previous worker included."""
+        ...
+
+    async def forget_lost_adapters(self) -> None:
+        """Forget the adapters that the server no longer has, so that they can be loaded again."""
+        ...
+
+    async def metrics(self) -> dict[str, float]:
+        """Return the server's metrics by the names of `engine_metrics.py`."""
+        ...
+
+    def distrust(self, why: str) -> None:
+        """Refuse running and new requests until `trust`: the weights that sample them are unknown."""
+        ...
+
+    def trust(self) -> None:
+        """Accept requests again: the server confirmed what it serves."""
+        ...

@@ -1,0 +1,112 @@
+"""One value describes one kind of engine; `ENGINES` finds it by the name in ``worker.engine``.
+
+A new engine is one package, or one file, with an `EngineKind` at its top level: here, in an installed package with an
+entry point in the group ``penstock.engines``, or in any file that a run names as ``my_engine.py:kind``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from penstock.protocol.config.connection import Section
+from penstock.protocol.extensions import Registry
+from penstock.rollout_service.engines.attached_engine import AttachedEngine
+from penstock.rollout_service.engines.engine import Engine
+from penstock.rollout_service.engines.engine_client import EngineClient
+from penstock.rollout_service.engines.engine_pool import EnginePool
+from penstock.rollout_service.engines.engine_process import LaunchCommand
+from penstock.rollout_service.engines.managed_engine import ManagedEngine
+from penstock.rollout_service.engines.update_mode import UpdateMode
+
+
+class Connect(Protocol):
+    """Makes a client of one server."""
+
+    def __call__(self, url: str, *, api_key: str, request_deadline_s: float) -> EngineClient:
+        """Return a client; nothing is sent yet."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLaunch:
+    """How the worker starts one server."""
+
+    command: LaunchCommand
+    log_name: str  # of the file in the worker's cache folder that takes its output
+    environ: Mapping[str, str] | None = None  # its whole environment; None: the worker's
+    context_length: int | None = None  # the limit it is started with, where less than the model's
+
+
+class NoOptions(Section):
+    """The options of an engine that has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """A kind of engine."""
+
+    name: str
+    connect: Connect
+    # Options and the worker's environment → one launch for each server; None: servers run at worker.engine_url.
+    launches: Callable[[Any, Mapping[str, str]], Sequence[ServerLaunch]] | None = None
+    options: type[Section] = NoOptions  # validates worker.engine_options
+    section: str = ""  # section of the run file that holds the options instead
+    update_modes: tuple[UpdateMode, ...] = get_args(UpdateMode)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether its servers run at ``worker.engine_url``."""
+        return self.launches is None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSite:
+    """Where and how a worker's engines run, whatever their kind."""
+
+    urls: Sequence[str]
+    api_key: str
+    cache_dir: Path
+    request_deadline_s: float
+    start_deadline_s: float
+    environ: Mapping[str, str]  # the worker's
+
+
+ENGINES = Registry("engine", EngineKind, package="penstock.rollout_service.engines", group="penstock.engines")
+
+
+def create_engine(kind: EngineKind, options: object, site: EngineSite) -> Engine:
+    """Return the engine of a worker; several servers are a pool. Nothing is started or asked yet."""
+    engines = (
+        _attached(kind, site) if kind.launches is None else _managed(kind, kind.launches(options, site.environ), site)
+    )
+    return engines[0] if len(engines) == 1 else EnginePool(engines)
+
+
+def _attached(kind: EngineKind, site: EngineSite) -> list[Engine]:
+    return [
+        AttachedEngine(
+            kind.connect(url, api_key=site.api_key, request_deadline_s=site.request_deadline_s),
+            start_deadline_s=site.start_deadline_s,
+        )
+        for url in site.urls
+    ]
+
+
+def _managed(kind: EngineKind, launches: Sequence[ServerLaunch], site: EngineSite) -> list[Engine]:
+    def connect(url: str) -> EngineClient:
+        return kind.connect(url, api_key="", request_deadline_s=site.request_deadline_s)
+
+    return [
+        ManagedEngine(
+            launch.command,
+            connect,
+            log_file=site.cache_dir / launch.log_name,
+            start_deadline_s=site.start_deadline_s,
+            environ=launch.environ,
+            context_length=launch.context_length,
+        )
+        for launch in launches
+    ]

@@ -1,0 +1,64 @@
+"""SGLang's replies → completions and checksums; pure. A reply that contradicts itself is refused as a whole.
+
+The requests are in `client.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from penstock.rollout_service.engines.completion import (
+    Completion,
+    EngineChecksum,
+    check_tokens,
+    read_version_runs,
+    shorten,
+)
+from penstock.rollout_service.errors import EngineAborted, ReplyRefused
+
+
+def read_checksum(answer: Any) -> EngineChecksum | None:
+    """Read the reply to ``/weights_checker``; None when it holds no checksum."""
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        return None
+    value, ranks = answer.get("per_engine_checksum"), answer.get("ranks")
+    if not isinstance(value, str) or not value or not isinstance(ranks, list):
+        return None
+    sharding = [rank.get("parallelism_info") for rank in ranks if isinstance(rank, dict)]
+    digest = hashlib.sha256(json.dumps(sharding, sort_keys=True).encode()).hexdigest()
+    return EngineChecksum(value, f"{len(ranks)}-{digest[:12]}")
+
+
+def read_completion(row: Any, *, num_prompt_tokens: int, max_new_tokens: int, interrupted: bool = False) -> Completion:
+    """Read one row of a reply; raises ReplyRefused or EngineAborted, naming what does not fit.
+
+    The engine may have aborted a row of an ``interrupted`` request, even before its first token: its tokens so far are
+    returned with the finish reason ``"abort"``.
+    """
+    try:
+        meta = row["meta_info"]
+        token_ids: list[int] = row["output_ids"]
+        text = row.get("text")
+        finish = meta["finish_reason"]["type"]
+        is_part = interrupted and finish == "abort" and meta["finish_reason"].get("status_code") is None
+        triples = meta.get("output_token_logprobs", []) if is_part else meta["output_token_logprobs"]
+        logprobs = [triple[0] for triple in triples]
+        logprob_ids = [triple[1] for triple in triples]
+        echoed = meta.get("prompt_tokens", num_prompt_tokens)
+    except (KeyError, TypeError, IndexError, AttributeError) as err:
+        raise ReplyRefused(
+            f"a completion does not have SGLang's form ({type(err).__name__}: {err}): {shorten(row)}"
+        ) from None
+    if finish == "abort" and not is_part:
+        raise EngineAborted(f"the engine aborted a generation: {shorten(meta['finish_reason'])}")
+    if finish not in ("stop", "length", "abort"):
+        raise ReplyRefused(f"unknown finish reason {shorten(finish)}")
+    if echoed != num_prompt_tokens:
+        raise ReplyRefused(f"a completion belongs to a prompt of {echoed} tokens, expected {num_prompt_tokens}")
+    check_tokens(token_ids, logprob_ids, logprobs, at_least=0 if is_part else 1, at_most=max_new_tokens)
+    if not isinstance(text, str):
+        raise ReplyRefused("a completion has no text; start the server without --skip-tokenizer-init")
+    runs = read_version_runs(meta.get("weight_versions"), len(token_ids), engine="SGLang")
+    return Completion(token_ids, logprobs, runs, finish, text)

@@ -1,0 +1,283 @@
+"""The adapter file of vLLM's HTTP API; its replies are read by `read_reply.py`.
+
+Token ids go in and come out (``/inference/v1/generate``); every choice names the weight version of each of its tokens.
+The log-probabilities are ``log softmax(logits / temperature)`` over the full vocabulary, of the sampled token, while
+``top_p`` and ``top_k`` are off, if the server was started with ``--logprobs-mode processed_logprobs``.
+
+The routes for pauses and weights exist only with ``VLLM_SERVER_DEV_MODE=1``, the token routes with
+``--enable-scale-out``, those for adapters with ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.protocol.facts import Sampling
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import adapter_name
+from penstock.rollout_service.checks.check_task import ModelLimits
+from penstock.rollout_service.engines.adapter_loader import AdapterLoader
+from penstock.rollout_service.engines.completion import Completion, EngineChecksum, read_version, shorten
+from penstock.rollout_service.engines.completion_sampler import CompletionSampler, SampleRequest
+from penstock.rollout_service.engines.engine_client import ServerReport
+from penstock.rollout_service.engines.engine_http import EngineHttp
+from penstock.rollout_service.engines.resumption import Resumption
+from penstock.rollout_service.engines.update_mode import UpdateMode
+from penstock.rollout_service.engines.vllm.metrics import read_metrics
+from penstock.rollout_service.engines.vllm.read_reply import read_checksum, read_completions
+from penstock.rollout_service.engines.vllm.server_check import report_of
+from penstock.rollout_service.errors import EngineError, EngineRefused, ReplyRefused, WeightsNotApplied
+
+_PROBE_S = 10.0  # a request that generates nothing, such as weight_info
+_INFO_S = 60.0  # the first server_info lists the machine's packages, which takes a quarter of a minute
+_PAUSE_S = 60.0  # at most one decoding step
+_LOAD_S = 600.0  # waits for running sequences, then reads the weights
+_FORBIDDEN, _NOT_FOUND, _BUSY = 403, 404, 503
+
+_PAUSE_MODES: dict[UpdateMode, str] = {"drain": "wait", "abort": "abort", "retract": "keep", "in_place": "keep"}
+
+
+class VllmClient:
+    """One vLLM server; see `EngineClient`."""
+
+    def __init__(self, url: str, *, api_key: str = "", request_deadline_s: float = 600.0) -> None:
+        """Prepare a client; nothing is sent before the first call."""
+        self.url = url
+        self.limits = ModelLimits(None, None)
+        self._http = EngineHttp(url, api_key=api_key)
+        self._request_deadline_s = request_deadline_s
+        self._weights_turn = asyncio.Lock()
+        self._adapters = AdapterLoader(
+            url, _AdapterCalls(self._http), self.served_version, request_deadline_s=request_deadline_s
+        )
+        self._sampler = CompletionSampler(
+            url, self._sample, self._adapters.table, request_deadline_s=request_deadline_s, returns_text=False
+        )
+        self._accepting = asyncio.Event()  # cleared during a pause, in which vLLM refuses new requests
+        self._accepting.set()
+        self._num_pauses = 0
+        self._aborting = False  # an update that aborts running requests is under way
+        self._num_aborts = 0  # incremented when such an update begins and when it ends
+        self._cache_salt: str | None = None  # separates cached prefixes of different versions where none are flushed
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, n: int, adapter: PolicyVersion | None = None
+    ) -> list[list[Completion]]:
+        """Sample ``n`` completions of every prompt, in one request for each prompt; see `Generates.generate`."""
+        return await self._sampler.generate(prompts, sampling, n, adapter, self.limits)
+
+    async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
+        n = request.n
+        try:
+            async with asyncio.TaskGroup() as requests:
+                parts = [
+                    requests.create_task(self._sample_prompt(sequences[start : start + n], request))
+                    for start in range(0, len(sequences), n)
+                ]
+        except* EngineError as failures:
+            raise failures.exceptions[0] from None
+        return [part for group in parts for part in group.result()]
+
+    async def _sample_prompt(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
+        """Sample the next part of sequences that share a prompt."""
+        first = sequences[0]
+        body: dict[str, Any] = {
+            "request_id": uuid.uuid4().hex,
+            "token_ids": [*first.prompt, *first.sampled],
+            "sampling_params": _sampling_params(request.sampling, request.n, first.room),
+        }
+        if request.adapter is not None:
+            body["model"] = adapter_name(request.adapter)
+        while True:
+            await self._accepting.wait()
+            if self._cache_salt is not None:
+                body["cache_salt"] = self._cache_salt
+            num_pauses, num_aborts = self._num_pauses, self._num_aborts
+            try:
+                answer = await self._http.call("POST", "/inference/v1/generate", body, self._request_deadline_s)
+            except EngineRefused as err:
+                if err.status == _BUSY and num_pauses != self._num_pauses:
+                    continue  # it arrived after the pause had begun
+                raise
+            interrupted = self._aborting or num_aborts != self._num_aborts
+            return read_completions(answer, [one.room for one in sequences], interrupted=interrupted)
+
+    def distrust(self, why: str) -> None:
+        """Refuse running and new requests until `trust`: the weights that sample them are unknown."""
+        self._sampler.distrust(why)
+
+    def trust(self) -> None:
+        """Accept requests again: the server confirmed what it serves."""
+        self._sampler.trust()
+
+    async def health(self) -> None:
+        """Return when the engine process runs; raises EngineError when it does not."""
+        await self._http.call("GET", "/health", None, _PROBE_S, parse=False)
+
+    async def inspect(self) -> ServerReport:
+        """Return what ``/version`` and ``/server_info`` say, and which of the needed routes are missing."""
+        version = await self._http.call("GET", "/version", None, _PROBE_S)
+        version = str(version.get("version")) if isinstance(version, dict) else ""
+        if not await self._has("GET", "/weight_info", None, missing=_NOT_FOUND):
+            return ServerReport(["the environment without VLLM_SERVER_DEV_MODE=1: it has no routes for weights"])
+        if not await self._has("POST", "/inference/v1/generate", {}, missing=_FORBIDDEN):
+            return ServerReport(["no --enable-scale-out: it has no token routes"])
+        info = await self._http.call("GET", "/server_info?config_format=json", None, _INFO_S)
+        return report_of(version, info if isinstance(info, dict) else {})
+
+    async def _has(self, method: str, path: str, body: object, *, missing: int) -> bool:
+        try:
+            await self._http.call(method, path, body, _PROBE_S)
+        except EngineRefused as err:
+            return err.status != missing
+        return True
+
+    async def metrics(self) -> dict[str, float]:
+        """Return the server's metrics by the names of `engine_metrics.py`."""
+        return read_metrics(await self._http.call("GET", "/metrics", None, _PROBE_S, parse=False))
+
+    async def started_with(self, folder: Path, version: PolicyVersion) -> None:
+        """Label the weights that the server was started with: it takes no label on its command line."""
+        async with self._weights_turn:
+            self._sampler.folder = folder
+            await self._label(version)
+
+    async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
+        """Load the weights of a folder and confirm the version; see `EngineClient.load_weights`.
+
+        The pause of ``drain`` and ``abort`` clears the prefix cache, ``retract`` resets it and recomputes what runs;
+        after ``in_place`` later requests carry the version as a cache salt. A failed load leaves vLLM without usable
+        weights: it crashes at the next request.
+        """
+        if self._adapters.table.versions:  # they change the weights on which they were loaded, and no others
+            await self._adapters.drop_all()
+        async with self._adapters.turn, self._weights_turn:
+            self._sampler.folder = folder
+            try:
+                await self._pause(mode)
+                await self._reload(folder, version)
+                if mode == "retract":
+                    await self._recompute_running()
+                self._cache_salt = str(version) if mode == "in_place" else None
+                await self._http.call("POST", "/resume", None, _PAUSE_S)
+            finally:
+                self._accepting.set()
+
+    async def _pause(self, mode: UpdateMode) -> None:
+        self._num_pauses += 1
+        if mode in ("drain", "abort"):
+            self._accepting.clear()
+        self._aborting = mode == "abort"
+        self._num_aborts += self._aborting
+        try:
+            await self._http.call("POST", f"/pause?mode={_PAUSE_MODES[mode]}", None, _LOAD_S)
+        finally:
+            self._num_aborts += self._aborting
+            self._aborting = False
+
+    async def _reload(self, folder: Path, version: PolicyVersion) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        try:
+            await self._http.call("POST", "/collective_rpc", body, _LOAD_S)
+            await self._label(version)
+        except EngineRefused as err:
+            raise WeightsNotApplied(f"version {version}: {err}") from None
+
+    async def _label(self, version: PolicyVersion) -> None:
+        await self._http.call("POST", "/update_weight_version", {"new_version": str(version)}, _PROBE_S)
+        served = await self._read_version()
+        if served != version:
+            raise WeightsNotApplied(f"{self.url} was to serve version {version}, but its weight_info names {served}")
+
+    async def _recompute_running(self) -> None:
+        answer = await self._http.call("POST", "/reset_prefix_cache?reset_running_requests=true", None, _PAUSE_S)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise WeightsNotApplied(f"{self.url} kept keys and values of the old weights: {shorten(answer)}")
+
+    async def served_version(self) -> PolicyVersion | None:
+        """Return the version that ``/weight_info`` names; None for a label that is not a policy version."""
+        async with self._weights_turn:
+            return await self._read_version()
+
+    async def _read_version(self) -> PolicyVersion | None:
+        info = await self._http.call("GET", "/weight_info", None, _PROBE_S)
+        return read_version(info.get("weight_version") if isinstance(info, dict) else None)
+
+    async def weights_checksum(self) -> EngineChecksum | None:
+        """Return a digest of the served tensors; None when the server reports none."""
+        async with self._weights_turn:
+            try:
+                answer = await self._http.call("POST", "/weight_checker", {"action": "checksum"}, _LOAD_S)
+            except (EngineRefused, ReplyRefused):
+                return None
+        return read_checksum(answer)
+
+    async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
+        """Load a version's adapter; see `EngineClient.load_adapter`."""
+        await self._adapters.load(folder, version)
+
+    async def unload_adapter(self, version: PolicyVersion) -> None:
+        """Unload a version's adapter once no request of this worker uses it."""
+        await self._adapters.unload(version)
+
+    async def drop_adapters(self) -> None:
+        """Unload every adapter of a policy version, those of a previous worker included."""
+        await self._adapters.drop_all()
+
+    async def forget_lost_adapters(self) -> None:
+        """Forget the adapters that the server no longer has."""
+        await self._adapters.forget_lost()
+
+
+class _AdapterCalls:
+    """vLLM's calls for `AdapterLoader`."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def load(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            await self._http.call("POST", "/v1/load_lora_adapter", body, _LOAD_S, parse=False)
+        except EngineRefused as err:
+            raise WeightsNotApplied(f"adapter {name}: {err}{_fix(err)}") from None
+        if name not in await self.list_names():
+            raise WeightsNotApplied(f"{self._http.url} did not list {name} after it was loaded from {folder}")
+
+    async def unload(self, name: str) -> None:
+        await self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, _LOAD_S, parse=False)
+
+    async def list_names(self) -> list[object]:
+        answer = await self._http.call("GET", "/v1/models", None, _PROBE_S)
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        return [card.get("id") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+
+
+def _fix(refusal: EngineRefused) -> str:
+    if refusal.status != _NOT_FOUND:
+        return ""
+    return (
+        "; set vllm.max_lora_rank for a server of the worker's own, or start yours with --enable-lora --max-lora-rank "
+        "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    )
+
+
+def _sampling_params(sampling: Sampling, n: int, max_new_tokens: int) -> dict[str, Any]:
+    return {
+        "n": n,
+        "max_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "logprobs": 0,  # of the sampled token, and of no others
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "detokenize": False,
+    }

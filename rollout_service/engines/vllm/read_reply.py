@@ -1,0 +1,72 @@
+"""vLLM's replies → completions and checksums; pure. A reply that contradicts itself is refused as a whole.
+
+The requests are in `client.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.rollout_service.engines.completion import (
+    Completion,
+    EngineChecksum,
+    check_tokens,
+    read_version_runs,
+    shorten,
+)
+from penstock.rollout_service.errors import EngineAborted, ReplyRefused
+
+
+def read_completions(answer: Any, rooms: Sequence[int], *, interrupted: bool) -> list[Completion]:
+    """Read the reply of ``/inference/v1/generate``, one choice for each of ``rooms``, the tokens it may have.
+
+    Raises ReplyRefused or EngineAborted, naming what does not fit. The engine may have aborted a choice of an
+    ``interrupted`` request, even before its first token: its tokens so far are returned with the finish reason
+    ``"abort"``. The texts are empty: this API returns token ids.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != len(rooms):
+        got = f"{len(choices)} choices" if isinstance(choices, list) else shorten(answer)
+        raise ReplyRefused(f"expected {len(rooms)} choices, got {got}")
+    try:
+        ordered = sorted(choices, key=lambda choice: choice["index"])
+        numbers = [choice["index"] for choice in ordered]
+    except (KeyError, TypeError) as err:
+        raise ReplyRefused(f"choices do not have vLLM's form ({err!r}): {shorten(choices)}") from None
+    if numbers != list(range(len(rooms))):
+        raise ReplyRefused(f"expected choices 0 to {len(rooms) - 1}, got {numbers}")
+    return [_completion(choice, room, interrupted) for choice, room in zip(ordered, rooms, strict=True)]
+
+
+def _completion(choice: dict[str, Any], room: int, interrupted: bool) -> Completion:
+    finish = choice.get("finish_reason")
+    is_part = interrupted and finish == "abort"
+    if finish == "abort" and not is_part:
+        raise EngineAborted(f"the engine aborted a generation: {shorten(choice.get('stop_reason'))}")
+    if finish not in ("stop", "length", "abort"):
+        raise ReplyRefused(f"unknown finish reason {shorten(finish)}")
+    try:
+        token_ids: list[int] = choice["token_ids"] or []
+        content = (choice.get("logprobs") or {}).get("content") or []
+        logprob_ids = [entry["token_id"] for entry in content]
+        logprobs = [entry["logprob"] for entry in content]
+    except (KeyError, TypeError, AttributeError) as err:
+        raise ReplyRefused(f"a choice does not have vLLM's form ({err!r}): {shorten(choice)}") from None
+    check_tokens(token_ids, logprob_ids, logprobs, at_least=0 if is_part else 1, at_most=room)
+    runs = read_version_runs(choice.get("weight_versions"), len(token_ids), engine="vLLM")
+    return Completion(token_ids, logprobs, runs, finish, "")
+
+
+def read_checksum(answer: Any) -> EngineChecksum | None:
+    """Read the reply to ``/weight_checker``: one digest for each tensor of each rank; None when it holds none."""
+    digests = answer.get("checksums") if isinstance(answer, dict) else None
+    if not isinstance(digests, dict) or not digests:
+        return None
+    return EngineChecksum(_digest(digests), f"{len(digests)}-{_digest(sorted(digests))[:12]}")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
