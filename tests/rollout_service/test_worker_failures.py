@@ -249,7 +249,7 @@ def test_a_run_that_was_not_bootstrapped_is_named(
         ("worker.engine_url=", "needs worker.engine_url"),
         ("worker.id=a b", "must be 1 to 64 characters"),
         ("worker.engine_api_key_file=/nowhere/key", "/nowhere/key: not readable"),
-        ("worker.cache_dir=/proc/nowhere", "worker.cache_dir: cannot make"),
+        ("worker.cache_dir=/proc/nowhere", "worker.cache_dir: cannot create"),
     ],
 )
 def test_wrong_settings_are_named(start_worker: StartWorker, faulty_engine: FaultyEngine, override: str, words: str):

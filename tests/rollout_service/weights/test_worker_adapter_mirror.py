@@ -71,7 +71,7 @@ def test_a_new_life_keeps_the_base_and_fetches_the_adapter_it_needs(
     killed = Mirror(blobs, tmp_path / "w0", ring_end.run_id)
     folder = fetch(killed, fact).folder
     (folder / "adapter_model.safetensors").write_bytes(b"torn")
-    killed._lock.close()  # as the kernel does when a process is killed
+    killed._cache.unlock()  # as the kernel does when a process is killed
     mirror = Mirror(blobs, tmp_path / "w0", ring_end.run_id)
     again = fetch(mirror, fact)
     assert_is(again, ring_end, fact)

@@ -286,7 +286,7 @@ def test_copies_of_dead_workers_are_removed_and_those_of_living_ones_are_not(
     dead, living = (open_mirror(name) for name in ("dead", "living"))
     folders = [run.fetch(mirror, 0).folder for mirror in (dead, living)]
     (tmp_path / "something-else" / "a").mkdir(parents=True)
-    dead._lock.close()  # as the end of its process does
+    dead._cache.unlock()  # as the kernel does when its process ends
     open_mirror("new")
     assert [folder.exists() for folder in folders] == [False, True]
     assert (tmp_path / "something-else" / "a").exists()
@@ -304,6 +304,6 @@ def test_an_orderly_end_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> N
 def test_two_workers_of_one_id_do_not_share_a_folder(open_mirror: OpenMirror) -> None:
     """The second one is told to choose another id."""
     first = open_mirror("w0")
-    with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is alive"):
+    with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is running"):
         open_mirror("w0")
     assert first.held() == []
