@@ -34,7 +34,7 @@ def test_the_fewest_are_odd():
     votes.add(applied("a", "x"))
     found = votes.add(applied("b", "x"))
     assert found is not None
-    assert (found.odd, found.expected) == (("wrong",), "x")
+    assert (found.minority, found.expected) == (("wrong",), "x")
     assert str(found) == "the engine of worker wrong serves other weights than the others as version 3"
 
 
@@ -44,7 +44,7 @@ def test_of_two_the_later_is_odd():
     votes.add(applied("a", "x"))
     found = votes.add(applied("b", "y"))
     assert found is not None
-    assert found.odd == ("b",)
+    assert found.minority == ("b",)
 
 
 def test_the_newest_word_of_an_engine_counts():

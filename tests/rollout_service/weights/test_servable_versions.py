@@ -11,7 +11,7 @@ import pytest
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineError, EngineRefused, WeightsNotApplied, WeightsUnusable
-from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.weight_swap import WeightSwap
@@ -51,11 +51,11 @@ class _Engine:
             raise error
 
 
-class _Turns:
+class _Permits:
     """Everybody's turn."""
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def permit(self) -> AsyncIterator[None]:
         yield
 
 
@@ -64,7 +64,7 @@ class _Worker:
         self.engine = _Engine()
         self.servable = ServableVersions(self.engine)  # type: ignore[arg-type]
         self.swap = WeightSwap(
-            engine=self.engine, servable=self.servable, semaphore=_Turns(), announcements=None, figures=Figures(), check_every=0,  # type: ignore[arg-type]
+            engine=self.engine, servable=self.servable, semaphore=_Permits(), announcements=None, metrics=WorkerMetrics(), check_every=0,  # type: ignore[arg-type]
             update_mode="drain",
         )  # fmt: skip
 
@@ -111,18 +111,18 @@ async def test_an_older_adapter_beside_a_newer_one_is_no_news() -> None:
 async def test_what_nobody_needs_is_let_go() -> None:
     """Not the newest, not what a request uses, not what is pinned; the end of the last request is told."""
     worker, idle = _Worker(), []
-    worker.servable.on_idle = lambda: idle.append(1)
+    worker.servable.on_unused = lambda: idle.append(1)
     for version in (1, 2, 3, 4):
         await worker.give(version, base=0)
     with worker.servable.using(V(2)):
-        await worker.swap.unload(lambda: {V(3)})
+        await worker.swap.unload_unused(lambda: {V(3)})
         assert worker.engine.told[-1] == ("unload_adapter", 1)
         assert worker.servable.adapters == {2, 3, 4}
     assert idle
     worker.engine.fails = EngineError("away")
-    await worker.swap.unload(set)
+    await worker.swap.unload_unused(set)
     assert worker.servable.adapters == {2, 4}  # tried again with the next news
-    await worker.swap.unload(set)
+    await worker.swap.unload_unused(set)
     assert worker.servable.adapters == {4}
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
-from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_turns
+from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_permits
 
 
 def beat(bus: Bus, run_id: str, *workers: str) -> None:
@@ -25,10 +25,10 @@ def leases(bus: Bus, run_id: str) -> list[str]:
     return [entry.key for entry in bus.key_value(streams.lease_bucket(run_id).bucket).wait().entries().wait()]
 
 
-@pytest.mark.parametrize(("workers", "share", "turns"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
-def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, semaphore: int):
+@pytest.mark.parametrize(("workers", "share", "expected"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
+def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, expected: int):
     """One worker alone needs no turn; of several at least one may always swap."""
-    assert num_turns(workers, share) == semaphore
+    assert num_permits(workers, share) == expected
 
 
 async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
@@ -39,7 +39,7 @@ async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
 
     async def swap(worker: str) -> None:
         nonlocal holding, most
-        async with SwapSemaphore(bus, run_id=ring_streams, worker_id=worker, max_share=0.34).turn():
+        async with SwapSemaphore(bus, run_id=ring_streams, worker_id=worker, max_share=0.34).permit():
             holding += 1
             most = max(most, holding)
             had.append(worker)
@@ -58,7 +58,7 @@ async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
 async def test_patience_ends(bus: Bus, ring_streams: str):
     """A worker whose turn does not come swaps without one, and takes nothing from the holder."""
     await asyncio.to_thread(beat, bus, ring_streams, "w0", "w1")
-    async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w0", max_share=0.5).turn():
-        async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w1", max_share=0.5, patience_s=0.1).turn():
+    async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w0", max_share=0.5).permit():
+        async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w1", max_share=0.5, deadline_s=0.1).permit():
             assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]
         assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]

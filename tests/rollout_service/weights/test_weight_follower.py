@@ -26,11 +26,11 @@ StartWorker = Callable[..., Child]
 
 async def test_a_worker_that_is_told_to_stop_as_news_arrives_stops():
     """The end is not swallowed by a version that is announced in the same moment."""
-    parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "news", "swap"))
+    parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "announcements", "swap"))
     follower = WeightFollower(**parts, servable=ServableVersions(parts["engine"]), run_id="r")
-    following = asyncio.create_task(follower._heard_news())
+    following = asyncio.create_task(follower._wait_for_change())
     await asyncio.sleep(0)
-    follower._announcements.set()
+    follower._changed.set()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following

@@ -75,7 +75,7 @@ def test_versions_are_applied_while_a_pack_generates(
         ring_end.wait_applied("w0", version)
     groups = ring_end.collect_groups(1, 60)
     assert check(groups, models) == {0, 1, 2}
-    assert "pack given back" not in worker.log_tail(100)
+    assert "pack requeued" not in worker.log_tail(100)
 
 
 def test_a_worker_killed_with_a_cut_pack_loses_no_task(
