@@ -1,7 +1,7 @@
-"""The HTTP face of the engine: SGLang's endpoints, translated into jobs and commands.
+"""The HTTP endpoints of the engine, SGLang's, translated into jobs and commands.
 
-Every handler follows the same line: check the body, hand over to the engine thread, await its answer. What a
-client did wrong is a 400 whose text says what; an engine at fault is a 500 or 503.
+Every handler checks the body, passes it to the engine thread and awaits the answer. A client's error is a 400 whose
+text names it; an engine's failure is a 500 or 503.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from penstock.rollout_service.embedded_engine.engine_thread import Engine, Update
+from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
 from penstock.rollout_service.embedded_engine.errors import (
     CheckpointRefused,
     EngineAtFault,
@@ -38,7 +38,7 @@ from penstock.rollout_service.embedded_engine.http.bodies import (
     UnloadAdapterBody,
     UpdateWeightsBody,
 )
-from penstock.rollout_service.embedded_engine.http.build_job import Asked, ServedModel, build_job
+from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob, ServedModel, build_job
 from penstock.rollout_service.embedded_engine.http.chat_completions import (
     ChatBody,
     build_chat_job,
@@ -47,7 +47,8 @@ from penstock.rollout_service.embedded_engine.http.chat_completions import (
 )
 from penstock.rollout_service.embedded_engine.http.metrics import CONTENT_TYPE, render_metrics
 from penstock.rollout_service.embedded_engine.http.replies import build_chunk, build_replies
-from penstock.rollout_service.embedded_engine.http.request_errors import event, json_response, read_body, route
+from penstock.rollout_service.embedded_engine.http.request_errors import read_body, route
+from penstock.rollout_service.embedded_engine.http.responses import event, json_response
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
@@ -62,7 +63,7 @@ _VERSION = "penstock-embedded"
 class Server:
     """What the handlers share."""
 
-    engine: Engine
+    engine: EngineThread
     jobs: JobRunner
     adapters: AdapterRegistry
     settings: EngineSettings
@@ -108,25 +109,25 @@ async def generate(request: Request) -> Response:
     """Sample completions: ``/generate``."""
     server = _server(request)
     body = await read_body(request, GenerateBody)
-    asked = build_job(body, server.model)
+    requested = build_job(body, server.model)
     if body.stream:
-        return StreamingResponse(_events(_generate_chunks(server, asked)), media_type="text/event-stream")
-    latency_s = await server.jobs.run_to_end(request, asked)
-    replies = build_replies(asked, server.text, latency_s)
-    return json_response(replies if asked.is_list else replies[0])
+        return StreamingResponse(_events(_generate_chunks(server, requested)), media_type="text/event-stream")
+    latency_s = await server.jobs.run_to_end(request, requested)
+    replies = build_replies(requested, server.text, latency_s)
+    return json_response(replies if requested.is_list else replies[0])
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation: ``/v1/chat/completions``."""
     server = _server(request)
     body = await read_body(request, ChatBody)
-    asked = build_chat_job(body, server.model)
+    requested = build_chat_job(body, server.model)
     name = body.model or _model_name(server)
     if body.stream:
-        chunks = chat_chunks(asked, server.jobs.steps(asked), server.text, name)
+        chunks = chat_chunks(requested, server.jobs.steps(requested), server.text, name)
         return StreamingResponse(_events(chunks), media_type="text/event-stream")
-    await server.jobs.run_to_end(request, asked)
-    return json_response(chat_reply(asked, server.text, name))
+    await server.jobs.run_to_end(request, requested)
+    return json_response(chat_reply(requested, server.text, name))
 
 
 async def pause_generation(request: Request) -> Response:
@@ -144,7 +145,7 @@ async def continue_generation(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """End sequences early; their own replies carry what they have: ``/abort_request``."""
+    """End sequences early; their own replies hold the tokens they have: ``/abort_request``."""
     body = await read_body(request, AbortBody)
     if not body.rid and not body.abort_all:
         raise RequestRefused("rid is empty, which would match every request; send abort_all=true to mean that")
@@ -155,8 +156,8 @@ async def abort_request(request: Request) -> Response:
 async def update_weights_from_disk(request: Request) -> Response:
     """Check a model folder completely, then serve it: ``/update_weights_from_disk``.
 
-    The answer says more than SGLang's: the version that is served now, and its checksum as ``/weights_checker`` says
-    it, which is known from the check. Whoever reads them need not ask.
+    The answer has more fields than SGLang's: the version that is served now, and its checksum as ``/weights_checker``
+    returns it, known from the check, so that a client need not ask for them.
     """
     server = _server(request)
     body = await read_body(request, UpdateWeightsBody)
@@ -165,7 +166,7 @@ async def update_weights_from_disk(request: Request) -> Response:
             weights = await asyncio.to_thread(server.read_weights, Path(body.model_path))
         except (CheckpointRefused, UnsupportedModel) as error:
             return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
-        update = Update(weights, body.weight_version, body.model_path, body.flush_cache, body.abort_all_requests)
+        update = WeightUpdate(weights, body.weight_version, body.model_path, body.flush_cache, body.abort_all_requests)
         outcome = await asyncio.wrap_future(server.engine.update(update))
         reply = {"success": outcome.success, "message": outcome.message, "num_paused_requests": outcome.num_paused}
         if not outcome.success:
@@ -174,15 +175,17 @@ async def update_weights_from_disk(request: Request) -> Response:
 
 
 async def load_lora_adapter(request: Request) -> Response:
-    """Check an adapter folder completely, then serve it under a name beside all others: ``/load_lora_adapter``."""
+    """Check an adapter folder completely, then serve it under a name: ``/load_lora_adapter``."""
     body = await read_body(request, LoadAdapterBody)
-    return await _change_adapters(_server(request).adapters, lambda one: one.load(body.lora_name, body.lora_path))
+    return await _change_adapters(
+        _server(request).adapters, lambda registry: registry.load(body.lora_name, body.lora_path)
+    )
 
 
 async def unload_lora_adapter(request: Request) -> Response:
-    """Let an adapter go once no request uses it any more: ``/unload_lora_adapter``."""
+    """Remove an adapter once no request uses it any more: ``/unload_lora_adapter``."""
     body = await read_body(request, UnloadAdapterBody)
-    return await _change_adapters(_server(request).adapters, lambda one: one.unload(body.lora_name))
+    return await _change_adapters(_server(request).adapters, lambda registry: registry.unload(body.lora_name))
 
 
 async def _change_adapters(adapters: AdapterRegistry, change: Callable[[AdapterRegistry], Awaitable[None]]) -> Response:
@@ -209,13 +212,13 @@ async def models(request: Request) -> Response:
 
 
 async def weights_checker(request: Request) -> Response:
-    """Say the checksum of the served weights: ``/weights_checker``."""
+    """Return the checksum of the served weights: ``/weights_checker``."""
     await read_body(request, CheckWeightsBody)
     return json_response({"success": True, "message": "", **_checksum(_server(request))})
 
 
 async def flush_cache(request: Request) -> Response:
-    """Confirm that no keys and values are held: ``/flush_cache``."""
+    """Confirm that the KV cache is empty: ``/flush_cache``."""
     if await asyncio.wrap_future(_server(request).engine.flush()):
         return PlainTextResponse("Cache flushed.\n")
     return PlainTextResponse("Flush cache failed: requests are running or waiting.\n", status_code=400)
@@ -262,7 +265,7 @@ async def server_info(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while the engine thread lives, paused or not: ``/health``."""
+    """Answer 200 while the engine thread runs, paused or not: ``/health``."""
     return Response(status_code=200 if _server(request).engine.is_alive else 503)
 
 
@@ -272,8 +275,8 @@ async def health_generate(request: Request) -> Response:
     if server.engine.paused:
         return PlainTextResponse("paused\n", status_code=503)
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
-    asked = build_job(GenerateBody(input_ids=[0], sampling_params=params), server.model)
-    if not await server.jobs.within(asked, _HEALTH_DEADLINE_S):
+    requested = build_job(GenerateBody(input_ids=[0], sampling_params=params), server.model)
+    if not await server.jobs.within(requested, _HEALTH_DEADLINE_S):
         return PlainTextResponse(f"no token within {_HEALTH_DEADLINE_S:.0f} s\n", status_code=503)
     return Response(status_code=200)
 
@@ -285,7 +288,7 @@ async def ready(request: Request) -> Response:
 
 
 async def loads(request: Request) -> Response:
-    """Report how much there is to do: ``/v1/loads``."""
+    """Report running and waiting requests and used tokens: ``/v1/loads``."""
     engine = _server(request).engine
     running, waiting, used = engine.num_running, engine.num_waiting, engine.num_stored_tokens
     load = {
@@ -302,25 +305,25 @@ async def loads(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Report every figure for Prometheus: ``/metrics``."""
+    """Report all metrics for Prometheus: ``/metrics``."""
     return PlainTextResponse(render_metrics(_server(request).engine), media_type=CONTENT_TYPE)
 
 
-async def _generate_chunks(server: Server, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+async def _generate_chunks(server: Server, requested: RequestedJob) -> AsyncIterator[dict[str, Any]]:
     """Yield cumulative chunks while sampling, then the full reply of each sequence."""
     started = time.monotonic()
-    sent = [0] * len(asked.sequences)
-    async for counts in server.jobs.steps(asked):
+    sent = [0] * len(requested.sequences)
+    async for counts in server.jobs.steps(requested):
         for index, count in enumerate(counts):
             if count > sent[index]:
                 sent[index] = count
-                yield build_chunk(asked, index, count, server.engine.version, server.text) | {"index": index}
-    for index, reply in enumerate(build_replies(asked, server.text, time.monotonic() - started)):
+                yield build_chunk(requested, index, count, server.engine.version, server.text) | {"index": index}
+    for index, reply in enumerate(build_replies(requested, server.text, time.monotonic() - started)):
         yield reply | {"index": index}
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Yield server-sent events; errors arrive as an event, because the status has been sent already."""
+    """Yield server-sent events; an error is an event too, because the status has been sent already."""
     try:
         async for chunk in chunks:
             yield event(chunk)

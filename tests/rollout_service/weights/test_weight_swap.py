@@ -1,4 +1,4 @@
-"""A swap takes a turn among the workers only where engines stand still for long."""
+"""A swap takes a permit only where engines pause for long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 
 class _Engine:
-    """Serves whatever it is told at once."""
+    """Loads every version at once."""
 
     version: PolicyVersion | None = None
 
@@ -26,7 +26,7 @@ class _Engine:
 
 
 class _Permits:
-    """Counts the turns taken."""
+    """Counts the permits taken."""
 
     num_taken = 0
 
@@ -41,10 +41,10 @@ def mirrored(version: int) -> MirroredVersion:
 
 
 @pytest.mark.parametrize(("needs_permit_s", "expected"), [(60.0, [0, 1, 1, 1]), (-1.0, [0, 1, 2, 3])])
-async def test_only_long_pauses_take_turns(
+async def test_only_long_pauses_take_permits(
     needs_permit_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first load pauses nobody, the second may be long; after that the pause before says what is worth it."""
+    """The first load pauses nothing; the second takes a permit; later ones do after a long pause."""
     monkeypatch.setattr(weight_swap, "NEEDS_PERMIT_S", needs_permit_s)
     semaphore, engine = _Permits(), _Engine()
     swap = WeightSwap(
