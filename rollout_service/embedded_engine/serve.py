@@ -14,9 +14,10 @@ import uvicorn
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
-from penstock.rollout_service.embedded_engine.http.app import Server, build_app
+from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
+from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
@@ -93,7 +94,7 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         adapters=adapters.listed,
     )
     jobs = JobRunner(engine, adapters)
-    app = build_app(Server(engine, jobs, adapters, settings, config, served, text, read_weights))
+    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, read_weights))
     http = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
     )
