@@ -25,7 +25,7 @@ from penstock.rollout_service.engines.engine import Engine
 from penstock.rollout_service.engines.engine_kind import EngineSite, create_engine
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.heartbeat import HeartbeatWriter
-from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 from penstock.rollout_service.packs.generate_pack import PackGenerator
 from penstock.rollout_service.packs.settlement import Settlement
@@ -89,7 +89,7 @@ async def _wire(
     settings: RolloutSettings, bus: Bus, blobs: Blobs, mirror: Mirror, engine: Engine, stop: asyncio.Event
 ) -> loop.Worker:
     run_id, worker_id = settings.run.id, settings.worker.id
-    figures, activity, gate = Figures(), Activity(), VersionGate()
+    metrics, activity, gate = WorkerMetrics(), Activity(), VersionGate()
     inboxes: dict[Split, Inbox[TaskIssued]] = {
         split: await bus.inbox(streams.tasks_consumer(run_id, split), TaskIssued) for split in settings.worker.roles
     }
@@ -101,7 +101,7 @@ async def _wire(
         servable=servable,
         semaphore=semaphore,
         announcements=announcements,
-        figures=figures,
+        metrics=metrics,
         check_every=settings.worker.check_weights_every,
         update_mode=settings.worker.update_mode,
     )
@@ -117,7 +117,7 @@ async def _wire(
     )
     settlement = Settlement(
         bus,
-        figures,
+        metrics,
         run_id=run_id,
         worker_id=worker_id,
         task_attempts=settings.worker.task_attempts,
@@ -135,13 +135,13 @@ async def _wire(
         activity=activity,
     )
     announcer = PackAnnouncer(
-        bus=bus, blobs=blobs, activity=activity, figures=figures, run_id=run_id, worker_id=worker_id
+        bus=bus, blobs=blobs, activity=activity, metrics=metrics, run_id=run_id, worker_id=worker_id
     )
     heartbeat = HeartbeatWriter(
         bus=bus,
         engine=engine,
         activity=activity,
-        figures=figures,
+        metrics=metrics,
         packs_held=lambda: tasks.num_held,
         needs_version=lambda: mirror.oldest_needed,
         run_id=run_id,

@@ -1,4 +1,4 @@
-"""The worker's own record in the live bucket, each second: alive, this version, this busy."""
+"""Write the worker's heartbeat to the live bucket each second: its version, state, busy time and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.metrics import WorkerMetrics
 
 log = structlog.get_logger("rollout.heartbeat")
 
@@ -31,33 +31,33 @@ class HeartbeatWriter:
         bus: Bus,
         engine: Engine,
         activity: Activity,
-        figures: Figures,
+        metrics: WorkerMetrics,
         packs_held: Callable[[], int],
         needs_version: Callable[[], PolicyVersion | None],
         run_id: str,
         worker_id: str,
     ) -> None:
-        """``packs_held`` counts packs fetched and not yet settled; ``needs_version`` is the oldest it may fetch."""
+        """``packs_held`` counts packs fetched and not yet settled; ``needs_version`` is the oldest version it may read."""
         self._bus = bus
         self._engine = engine
         self._activity = activity
-        self._figures = figures
+        self._metrics = metrics
         self._packs_held = packs_held
-        self._engine_figures: dict[str, float] = {}
+        self._engine_metrics: dict[str, float] = {}
         self._needs_version = needs_version
         self._run_id = run_id
         self._worker_id = worker_id
 
     async def run(self) -> None:
-        """Write for as long as the worker lives; while NATS is away nothing is written."""
+        """Write until cancelled; while NATS is unreachable nothing is written."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read_engine())
             tasks.create_task(self._write())
 
     async def _read_engine(self) -> None:
-        """Look at the engine's own figures now and then: a busy engine may take seconds to say them."""
+        """Read the engine's own metrics every few seconds: a busy engine may take seconds to answer."""
         while True:
-            self._engine_figures = await self._engine.figures()
+            self._engine_metrics = await self._engine.figures()
             await asyncio.sleep(_ENGINE_PERIOD_S)
 
     async def _write(self) -> None:
@@ -65,12 +65,12 @@ class HeartbeatWriter:
         key = streams.heartbeat_key("rollout", self._worker_id)
         while True:
             try:
-                await live.put(key, encode(self._reading()))
+                await live.put(key, encode(self._heartbeat()))
             except BusUnreachable as err:
-                log.debug("no heartbeat", error=str(err))
+                log.debug("heartbeat not written", error=str(err))
             await asyncio.sleep(streams.HEARTBEAT_PERIOD_S)
 
-    def _reading(self) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         busy_s, idle_s = self._activity.totals()
         return Heartbeat(
             role="rollout",
@@ -82,12 +82,13 @@ class HeartbeatWriter:
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=self._engine.cpu_seconds(),
-            figures={**self._figures.reading(), "packs_held": float(self._packs_held()), **self._engine_figures},
+            # `figures` is the stored name of what is called metrics here.
+            figures={**self._metrics.snapshot(), "packs_held": float(self._packs_held()), **self._engine_metrics},
         )
 
     def _state(self) -> str:
         if not self._engine.ready.is_set():
             return "waiting for the engine"
-        if whom := self._bus.waits_for:
-            return f"waiting for {whom}"
+        if reader := self._bus.waits_for:
+            return f"waiting for {reader}"
         return self._activity.state

@@ -1,12 +1,12 @@
-"""The rollout worker's story: take a pack → generate → store and announce → acknowledge.
+"""The rollout worker's loops: take a pack → generate → store and announce → acknowledge.
 
-| loop     | consumes                 | waits for                         | unblocked by       |
-|----------|--------------------------|-----------------------------------|--------------------|
-| work     | TaskIssued (eval, train) | a pack; a living engine           | trainer            |
-| weights  | head, WeightsPublished   | a newer version                   | trainer publishing |
-| engine   | the engine's process     | its end                           | nothing, if well   |
+| loop     | consumes                 | waits for                         | unblocked by             |
+|----------|--------------------------|-----------------------------------|--------------------------|
+| work     | TaskIssued (eval, train) | a pack; an engine that is ready   | the trainer; the engine  |
+| weights  | head, WeightsPublished   | a newer version                   | the trainer publishing   |
+| engine   | the engine's process     | its exit                          | a failure of the engine  |
 
-All of them live and die together: one that fails ends the process with its error.
+If one of them fails, all are cancelled and the process exits with the error.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from penstock.rollout_service.packs.settlement import Settlement
 from penstock.rollout_service.packs.task_source import TaskSource
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
-log = structlog.get_logger("rollout")
+log = structlog.get_logger("rollout.loop")
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The parts of one worker, wired by ``__main__``."""
+    """The parts of one worker, connected by ``__main__``."""
 
     engine: Engine
     weights: WeightFollower
@@ -42,19 +42,19 @@ class Worker:
     heartbeat: HeartbeatWriter
     activity: Activity
     packs_in_flight: int
-    finish_s: float  # what a stopping worker gives the packs in flight
+    finish_s: float  # time for the packs in flight after ``stop`` is set
 
 
 async def run(worker: Worker, stop: asyncio.Event) -> None:
-    """Work until ``stop`` is set, then finish what is in flight or give it back."""
+    """Work until ``stop`` is set, then finish the packs in flight, or requeue them after ``finish_s``."""
     async with asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(worker.heartbeat.run())
+        heartbeat = tasks.create_task(worker.heartbeat.run())
         working = tasks.create_task(_start_and_work(worker))
         await stop.wait()
         log.info("stopping", packs_held=worker.tasks.num_held)
         await asyncio.wait([working], timeout=0.0 if worker.engine.version is None else worker.finish_s)
         working.cancel()
-        beating.cancel()
+        heartbeat.cancel()
     await worker.tasks.close()
 
 
@@ -65,14 +65,14 @@ async def _start_and_work(worker: Worker) -> None:
     log.info("working", policy_version=first.version)
     async with asyncio.TaskGroup() as tasks:
         watching = [tasks.create_task(worker.weights.run()), tasks.create_task(worker.engine.run())]
-        lanes = [tasks.create_task(_work(worker)) for _ in range(worker.packs_in_flight)]
-        await asyncio.wait(lanes)
+        loops = [tasks.create_task(_work(worker)) for _ in range(worker.packs_in_flight)]
+        await asyncio.wait(loops)
         for task in watching:
             task.cancel()
 
 
 async def _work(worker: Worker) -> None:
-    while (order := await worker.tasks.take()) is not None:
-        async with worker.settlement.of(order):
-            groups = await worker.packs.generate(order)
-            await worker.announcer.announce(order, groups)
+    while (received := await worker.tasks.take()) is not None:
+        async with worker.settlement.settling(received):
+            groups = await worker.packs.generate(received)
+            await worker.announcer.announce(received, groups)

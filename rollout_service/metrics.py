@@ -1,4 +1,4 @@
-"""What this worker has done, counted; shown in its heartbeat."""
+"""Counters of what this worker has done, written into its heartbeat."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import collections
 import time
 from dataclasses import dataclass, field
 
-_WINDOW = 10  # readings over which the speed is taken: ten seconds of heartbeats
+_WINDOW = 10  # snapshots over which the speed is measured: ten seconds of heartbeats
 
 
 @dataclass(slots=True)
-class Figures:
-    """Counters of one worker's life; every discarded datum is in one of them."""
+class WorkerMetrics:
+    """Counters since this worker started; every discarded datum is in one of them."""
 
     packs_announced: int = 0
     groups_generated: int = 0
     tokens_generated: int = 0
-    packs_given_back: int = 0  # an engine failed them; they come again
-    packs_distrusted: int = 0  # of these, because nobody knew which weights sampled them
+    packs_given_back: int = 0  # an engine failed them; NATS redelivers them
+    packs_distrusted: int = 0  # of these, because it was unknown which weights sampled them
     groups_dead_lettered: int = 0
     weights_applied: int = 0
-    _readings: collections.deque[tuple[float, int]] = field(
+    _token_counts: collections.deque[tuple[float, int]] = field(
         default_factory=lambda: collections.deque(maxlen=_WINDOW), repr=False
     )
 
-    def reading(self, now: float | None = None) -> dict[str, float]:
-        """Return all figures; ``tokens_per_s`` is the speed since about ten readings ago."""
+    def snapshot(self, now: float | None = None) -> dict[str, float]:
+        """Return all metrics; ``tokens_per_s`` is the mean over about the last ten snapshots."""
         now = time.monotonic() if now is None else now
-        self._readings.append((now, self.tokens_generated))
-        since, then = self._readings[0]
+        self._token_counts.append((now, self.tokens_generated))
+        since, then = self._token_counts[0]
         elapsed = now - since
         return {
             "packs_announced": self.packs_announced,

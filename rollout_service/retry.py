@@ -1,4 +1,4 @@
-"""Outlasting a server that is away, or a disk that is full: wait, say for whom, go on when it is back."""
+"""Retry an operation while NATS or S3 is unreachable or the disk is full."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.protocol.errors import BlobStoreUnreachable, BusUnreachable
 from penstock.rollout_service.errors import MirrorFull
 
 T = TypeVar("T")
-log = structlog.get_logger("rollout.patience")
+log = structlog.get_logger("rollout.retry")
 
-FULL_RETRY_S = 1.0  # a server's own deadline has passed by then; a full disk refuses at once
-PATIENCE_S = 3600.0  # then the worker ends with the error, and its supervisor decides
+DISK_FULL_PERIOD_S = 1.0  # a full disk fails at once, an unreachable server only after its own deadline
+DEADLINE_S = 3600.0  # then the worker exits with the error, and its supervisor decides
 
 
-async def outlast(attempt: Callable[[], Awaitable[T]], what: str, *, patience_s: float = PATIENCE_S) -> T:
-    """Repeat ``attempt`` while NATS or S3 is away or the disk full, with a warning for each attempt.
+async def retry(attempt: Callable[[], Awaitable[T]], operation: str, *, deadline_s: float = DEADLINE_S) -> T:
+    """Repeat ``attempt`` while NATS or S3 is unreachable or the disk full; log a warning for each failure.
 
-    Raises BlobStoreUnreachable, BusUnreachable or MirrorFull after ``patience_s``; any other error at once.
+    Raises BlobStoreUnreachable, BusUnreachable or MirrorFull after ``deadline_s``; any other error at once.
     """
     started = time.monotonic()
     while True:
@@ -30,8 +30,8 @@ async def outlast(attempt: Callable[[], Awaitable[T]], what: str, *, patience_s:
             return await attempt()
         except (BlobStoreUnreachable, BusUnreachable, MirrorFull) as err:
             waited = time.monotonic() - started
-            if waited > patience_s:
+            if waited > deadline_s:
                 raise
-            log.warning("waiting", what=what, waited_s=round(waited, 1), error=str(err))
+            log.warning("retrying", operation=operation, waited_s=round(waited, 1), error=str(err))
             if isinstance(err, MirrorFull):
-                await asyncio.sleep(FULL_RETRY_S)
+                await asyncio.sleep(DISK_FULL_PERIOD_S)

@@ -26,7 +26,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
-from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 
 RUN_ID = "bench"
@@ -42,7 +42,7 @@ class _Given:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Received:
     pack_id: str
     split: str = "train"
     delivery: _Given = _Given()
@@ -73,7 +73,7 @@ async def _announce_all(announcer: PackAnnouncer, case: Case, num_packs: int, te
                 replace(templates[n % len(templates)], group_id=f"e0.p{n}.a0")
                 for n in range(first, first + case.groups_per_pack)
             ]
-            await announcer.announce(_Order(f"pack-{number}"), groups)  # type: ignore[arg-type]
+            await announcer.announce(_Received(f"pack-{number}"), groups)  # type: ignore[arg-type]
 
     await asyncio.gather(*(announce_some() for _ in range(IN_FLIGHT)))
 
@@ -88,7 +88,7 @@ def main() -> None:
             bus=bus if case.hop else _ScoredAtOnce(bus),  # type: ignore[arg-type]
             blobs=Blobs(S3Settings(**given["s3"])),
             activity=Activity(),
-            figures=Figures(),
+            metrics=WorkerMetrics(),
             run_id=RUN_ID,
             worker_id="w0",
         )

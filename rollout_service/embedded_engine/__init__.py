@@ -5,9 +5,9 @@
      ▲                                   │
      └── replies ◄── Job done ◄── runner: prefill, decode, sample (torch)
 
-``app`` consumes HTTP bodies and waits for jobs; ``engine`` consumes the inbox, waits for work, and is
-unblocked by a new job, a control command or new weights. A weight update is read and checked beside the
-engine; only the swap of two references happens in its thread, between two forward passes.
+``http/app`` consumes HTTP bodies and waits for jobs; ``engine_thread`` consumes the inbox, waits for work, and is
+unblocked by a new job, a control command or new weights. A weight update is read and checked in another thread, while
+the engine computes; the engine thread only exchanges two references, between two forward passes.
 
-Reading order: ``sequence``, ``scheduler``, ``engine``, ``runner``, ``transformer``, ``app``.
+Reading order: ``sequence``, ``scheduler``, ``engine_thread``, ``runner``, ``model/transformer``, ``http/app``.
 """

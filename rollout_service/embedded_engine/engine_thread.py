@@ -1,10 +1,10 @@
-"""The engine thread: takes jobs and commands, lets the scheduler decide and the runner compute.
+"""The engine thread: takes jobs and commands, has the scheduler decide and the runner compute.
 
 Waits for: a job, a command, or new weights. Unblocked by: ``submit``, ``cancel``, ``update`` and the control
 methods, callable from any thread.
 
-A weight update stands in line with the jobs. Unless the engine is paused it acts as a writer lock: what came
-before it finishes on the old weights, what came after it waits for the new ones. While paused it applies at once.
+A weight update is queued with the jobs. Unless the engine is paused it acts as a writer lock: jobs before it finish
+on the old weights, jobs after it wait for the new ones. While the engine is paused it applies at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """What became of a weight update; when not ``success``, the old weights are still served."""
+    """The result of a weight update; without ``success`` the old weights are still served."""
 
     success: bool
     message: str
@@ -39,8 +39,8 @@ class UpdateOutcome:
 
 
 @dataclass(slots=True)
-class Update:
-    """Checked weights that wait for their turn."""
+class WeightUpdate:
+    """Checked weights, queued behind the jobs before them."""
 
     weights: Weights
     version: str | None  # None: keep the label, as SGLang does
@@ -51,8 +51,8 @@ class Update:
 
 
 @dataclass(slots=True)
-class Figures:
-    """What the engine has done so far; written by its thread, read by /metrics, /v1/loads and /server_info."""
+class EngineMetrics:
+    """Counters since the engine started; written by its thread, read by /metrics, /v1/loads and /server_info."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -65,7 +65,7 @@ class Figures:
 
 
 class _Command:
-    """A control action for the engine thread, and the future of whoever waits for it."""
+    """A control action for the engine thread, and the future of its result."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
@@ -75,23 +75,23 @@ class _Command:
         self.outcome.set_result(self._action())
 
 
-class Engine:
-    """Serves jobs with one set of weights at a time; see the module's docstring for the order of things."""
+class EngineThread:
+    """Serves jobs with one set of weights at a time; the module's docstring defines their order."""
 
     def __init__(
         self, runner: Runner, limits: Limits, *, version: str, model_path: str, on_failure: Callable[[], None]
     ) -> None:
-        """Prepare; ``start`` begins. ``on_failure`` is called in the engine thread when it dies."""
+        """Prepare; nothing runs before ``start``. ``on_failure`` is called in the engine thread when it fails."""
         self.version = version
         self.model_path = model_path
         self.limits = limits
         self.paused = False
-        self.figures = Figures()
+        self.metrics = EngineMetrics()
         self.failure: Exception | None = None
         self._runner = runner
         self._on_failure = on_failure
         self._waiting: deque[Sequence] = deque()
-        self._inbox: deque[Job | Update] = deque()
+        self._inbox: deque[Job | WeightUpdate] = deque()
         self._streaming: list[Job] = []
         self._commands: deque[_Command] = deque()
         self._changed = threading.Condition()
@@ -121,18 +121,18 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold keys and values, paused ones included."""
+        """Sequences with keys and values in the cache, paused ones included."""
         return len(self._runner.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a row, or behind an update, at this moment."""
-        behind = sum(len(item.sequences) for item in list(self._inbox) if isinstance(item, Job))
-        return len(self._waiting) + behind
+        """Sequences that wait for a row, or for an update before them."""
+        queued = sum(len(item.sequences) for item in list(self._inbox) if isinstance(item, Job))
+        return len(self._waiting) + queued
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens whose keys and values are held."""
+        """Tokens whose keys and values are in the cache."""
         return self._runner.num_stored_tokens
 
     def submit(self, job: Job) -> None:
@@ -142,7 +142,7 @@ class Engine:
             self._inbox.append(job)
             self._changed.notify()
 
-    def update(self, update: Update) -> Future[UpdateOutcome]:
+    def update(self, update: WeightUpdate) -> Future[UpdateOutcome]:
         """Queue a weight update behind the jobs already submitted."""
         with self._changed:
             self._refuse_if_stopped()
@@ -151,10 +151,10 @@ class Engine:
         return update.outcome
 
     def pause(self, mode: str) -> Future[int]:
-        """Stop computing; returns how many sequences were running.
+        """Stop computing; return how many sequences were running.
 
-        ``abort`` ends all sequences with what they have, ``retract`` gives up their keys and values (they are
-        computed again after ``resume``, under the weights of that moment), ``in_place`` keeps them.
+        ``abort`` ends all sequences with the tokens they have, ``retract`` drops their keys and values (which are
+        computed again after ``resume``, with the weights of that moment), ``in_place`` keeps them.
         """
 
         def command() -> int:
@@ -177,22 +177,22 @@ class Engine:
         return self._command(command)
 
     def abort(self, *, prefix: str, everything: bool) -> Future[int]:
-        """End sequences whose rid starts with ``prefix`` (or all); they return what they have."""
+        """End sequences whose rid starts with ``prefix`` (or all) with the tokens they have."""
         return self._command(
             lambda: self._abort(lambda item: everything or item.rid.startswith(prefix), "Abort by /abort_request")
         )
 
     def cancel(self, job: Job) -> Future[int]:
-        """End the sequences of a job whose client has gone."""
+        """End the sequences of a job whose client has disconnected."""
         return self._command(lambda: self._abort(lambda item: item.job is job, "Client disconnected"))
 
     def flush(self) -> Future[bool]:
-        """Report whether no keys and values are held; nothing outlives its sequence here."""
+        """Return True if the cache is empty; keys and values are dropped when their sequence ends."""
         return self._command(lambda: not self._runner.running and not (self._waiting and not self.paused))
 
-    def forget(self, adapter: Adapter) -> Future[None]:
-        """Drop what was made of an adapter that no sequence uses any more."""
-        return self._command(lambda: self._runner.forget(adapter))
+    def drop_adapter(self, adapter: Adapter) -> Future[None]:
+        """Drop the tensors of an adapter that no sequence uses any more."""
+        return self._command(lambda: self._runner.drop_adapter(adapter))
 
     def _command(self, action: Callable[[], T]) -> Future[T]:
         command = _Command(action)
@@ -210,16 +210,16 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._wait_for_work():
-                    self._take_turn()
-        except Exception as error:  # noqa: BLE001  (whatever it is, nobody must wait for a dead thread)
+                    self._iterate()
+        except Exception as error:  # noqa: BLE001  (whatever the error, no client may wait for a thread that has ended)
             self.failure = error
-            self._fail_everything(error)
+            self._fail_all(error)
             self._on_failure()
         else:
-            self._fail_everything(EngineStopped("the engine is shutting down"))
+            self._fail_all(EngineStopped("the engine is shutting down"))
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do, run the commands; False when asked to stop."""
+        """Block until there is work, run the commands; return False when asked to stop."""
         with self._changed:
             while not (self._commands or self._inbox or self._can_compute() or self._stopping):
                 self._changed.wait()
@@ -232,32 +232,32 @@ class Engine:
     def _can_compute(self) -> bool:
         return not self.paused and bool(self._runner.running or self._waiting)
 
-    def _take_turn(self) -> None:
+    def _iterate(self) -> None:
         started = time.monotonic()
-        self._open_inbox()
+        self._admit_jobs()
         if self._can_compute():
-            newcomers = choose_admissions(self._waiting, self._runner.running, self.limits)
-            if newcomers:
-                finished = self._runner.start(newcomers)
-                for _ in newcomers:  # only now: had it failed, their jobs must still be found
+            admitted = choose_admissions(self._waiting, self._runner.running, self.limits)
+            if admitted:
+                finished = self._runner.start(admitted)
+                for _ in admitted:  # after start: if it raises, `_fail_all` still finds their jobs
                     self._waiting.popleft()
-                self.figures.prompt_tokens += sum(len(item.prompt) for item in newcomers)
-                self.figures.cached_tokens += sum(item.cached_tokens for item in newcomers)
-                self.figures.generated_tokens += len(newcomers)
+                self.metrics.prompt_tokens += sum(len(item.prompt) for item in admitted)
+                self.metrics.cached_tokens += sum(item.cached_tokens for item in admitted)
+                self.metrics.generated_tokens += len(admitted)
             else:
-                self.figures.generated_tokens += len(self._runner.running)
+                self.metrics.generated_tokens += len(self._runner.running)
                 finished = self._runner.step()
-            self._settle(finished)
+            self._finish(finished)
             self._report_progress()
-            self.figures.busy_s += time.monotonic() - started
+            self.metrics.busy_s += time.monotonic() - started
 
-    def _open_inbox(self) -> None:
-        """Let jobs in, in order, up to the first update that must wait for running sequences."""
+    def _admit_jobs(self) -> None:
+        """Move jobs to the waiting sequences, in order, up to the first update that must wait for running ones."""
         while self._inbox:
             head = self._inbox[0]
-            if isinstance(head, Update):
+            if isinstance(head, WeightUpdate):
                 if head.abort_all:
-                    self._end([*self._runner.running, *self._waiting], "Abort by update_weights_from_disk")
+                    self._abort_sequences([*self._runner.running, *self._waiting], "Abort by update_weights_from_disk")
                 if not self.paused and (self._runner.running or self._waiting):
                     return
                 self._apply(head)
@@ -268,12 +268,12 @@ class Engine:
             with self._changed:
                 self._inbox.popleft()
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: WeightUpdate) -> None:
         running = self._runner.running
         if running and update.flush_cache:
             message = (
                 f"{len(running)} sequences are paused in place and their keys and values cannot be flushed; nothing was "
-                "changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them anew."
+                "changed. Send flush_cache=false to keep them, or pause with mode=retract to compute them again."
             )
             update.outcome.set_result(UpdateOutcome(False, message, len(running)))
             return
@@ -283,7 +283,7 @@ class Engine:
         self.model_path = update.model_path
         if update.version is not None:
             self.version = update.version
-        self.figures.weight_updates += 1
+        self.metrics.weight_updates += 1
         num_paused = len(running) + len(self._waiting)
         update.outcome.set_result(UpdateOutcome(True, "Succeeded to update model weights.", num_paused))
 
@@ -293,26 +293,26 @@ class Engine:
         for sequence in running:
             sequence.num_retractions += 1
         self._waiting.extendleft(reversed(running))
-        self.figures.retractions += len(running)
+        self.metrics.retractions += len(running)
 
     def _abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
         jobs = [item for item in list(self._inbox) if isinstance(item, Job)]
         queued = [item for job in jobs for item in job.sequences if item.finish is None]
         ended = [item for item in (*self._runner.running, *self._waiting, *queued) if matches(item)]
-        self._end(ended, message)
+        self._abort_sequences(ended, message)
         return len(ended)
 
-    def _end(self, sequences: list[Sequence], message: str) -> None:
-        """Finish sequences wherever they are, with the tokens they have."""
+    def _abort_sequences(self, sequences: list[Sequence], message: str) -> None:
+        """End running, waiting or queued sequences with the tokens they have."""
         reason = FinishReason("abort", message=message)
         for sequence in sequences:
             sequence.finish = reason
         self._runner.remove([item for item in self._runner.running if item.finish is not None])
         self._waiting = deque(item for item in self._waiting if item.finish is None)
-        self.figures.aborted_sequences += len(sequences)
-        self._settle(sequences)
+        self.metrics.aborted_sequences += len(sequences)
+        self._finish(sequences)
 
-    def _settle(self, ended: list[Sequence]) -> None:
+    def _finish(self, ended: list[Sequence]) -> None:
         for sequence in ended:
             sequence.close_span(self.version)
             sequence.final_version = self.version
@@ -321,7 +321,7 @@ class Engine:
             job.num_unfinished -= 1
             if job.num_unfinished == 0:
                 job.on_done(None)
-        self.figures.finished_sequences += len(ended)
+        self.metrics.finished_sequences += len(ended)
 
     def _report_progress(self) -> None:
         self._streaming = [job for job in self._streaming if job.num_unfinished]
@@ -329,7 +329,7 @@ class Engine:
             if job.on_step is not None:
                 job.on_step([len(item.output_ids) for item in job.sequences])
 
-    def _fail_everything(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         stopped = EngineStopped(f"the engine thread ended: {error}")
         with self._changed:
             self._stopping = True
@@ -344,5 +344,5 @@ class Engine:
             if job.num_unfinished:
                 job.on_done(stopped)
         for item in inbox:
-            if isinstance(item, Update):
+            if isinstance(item, WeightUpdate):
                 item.outcome.set_exception(stopped)

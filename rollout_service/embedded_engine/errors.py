@@ -1,11 +1,11 @@
-"""Why the embedded engine refuses something, drawn as one tree.
+"""What the embedded engine refuses, and with which HTTP status.
 
 EngineError
-├── UnsupportedModel    config.json describes a model this engine cannot compute; names those it can
+├── UnsupportedModel    config.json describes a model this engine cannot compute; the text names those it can
 ├── CheckpointRefused   a folder of weights or of an adapter is missing, truncated, incomplete, mis-shaped or not finite
 ├── RequestRefused      a request body asks for something impossible; answered with HTTP 400
-├── EngineAtFault       a request that was in order could not be computed; answered with HTTP 500
-└── EngineStopped       the engine thread is gone; answered with HTTP 503
+├── EngineAtFault       a valid request could not be computed; answered with HTTP 500
+└── EngineStopped       the engine thread has ended; answered with HTTP 503
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.protocol.errors import PenstockError
 
 
 class EngineError(PenstockError):
-    """Base of what the embedded engine refuses."""
+    """Base of the embedded engine's errors."""
 
 
 class UnsupportedModel(EngineError):
@@ -30,7 +30,7 @@ class RequestRefused(EngineError):
 
 
 class EngineAtFault(EngineError):
-    """The engine could not compute a request that was in order."""
+    """The engine could not compute a valid request."""
 
 
 class EngineStopped(EngineError):

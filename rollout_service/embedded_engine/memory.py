@@ -1,6 +1,6 @@
-"""Keeps freed memory in the process: every decode step frees and takes the same few hundred kilobytes.
+"""Keep freed memory in the process: every decode step frees and allocates the same few hundred kilobytes.
 
-By default glibc gives such blocks back to the kernel at once and gets them again page by page, which cost a
+By default glibc returns such blocks to the kernel at once and gets them back page by page, which cost a
 quarter of the CPU time of a small model's step.
 """
 
@@ -16,7 +16,7 @@ _KEPT_BYTES = 256 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Raise glibc's thresholds; returns False where the C library has none (then nothing changes)."""
+    """Raise glibc's thresholds; return False, changing nothing, where the C library has none."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Ends this process when the one that started it ends, even by SIGKILL: an orphan would hold its port and memory."""
+"""Exit when the parent process exits, even by SIGKILL: an orphan process would hold its port and memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for SIGKILL at the parent's death, and watch for it as well.
+def exit_with_parent(parent: int | None = None) -> None:
+    """Have this process killed with SIGKILL when its parent exits.
 
-    ``parent`` is its process id, known to whoever started us: a parent that ended before we got
-    here has been replaced by another, which we would watch in vain. None: whoever it is now.
+    ``parent`` is the parent's process id as the parent itself passed it: if the parent has exited before this call, the
+    kernel has given this process another one. None: the present parent.
 
-    The kernel's signal follows the *thread* that started us, and is not there at all outside Linux; watching
-    the parent's id costs nothing and covers both.
+    The kernel's signal is sent when the *thread* that started this process ends, and exists on Linux only. Polling the
+    parent's id covers other systems and the exit of the process.
     """
     parent = os.getppid() if parent is None else parent
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except (OSError, AttributeError):
-        pass  # not Linux: the watching thread does it alone
+        pass  # not Linux: polling alone
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
 

@@ -1,7 +1,7 @@
-"""Computes what the scheduler decided: prompts of newcomers, one token for everybody who runs.
+"""Compute what the scheduler decided: the prompts of new sequences, one token for every running one.
 
-Per-row numbers live in numpy arrays beside the KV rectangle; row i belongs to ``running[i]``. When rows end,
-the last rows move into the holes, so that the running rows stay 0..n-1.
+Row i of the KV cache belongs to ``running[i]``; numpy arrays hold the numbers of each row. When sequences end, the last
+rows move into their places, so that the running rows stay 0..n-1.
 """
 
 from __future__ import annotations
@@ -10,86 +10,24 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.low_rank import NO_ADAPTER, Adapter, AdapterMix, RowAdapters
-from penstock.rollout_service.embedded_engine.model.sampler import GREEDY_BELOW, Choice, sample, uniforms
+from penstock.rollout_service.embedded_engine.model.sampler import Choice, sample, uniforms
 from penstock.rollout_service.embedded_engine.model.transformer import PromptBatch, Transformer, Weights
+from penstock.rollout_service.embedded_engine.rows import NO_TOKEN, Rows
 from penstock.rollout_service.embedded_engine.scheduler import padded_rows
 from penstock.rollout_service.embedded_engine.sequence import FinishReason, Prefix, Sequence
 
 _LOGPROB_CHUNK_TOKENS = 1024  # prompt logprobs need [tokens, vocab] floats; bounded by working in chunks
-_NO_TOKEN = -1
-_KEPT_MIXES = 8  # newcomers and runners of two or three adapters come and go in as many combinations
-
-
-@dataclass(slots=True)
-class Rows:
-    """Numbers of the running sequences, one entry per row; only the first n are meaningful."""
-
-    last_token: np.ndarray  # int64, sampled but not yet computed
-    position: np.ndarray  # int64, where the last token will stand; equals the tokens stored so far
-    adapter: np.ndarray  # int64, the adapter's number or NO_ADAPTER
-    num_output: np.ndarray  # int64
-    max_output: np.ndarray  # int64
-    min_output: np.ndarray  # int64
-    seed: np.ndarray  # uint64
-    temperature: np.ndarray  # float32
-    greedy: np.ndarray  # bool
-    top_p: np.ndarray  # float32
-    top_k: np.ndarray  # int64
-    min_p: np.ndarray  # float32
-    filtered: np.ndarray  # bool: top_p, top_k or min_p restrict the row
-    has_stop_strings: np.ndarray  # bool
-    stop_ids: np.ndarray  # [rows, k] int64, padded with -1
-
-    @classmethod
-    def empty(cls, num_rows: int) -> Rows:
-        """Return rows with unspecified contents."""
-        kinds = {"seed": np.uint64, "temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
-        flags = {"greedy", "filtered", "has_stop_strings"}
-        arrays = {
-            item.name: np.zeros(num_rows, dtype=np.bool_ if item.name in flags else kinds.get(item.name, np.int64))
-            for item in fields(cls)
-            if item.name != "stop_ids"
-        }
-        return cls(**arrays, stop_ids=np.full((num_rows, 1), _NO_TOKEN, dtype=np.int64))
-
-    def put(self, row: int, sequence: Sequence) -> None:
-        """Fill one row from its sequence."""
-        sampling = sequence.sampling
-        stops = sampling.stop_token_ids
-        if len(stops) > self.stop_ids.shape[1]:
-            widen = ((0, 0), (0, len(stops) - self.stop_ids.shape[1]))
-            self.stop_ids = np.pad(self.stop_ids, widen, constant_values=_NO_TOKEN)
-        self.adapter[row] = sequence.adapter_number
-        self.num_output[row] = len(sequence.output_ids)
-        self.max_output[row] = sampling.max_new_tokens
-        self.min_output[row] = sampling.min_new_tokens
-        self.seed[row] = sampling.seed
-        self.greedy[row] = sampling.temperature < GREEDY_BELOW
-        self.temperature[row] = 1.0 if self.greedy[row] else sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k if sampling.top_k > 0 else np.iinfo(np.int64).max
-        self.min_p[row] = sampling.min_p
-        self.filtered[row] = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
-        self.has_stop_strings[row] = bool(sampling.stop_strings)
-        self.stop_ids[row] = _NO_TOKEN
-        self.stop_ids[row, : len(stops)] = stops
-
-    def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows over others."""
-        for item in fields(self):
-            array = getattr(self, item.name)
-            array[targets] = array[sources]
+_KEPT_MIXES = 8  # two or three adapters among new and running sequences make about as many combinations
 
 
 class Runner:
-    """Holds the running sequences and their keys and values; one thread only."""
+    """The running sequences with their keys and values. For one thread."""
 
     def __init__(
         self,
@@ -108,32 +46,32 @@ class Runner:
         self._rows = Rows.empty(padded_rows(max_running))
         self._device = cache.data.device
         self._find_stop_string = find_stop_string
-        self._mixes: OrderedDict[tuple[int, ...], AdapterMix] = OrderedDict()  # the last used at the end
+        self._mixes: OrderedDict[tuple[int, ...], AdapterMix] = OrderedDict()  # least recently used first
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens whose keys and values are held; callable from any thread."""
+        """Tokens whose keys and values are in the cache; callable from any thread."""
         return int(self._rows.position[: len(self.running)].sum())
 
-    def start(self, newcomers: list[Sequence]) -> list[Sequence]:
-        """Compute the prompts of ``newcomers`` and sample one token each; returns those that finished."""
+    def start(self, admitted: list[Sequence]) -> list[Sequence]:
+        """Compute the prompts of ``admitted`` sequences and sample one token each; return those that finished."""
         groups: dict[Prefix, list[Sequence]] = {}
-        for sequence in newcomers:
+        for sequence in admitted:
             groups.setdefault(sequence.prefix(), []).append(sequence)
-        sharers = sorted(groups.items(), key=lambda item: len(item[0][1]))
-        prompts = [tokens for (_, tokens), _ in sharers]
-        ordered = [sequence for _, same in sharers for sequence in same]
+        by_prefix = sorted(groups.items(), key=lambda item: len(item[0][1]))
+        prompts = [tokens for (_, tokens), _ in by_prefix]
+        ordered = [sequence for _, same in by_prefix for sequence in same]
         first = len(self.running)
         self._cache.ensure(padded_rows(first + len(ordered)), len(prompts[-1]) + 1)
-        copies = [len(same) for _, same in sharers]
+        copies = [len(same) for _, same in by_prefix]
         batch = self._pack(prompts, copies, first)
-        adapters = self._of_prompts([(same[0].adapter, len(tokens)) for (_, tokens), same in sharers])
+        adapters = self._prompt_adapters([(same[0].adapter, len(tokens)) for (_, tokens), same in by_prefix])
         hidden = self._model.prefill(self.weights, batch, self._cache, adapters)
         ends = np.cumsum([len(prompt) for prompt in prompts])
-        for ((_, tokens), same), end in zip(sharers, ends.tolist(), strict=True):
+        for ((_, tokens), same), end in zip(by_prefix, ends.tolist(), strict=True):
             self._report_prompt(same, hidden[end - len(tokens) : end])
         for row, sequence in enumerate(ordered, start=first):
-            self._rows.put(row, sequence)
+            self._rows.fill(row, sequence)
             self._rows.position[row] = sequence.num_tokens
         self.running.extend(ordered)
         last = np.zeros(padded_rows(len(prompts)), dtype=np.int64)
@@ -143,12 +81,12 @@ class Runner:
         return self._advance(logits, first)
 
     def step(self) -> list[Sequence]:
-        """Compute and sample one token for every running sequence; returns those that finished."""
+        """Compute and sample one token for every running sequence; return those that finished."""
         num, rows = len(self.running), padded_rows(len(self.running))
         running = self._rows.position[:num]
         columns = int(running.max()) + 1
         self._cache.ensure(rows, columns)
-        # Rows beyond num belong to nobody: token 0 at position 0, computed and thrown away.
+        # Rows beyond num are padding: token 0 at position 0, computed and discarded.
         self._rows.position[num:rows] = 0
         self._rows.last_token[num:rows] = 0
         at = self._to_device(self._rows.position[:rows])
@@ -157,13 +95,13 @@ class Runner:
             beyond = torch.arange(columns, device=self._device) > at.unsqueeze(1)
             mask = torch.zeros(rows, columns, device=self._device).masked_fill_(beyond, -torch.inf)
         tokens = self._to_device(self._rows.last_token[:rows])
-        adapters = self._of_rows(rows)
+        adapters = self._running_adapters(rows)
         logits = self._model.decode(self.weights, tokens, at, columns, mask, self._cache, adapters)[:num]
         self._rows.position[:num] += 1
         return self._advance(logits, 0)
 
     def remove(self, leaving: Collection[Sequence]) -> None:
-        """Take sequences out; the last rows move into the holes."""
+        """Remove sequences; the last rows move into their places."""
         if not leaving:
             return
         gone = set(map(id, leaving))
@@ -179,12 +117,12 @@ class Runner:
                 self.running[target] = self.running[source]
         del self.running[kept:]
 
-    def forget(self, adapter: Adapter) -> None:
-        """Drop what was made of an adapter, once nothing runs with it."""
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Drop the tensors of an adapter with which no sequence runs."""
         for numbers in [numbers for numbers in self._mixes if adapter.number in numbers]:
             del self._mixes[numbers]
 
-    def _of_prompts(self, prompts: list[tuple[Adapter | None, int]]) -> RowAdapters | None:
+    def _prompt_adapters(self, prompts: list[tuple[Adapter | None, int]]) -> RowAdapters | None:
         """Return the adapters of packed prompts, given as (adapter, tokens); None when none has one."""
         given = [adapter for adapter, _ in prompts if adapter is not None]
         if not given:
@@ -194,12 +132,12 @@ class Runner:
         padding = padded_rows(sum(lengths)) - sum(lengths)
         return self._mix(given).of_rows(self._to_device(np.repeat([*numbers, numbers[-1]], [*lengths, padding])))
 
-    def _of_rows(self, num_rows: int) -> RowAdapters | None:
-        """Return the adapters of the running sequences, and of the padding behind them; None when none has one."""
+    def _running_adapters(self, num_rows: int) -> RowAdapters | None:
+        """Return the adapters of the running sequences and of the padding rows; None when none has one."""
         num, numbers = len(self.running), self._rows.adapter
         if not numbers[:num].any():
             return None
-        numbers[num:num_rows] = numbers[num - 1]  # one more of those is cheaper than another kind of row
+        numbers[num:num_rows] = numbers[num - 1]  # one more row of an adapter costs less than a row of another
         given = [sequence.adapter for sequence in self.running if sequence.adapter is not None]
         return self._mix(given).of_rows(self._to_device(numbers[:num_rows]))
 
@@ -220,12 +158,14 @@ class Runner:
         token_ids[:num_tokens] = list(itertools.chain.from_iterable(prompts))
         return PromptBatch(self._to_device(token_ids), self._to_device(positions), spans, copies, first_row)
 
-    def _report_prompt(self, sharers: list[Sequence], hidden: torch.Tensor) -> None:
-        """Fill in what a computed prompt tells besides its next token. ``hidden`` is [prompt tokens, hidden]."""
-        for sequence in sharers[1:]:
+    def _report_prompt(self, sequences: list[Sequence], hidden: torch.Tensor) -> None:
+        """Set cached tokens and prompt logprobs of sequences that share a prompt. ``hidden`` is [prompt tokens, hidden]."""
+        for sequence in sequences[1:]:
             sequence.cached_tokens = len(sequence.prompt)
-        wanting = [item for item in sharers if item.input_logprobs_from is not None and item.input_logprobs is None]
-        for sequence in wanting:
+        requesting = [
+            item for item in sequences if item.input_logprobs_from is not None and item.input_logprobs is None
+        ]
+        for sequence in requesting:
             first, last = sequence.input_logprobs_from or 0, len(sequence.prompt) - 1
             targets = torch.tensor(sequence.prompt[first + 1 :], device=self._device)
             found: list[float] = []
@@ -236,7 +176,7 @@ class Runner:
             sequence.input_logprobs = found
 
     def _advance(self, logits: torch.Tensor, first: int) -> list[Sequence]:
-        """Sample one token for each running sequence from row ``first`` on; returns those that finished."""
+        """Sample one token for each running sequence from row ``first`` on; return those that finished."""
         rows, here = self._rows, slice(first, len(self.running))
         self._forbid_early_stops(logits, here)
         chosen, their_logprobs = sample(logits, self._choice(here))
@@ -251,13 +191,13 @@ class Runner:
         ended = stopped | (rows.num_output[here] >= rows.max_output[here]) | ~np.isfinite(logprobs)
         ended |= rows.has_stop_strings[here]
         finished = [sequences[index] for index in np.flatnonzero(ended).tolist() if self._has_ended(sequences[index])]
-        self._clear_spoiled(finished)
+        self._clear_not_finite(finished)
         self.remove(finished)
         return finished
 
     def _has_ended(self, sequence: Sequence) -> bool:
         sampling, token = sequence.sampling, sequence.output_ids[-1]
-        if sampling.max_new_tokens == 0:  # only the prompt was asked about
+        if sampling.max_new_tokens == 0:  # only prompt logprobs were requested
             sequence.output_ids.clear()
             sequence.output_logprobs.clear()
             sequence.finish = FinishReason("length")
@@ -272,16 +212,16 @@ class Runner:
             sequence.finish = FinishReason("length")
         return sequence.finish is not None
 
-    def _clear_spoiled(self, finished: list[Sequence]) -> None:
-        spoiled = {id(sequence) for sequence in finished if sequence.finish and sequence.finish.status_code}
-        if spoiled:
-            self._cache.clear_rows([row for row, item in enumerate(self.running) if id(item) in spoiled])
+    def _clear_not_finite(self, finished: list[Sequence]) -> None:
+        not_finite = {id(sequence) for sequence in finished if sequence.finish and sequence.finish.status_code}
+        if not_finite:
+            self._cache.clear_rows([row for row, item in enumerate(self.running) if id(item) in not_finite])
 
     def _forbid_early_stops(self, logits: torch.Tensor, here: slice) -> None:
         rows = self._rows
         for index in np.flatnonzero(rows.num_output[here] < rows.min_output[here]).tolist():
             stops = rows.stop_ids[here][index]
-            logits[index, self._to_device(stops[stops != _NO_TOKEN])] = -torch.inf
+            logits[index, self._to_device(stops[stops != NO_TOKEN])] = -torch.inf
 
     def _choice(self, here: slice) -> Choice:
         rows = self._rows

@@ -1,13 +1,13 @@
-"""Decides which waiting sequences start now; pure.
+"""Decide which waiting sequences start now. Pure.
 
-First come, first served: nobody overtakes, so nobody starves. Three rules:
+First come, first served, so no sequence starves. Three rules:
 
 1. The KV rectangle must hold the worst case: (padded rows x longest possible sequence) <= ``max_total_tokens``.
-   A sequence once admitted is therefore never thrown out for lack of memory.
+   An admitted sequence is therefore never evicted for lack of memory.
 2. One prompt pass computes at most ``max_prefill_tokens`` different prompt tokens (a single longer prompt
-   goes alone). Sequences with the same tokens, key and adapter are computed once and cost nothing more.
-3. While sequences run, newcomers are let in by an eighth of the rows at a time (or all that wait, if
-   fewer): a prompt pass stalls every running sequence, so it should be worth it.
+   is computed alone). Sequences with the same tokens, key and adapter are computed once, at no further cost.
+3. While sequences run, new ones are admitted by an eighth of the rows at a time (or all that wait, if
+   fewer): a prompt pass stalls every running sequence, so it should start many.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXACT_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can hold."""
+    """Capacity of the engine."""
 
     max_running: int  # sequences that decode together
     max_total_tokens: int  # rows x columns of the KV rectangle

@@ -1,8 +1,8 @@
-"""What the engine works on: a sequence is one prompt and its growing completion; a job is one HTTP request.
+"""Sequences and jobs: a sequence is one prompt and its growing completion; a job is one HTTP request.
 
 waiting ──admitted──► running ──stop | length | abort──► finished
 ▲                     │
-└─────retracted───────┘   (tokens and logprobs kept, keys and values given up)
+└─────retracted───────┘   (tokens and logprobs kept, keys and values dropped)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from penstock.rollout_service.embedded_engine.model.low_rank import NO_ADAPTER, Adapter
 
-Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]  # what keeps equal tokens apart; the tokens
+Prefix: TypeAlias = tuple[tuple[str | None, int], tuple[int, ...]]  # (key, adapter number) and tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class FinishReason:
     type: str  # "stop" | "length" | "abort"
     matched: int | str | None = None
     message: str = ""
-    status_code: int | None = None  # set when the engine is at fault: the whole reply becomes an HTTP error
+    status_code: int | None = None  # set when the engine failed: the whole reply becomes an HTTP error
 
     def to_json(self, num_tokens: int) -> dict[str, object]:
         """Return SGLang's ``finish_reason`` object."""
@@ -68,7 +68,7 @@ class Sequence:
     sampling: Sampling
     extra_key: str | None = None  # shares a computed prompt only with sequences of the same key
     adapter: Adapter | None = None  # None: the model alone
-    input_logprobs_from: int | None = None  # report prompt logprobs from this position on; None: do not
+    input_logprobs_from: int | None = None  # report prompt logprobs from this position on; None: none
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
     input_logprobs: list[float] | None = None  # of tokens input_logprobs_from + 1 .. len(prompt) - 1
@@ -99,7 +99,7 @@ class Sequence:
         return NO_ADAPTER if self.adapter is None else self.adapter.number
 
     def prefix(self) -> Prefix:
-        """Return what sequences must have alike to be computed together: their key, their adapter and their tokens."""
+        """Return key, adapter and tokens; sequences with equal prefixes share one prompt computation."""
         return (self.extra_key, self.adapter_number), self.tokens()
 
     def close_span(self, version: str) -> None:
@@ -117,7 +117,7 @@ class Sequence:
 class Job:
     """The sequences of one HTTP request, answered together.
 
-    ``on_done`` and ``on_step`` are called in the engine thread and must only hand over to another thread.
+    ``on_done`` and ``on_step`` are called in the engine thread and must only pass on to another thread.
     """
 
     sequences: list[Sequence]
@@ -127,7 +127,7 @@ class Job:
     num_unfinished: int = 0
 
     def __post_init__(self) -> None:
-        """Tie the sequences to their job."""
+        """Set the job of every sequence."""
         self.num_unfinished = len(self.sequences)
         for sequence in self.sequences:
             sequence.job = self

@@ -1,4 +1,4 @@
-"""Wires weights, engine and HTTP server together and runs until asked to stop."""
+"""Build weights, engine thread and HTTP server, and serve until stopped."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import structlog
 import torch
 import uvicorn
 
-from penstock.rollout_service.embedded_engine.engine_thread import Engine
+from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
-from penstock.rollout_service.embedded_engine.http.app import Server, build_app
+from penstock.rollout_service.embedded_engine.http.app import build_app
 from penstock.rollout_service.embedded_engine.http.build_job import ServedModel
 from penstock.rollout_service.embedded_engine.http.run_job import JobRunner
+from penstock.rollout_service.embedded_engine.http.server_state import ServerState
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.model.adapter_file import read_adapter
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
@@ -34,11 +35,11 @@ from penstock.rollout_service.embedded_engine.settings import EngineSettings
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
 
-log = structlog.get_logger()
+log = structlog.get_logger("embedded_engine.serve")
 
 
 def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None]) -> int:
-    """Serve on ``listener`` until a signal ends the process, or the engine thread dies (returns 1).
+    """Serve on ``listener`` until a signal ends the process, or the engine thread fails (then return 1).
 
     Raises:
         UnsupportedModel: the model folder's architecture or features are not served here.
@@ -52,23 +53,23 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
     def read_weights(folder: Path) -> Weights:
         with torch.inference_mode():
             if (folder / "config.json").is_file() and (found := read_model_config(folder)) != config:
-                raise CheckpointRefused(f"{folder}: its config.json describes another model: {found}, serving {config}")
+                raise CheckpointRefused(f"{folder}: its config.json is of another model: {found}; expected {config}")
             return prepare_weights(config, read_checkpoint(folder, config), device=device, dtype=dtype)
 
-    def adapter_of(name: str, path: str) -> Adapter:
+    def read_adapter_folder(name: str, path: str) -> Adapter:
         with torch.inference_mode():
             factors = read_adapter(Path(path), config, max_rank=settings.max_lora_rank)
             return prepare_adapter(name, path, factors, config, device=device, dtype=dtype)
 
-    async def forget(adapter: Adapter) -> None:
-        await asyncio.wrap_future(engine.forget(adapter))
+    async def drop_adapter(adapter: Adapter) -> None:
+        await asyncio.wrap_future(engine.drop_adapter(adapter))
 
     limits = _limits(settings, config, dtype)
     weights = read_weights(settings.model_path)
     server: _Server | None = None
 
     def stop_serving() -> None:
-        log.error("engine_thread_died", exc_info=engine.failure)
+        log.error("engine thread failed", exc_info=engine.failure)
         if server is not None:
             server.should_exit = True
 
@@ -76,14 +77,14 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         cache = KVCache(config, max_tokens=limits.max_total_tokens, device=device, dtype=dtype)
         model = Transformer(config, device=device, dtype=dtype)
         runner = Runner(model, weights, cache, max_running=limits.max_running, find_stop_string=text.find_stop_string)
-    engine = Engine(
+    engine = EngineThread(
         runner,
         limits,
         version=settings.weight_version,
         model_path=str(settings.model_path),
         on_failure=stop_serving,
     )
-    adapters = AdapterRegistry(adapter_of, forget, max_loaded=settings.max_loaded_loras)
+    adapters = AdapterRegistry(read_adapter_folder, drop_adapter, max_loaded=settings.max_loaded_loras)
     ends = tuple(dict.fromkeys((*read_eos_token_ids(settings.model_path), *text.eos_token_ids())))
     served = ServedModel(
         vocab_size=config.vocab_size,
@@ -93,13 +94,13 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
         adapters=adapters.listed,
     )
     jobs = JobRunner(engine, adapters)
-    app = build_app(Server(engine, jobs, adapters, settings, config, served, text, read_weights))
+    app = build_app(ServerState(engine, jobs, adapters, settings, config, served, text, read_weights))
     http = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
     )
     server = _Server(http, on_ready, on_stop=engine.stop)
     log.info(
-        "engine_serves",
+        "engine serves",
         model_path=str(settings.model_path),
         num_parameters=weights.num_parameters,
         weight_version=settings.weight_version,
@@ -111,7 +112,7 @@ def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callab
 
 
 class _Server(uvicorn.Server):
-    """Says when it accepts connections, and stops the engine first, so that waiting clients are answered."""
+    """Reports when it accepts connections; on shutdown stops the engine first, so that waiting clients get a reply."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
@@ -119,12 +120,12 @@ class _Server(uvicorn.Server):
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the listeners, then announce."""
+        """Open the listeners, then report that the server is ready."""
         await super().startup(sockets)
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Fail what is unfinished, then close the connections."""
+        """Fail unfinished requests, then close the connections."""
         await asyncio.to_thread(self._on_stop)
         await super().shutdown(sockets)
 

@@ -1,4 +1,4 @@
-"""What the engine process may be told: its command line, with SGLang's names where SGLang has them."""
+"""Settings of the engine process: its command line, with SGLang's names where SGLang has them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ class EngineSettings(BaseModel):
     port_file: Annotated[Path | None, Field(description="file that receives the port once requests are served")] = None
     max_running: Annotated[int, Field(ge=1, description="sequences that decode together")] = 256
     max_total_tokens: Annotated[
-        int | None, Field(ge=1, description="tokens the KV memory holds; default: as many as 2 GiB hold")
+        int | None, Field(ge=1, description="tokens the KV cache holds; default: as many as fit into 2 GiB")
     ] = None
     max_prefill_tokens: Annotated[int, Field(ge=1, description="prompt tokens computed in one pass")] = 8192
     device: Annotated[str, Field(description="torch device: cpu, cuda, cuda:1")] = "cpu"
-    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="type of weights and KV memory")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="dtype of weights and KV cache")] = "float32"
     max_lora_rank: Annotated[int, Field(ge=1, description="largest rank of an adapter")] = 256
-    max_loaded_loras: Annotated[int, Field(ge=1, description="adapters that are held at once")] = 64
+    max_loaded_loras: Annotated[int, Field(ge=1, description="adapters that are loaded at once")] = 64
     weight_version: Annotated[str, Field(description="label of the first weights")] = "default"
     served_model_name: Annotated[str | None, Field(description="name in /model_info; default: model_path")] = None
     threads: Annotated[int, Field(ge=1, description="CPU threads of one operation")] = 1
-    die_with_parent: Annotated[bool, Field(description="end as soon as the process that started this one ends")] = False
-    parent_pid: Annotated[int | None, Field(description="id of that process: it may end while this one starts")] = None
+    die_with_parent: Annotated[bool, Field(description="exit when the process that started this one exits")] = False
+    parent_pid: Annotated[
+        int | None, Field(description="id of that process, in case it exits while this one starts")
+    ] = None
 
 
 def parse_arguments(arguments: Sequence[str]) -> EngineSettings:
-    """Turn ``--kebab-case value`` arguments into settings; exits with usage on mistakes."""
+    """Turn ``--kebab-case value`` arguments into settings; prints the usage and exits on errors."""
     parser = argparse.ArgumentParser(prog="python -m penstock.rollout_service.embedded_engine", description=__doc__)
     for name, info in EngineSettings.model_fields.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,1 +1,1 @@
-"""A pack of tasks from the queue to the announced groups; may import environments, engines and weights."""
+"""Take packs of tasks from the queue, generate, store and announce their groups; may import environments, engines and weights."""

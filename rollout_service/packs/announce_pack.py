@@ -1,4 +1,4 @@
-"""Groups → one Parquet object in S3 → one `GroupGenerated`, in that order."""
+"""Store a pack's groups as one Parquet object in S3, then announce them as one `GroupGenerated`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import oldest
-from penstock.rollout_service.metrics import Figures
-from penstock.rollout_service.packs.task_source import Order
-from penstock.rollout_service.retry import outlast
+from penstock.rollout_service.metrics import WorkerMetrics
+from penstock.rollout_service.packs.task_source import ReceivedPack
+from penstock.rollout_service.retry import retry
 
-log = structlog.get_logger("rollout.pack")
+log = structlog.get_logger("rollout.announce_pack")
 
 _PUBLISH_S = 15.0
 
@@ -28,53 +28,53 @@ class PackAnnouncer:
     """Stores and announces packs."""
 
     def __init__(
-        self, *, bus: Bus, blobs: Blobs, activity: Activity, figures: Figures, run_id: str, worker_id: str
+        self, *, bus: Bus, blobs: Blobs, activity: Activity, metrics: WorkerMetrics, run_id: str, worker_id: str
     ) -> None:
-        """Hold the two doors."""
+        """Prepare; nothing is sent before `announce`."""
         self._bus = bus
         self._blobs = blobs
         self._activity = activity
-        self._figures = figures
+        self._metrics = metrics
         self._run_id = run_id
         self._worker_id = worker_id
 
-    async def announce(self, order: Order, groups: Sequence[Group]) -> None:
-        """Store the groups and announce them; waits while S3 or NATS is away or the stream is full.
+    async def announce(self, received: ReceivedPack, groups: Sequence[Group]) -> None:
+        """Store the groups and announce them; wait while S3 or NATS is unreachable or the stream is full.
 
-        The message id is the pack's: a pack that was generated twice, because a worker died before
-        it could acknowledge, is announced once.
+        The message id is the pack's: a pack that was generated twice, because a worker was killed before it acknowledged
+        the task, is announced once.
         """
         if not groups:
             return
         with self._activity.working("storing"):
-            pack = await self._store(order.pack_id, groups)
+            pack = await self._store(received.pack_id, groups)
             fact = GroupGenerated(
                 run_id=self._run_id,
-                pack_id=order.pack_id,
+                pack_id=received.pack_id,
                 worker_id=self._worker_id,
                 pack=pack,
                 groups=tuple(group.summary(row_group) for row_group, group in enumerate(groups)),
             )
-            subject = subjects.generated(self._run_id, order.split)
-            traceparent = trace_context.child(order.delivery.traceparent)
-            await outlast(
+            subject = subjects.generated(self._run_id, received.split)
+            traceparent = trace_context.child(received.delivery.traceparent)
+            await retry(
                 lambda: self._bus.publish(
-                    subject, fact, msg_id=f"g:{order.pack_id}", deadline_s=_PUBLISH_S, traceparent=traceparent
+                    subject, fact, msg_id=f"g:{received.pack_id}", deadline_s=_PUBLISH_S, traceparent=traceparent
                 ),
-                f"NATS to announce {order.pack_id}",
+                f"announce pack {received.pack_id}",
             )
         num_tokens = sum(sum(group.completion_tokens) for group in fact.groups)
-        self._figures.packs_announced += 1
-        self._figures.groups_generated += len(groups)
-        self._figures.tokens_generated += num_tokens
+        self._metrics.packs_announced += 1
+        self._metrics.groups_generated += len(groups)
+        self._metrics.tokens_generated += num_tokens
         log.info(
             "pack announced",
-            pack_id=order.pack_id,
-            split=order.split,
+            pack_id=received.pack_id,
+            split=received.split,
             num_groups=len(groups),
             num_tokens=num_tokens,
             oldest_policy_version=min(group.oldest_version for group in fact.groups),
-            attempt=order.delivery.num_delivered,
+            attempt=received.delivery.num_delivered,
         )
 
     async def _store(self, pack_id: str, groups: Sequence[Group]) -> BlobRef:
@@ -87,4 +87,4 @@ class PackAnnouncer:
             data = data or group_pack.encode(groups)
             return self._blobs.put(key, data)
 
-        return await outlast(lambda: asyncio.to_thread(store), f"S3 to store {pack_id}")
+        return await retry(lambda: asyncio.to_thread(store), f"store pack {pack_id}")

@@ -1,4 +1,4 @@
-"""Order → groups: check the tasks, hold the version they want, have their environments roll out."""
+"""Generate a pack's groups: check its tasks, wait for or pin their version, let their environments roll out."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from penstock.rollout_service.environments.build_trajectory import build_group
 from penstock.rollout_service.environments.environment import Environment, Sampler
 from penstock.rollout_service.errors import EngineError, ReplyRefused, TaskRefused
 from penstock.rollout_service.packs.settlement import Settlement
-from penstock.rollout_service.packs.task_source import Order
-from penstock.rollout_service.retry import outlast
+from penstock.rollout_service.packs.task_source import ReceivedPack
+from penstock.rollout_service.retry import retry
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.version_gate import VersionGate
 from penstock.rollout_service.weights.weight_follower import WeightFollower
 
 
 class PackGenerator:
-    """Generates whole packs on one engine."""
+    """Generates packs on this worker's engine."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PackGenerator:
         settlement: Settlement,
         activity: Activity,
     ) -> None:
-        """Hold the parts; ``limits`` are set once the first weights are here."""
+        """Prepare; set ``limits`` once the first weights are loaded."""
         self.limits = ModelLimits(None, None)
         self._engine = engine
         self._environments = environments
@@ -52,49 +52,51 @@ class PackGenerator:
         self._settlement = settlement
         self._activity = activity
 
-    async def generate(self, order: Order) -> list[Group]:
+    async def generate(self, received: ReceivedPack) -> list[Group]:
         """Return the groups of a pack, without those whose tasks were refused.
 
-        Raises EngineError, PackError or TaskRefused, as the settlement of a pack expects them.
+        Raises EngineError, PackError or TaskRefused, which `Settlement` handles.
         """
-        tasks = await self._acceptable(order)
+        tasks = await self._accepted_tasks(received)
         by_pin: dict[int | None, list[Task]] = {}
         for task in tasks:
             by_pin.setdefault(task.pinned_version, []).append(task)
         groups: list[Group] = []
         for pin, same in by_pin.items():
-            async with self._holding(pin, issued_for=max(task.issued_version for task in same)):
+            async with self._version_held(pin, issued_for=max(task.issued_version for task in same)):
                 sampler = self._servable.sampler(None if pin is None else PolicyVersion(pin))
                 with self._activity.working("generating"):
                     groups += await self._roll_out(same, sampler)
         return groups
 
-    async def _acceptable(self, order: Order) -> Sequence[Task]:
-        fact = order.delivery.fact
+    async def _accepted_tasks(self, received: ReceivedPack) -> Sequence[Task]:
+        fact = received.delivery.fact
         tasks = fact.tasks
         if fact.tasks_blob is not None:
             ref = fact.tasks_blob
-            data = await outlast(lambda: asyncio.to_thread(self._blobs.get, ref), f"S3 for the tasks of {fact.pack_id}")
+            data = await retry(
+                lambda: asyncio.to_thread(self._blobs.get, ref), f"read the tasks of pack {fact.pack_id}"
+            )
             tasks = decode(data, TaskList).tasks
         accepted: list[Task] = []
         refused: dict[str, tuple[TaskRefused, list[Task]]] = {}
         for task in tasks:
             try:
-                check_task(task, limits=self.limits, split=order.split, environments=self._environments)
+                check_task(task, limits=self.limits, split=received.split, environments=self._environments)
             except TaskRefused as err:
                 refused.setdefault(err.reason, (err, []))[1].append(task)
             else:
                 accepted.append(task)
-        for reason, hopeless in refused.values():
-            await self._settlement.refuse(order, hopeless, reason)
+        for reason, refused_tasks in refused.values():
+            await self._settlement.refuse(received, refused_tasks, reason)
         return accepted
 
     @contextlib.asynccontextmanager
-    async def _holding(self, pin: int | None, *, issued_for: int) -> AsyncIterator[None]:
+    async def _version_held(self, pin: int | None, *, issued_for: int) -> AsyncIterator[None]:
         if pin is None:
-            with self._gate.ordinary():
-                await self._weights.catch_up(PolicyVersion(issued_for))
-                await self._gate.free()
+            with self._gate.ordinary_waiting():
+                await self._weights.wait_for_version(PolicyVersion(issued_for))
+                await self._gate.wait_for_ordinary()
             yield
         else:
             async with self._weights.pinned(PolicyVersion(pin)):
@@ -119,9 +121,9 @@ class PackGenerator:
     async def _with_baselines(
         self, environment: Environment, tasks: Sequence[Task], sampler: Sampler
     ) -> list[list[Trajectory]]:
-        """Roll tasks out, and for those that want a baseline one greedy completion more, last in its group.
+        """Roll out the tasks; those that want a baseline get one more, greedy completion, the last of their group.
 
-        An environment sees it as a task of its own, so none has to know about baselines.
+        An environment receives it as a separate task, so it need not know about baselines.
         """
         measured = [number for number, task in enumerate(tasks) if task.with_baseline]
         rolled = await environment.rollout([*tasks, *(_greedy(tasks[number]) for number in measured)], sampler)
@@ -131,15 +133,17 @@ class PackGenerator:
         return groups
 
     def _check_origin(self, task: Task, trajectories: Sequence[Trajectory]) -> None:
-        """Raise ReplyRefused for tokens that this model cannot have sampled, or not at this version."""
+        """Raise ReplyRefused for tokens that this model, or this version of it, cannot have sampled."""
         highest = max(int(row.token_ids.max()) for row in trajectories)
         if self.limits.vocab_size is not None and highest >= self.limits.vocab_size:
-            raise ReplyRefused(f"{task.group_id}: token id {highest} of a model with {self.limits.vocab_size} tokens")
+            raise ReplyRefused(
+                f"{task.group_id}: token id {highest}, but the model has {self.limits.vocab_size} tokens"
+            )
         for run in itertools.chain.from_iterable(row.version_runs for row in trajectories):
             if run.version not in self._engine.applied:
                 raise ReplyRefused(
                     f"{task.group_id}: tokens of version {run.version}, which this worker never loaded; "
-                    "somebody else changes this engine's weights"
+                    "another process changes this engine's weights: give each engine to one worker"
                 )
             if task.pinned_version is not None and run.version != task.pinned_version:
                 raise ReplyRefused(

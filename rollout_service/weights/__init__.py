@@ -1,1 +1,1 @@
-"""Follows published versions: local mirror, announcements, swaps, which versions can be served; may import engines."""
+"""Follow published versions: local copies, announcements, swaps, and which versions can be served; may import engines."""

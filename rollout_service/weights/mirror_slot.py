@@ -1,12 +1,12 @@
 """One copy of a model on this host: a Hugging Face folder that patches are applied to, in place.
 
-    <mirror>/a/config.json tokenizer.json … model-00001-of-00003.safetensors … model.safetensors.index.json
-    <mirror>/a.json        what the folder holds, or what was being made of it
+    <cache>/a/config.json tokenizer.json … model-00001-of-00003.safetensors … model.safetensors.index.json
+    <cache>/a.json        the journal: which version the folder holds, and which is being written to it
 
-The journal comes first: before a byte is written, ``a.json`` says what the folder was and what it is becoming.
-A process that is killed in between leaves a torn folder. It is never served; applying the same patches again,
-from what it was, heals it, because their values are absolute. What a finished ``a.json`` claims is hashed
-before it is believed by another process.
+The journal is written first: before a byte of the folder changes, ``a.json`` names the version before and the version
+after. A process that is killed in between leaves a torn folder. It is never served; applying the same patches again
+from the version before repairs it, because patches hold absolute values. Another process hashes a finished folder
+before it serves it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from penstock.protocol.facts import BlobRef, Count, Sha256, Wire
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.digest import TensorDigest, weights_digest
 from penstock.protocol.weights.layout import Bucket, WeightLayout, bucket_digests, shard_header, shard_index, shard_name
-from penstock.protocol.weights.manifest import ModelFile
+from penstock.protocol.weights.manifest import ModelFile, VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, Held
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
+from penstock.rollout_service.weights.slot_choice import SlotContents
 
 _INDEX = "model.safetensors.index.json"
 _SHARDS = "*.safetensors"
-_JOURNAL_BLOCK = 4096  # bytes that are written at once: a journal is filled up to a multiple of it
+_JOURNAL_BLOCK = 4096  # bytes written at once: a journal is padded to a multiple of it
 
-Link = Callable[[ModelFile, Path], None]  # puts a small file of a version into a folder
+Link = Callable[[ModelFile, Path], None]  # puts a config or tokenizer file of a version into a folder
 
 
 class HeldVersion(Wire):
-    """What a folder holds."""
+    """A version that a folder holds; stored in the journal."""
 
     version: Count
     manifest: BlobRef
@@ -46,7 +47,7 @@ class HeldVersion(Wire):
 
 
 class SlotState(Wire):
-    """The journal: ``becoming`` is None of a folder that is finished."""
+    """The journal, stored as JSON: ``becoming`` is the version being written; None when the folder is finished."""
 
     holds: HeldVersion | None
     becoming: HeldVersion | None = None
@@ -56,32 +57,39 @@ class Slot:
     """One folder and its journal. Blocking; one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what an earlier process left; nothing is believed before `verify`."""
+        """Read the journal of an earlier process; its folder cannot be served before `verify`."""
         self.folder = folder
         self._journal = folder.with_suffix(".json")
         self.state = _read(self._journal)
-        self._digests: list[list[TensorDigest]] | None = None  # of what it holds; None: not known to be true
+        self._digests: list[list[TensorDigest]] | None = None  # of what it holds; None: not verified
 
     @property
     def version(self) -> PolicyVersion | None:
-        """The version that can be served from here; None of a folder that is empty, torn or not verified."""
+        """The version that can be served from here; None when the folder is empty, torn or not verified."""
         if self.state.holds is None or self.state.becoming is not None or self._digests is None:
             return None
         return PolicyVersion(self.state.holds.version)
 
     @property
     def base(self) -> Held | None:
-        """What patches may start from: what it holds, or held before it was torn."""
+        """What patches may start from: the version it holds, or held before it was torn; None when empty."""
         holds = self.state.holds
         return None if holds is None else Held(PolicyVersion(holds.version), holds.state_root)
 
     @property
-    def reference(self) -> HeldVersion | None:
-        """The version it holds or held, with the object that names it."""
-        return self.state.holds
+    def contents(self) -> SlotContents:
+        """What `slot_choice.py` needs to know of it."""
+        return SlotContents(base=self.base, servable=self.version)
+
+    def holds(self, target: VersionManifest) -> bool:
+        """Return True if ``target`` can be served from here."""
+        return self.version is not None and self.base == Held(PolicyVersion(target.version), target.state_root)
 
     def verify(self, reader: WeightReader) -> None:
-        """Hash a finished folder that another process left; one that is not what it claims is as good as torn."""
+        """Hash a finished folder that another process left.
+
+        One whose hash differs stays unverified, like a torn one; one whose files are missing or short is emptied. Raises one of `version_reader.UNUSABLE` when the manifest or layout of its version is gone.
+        """
         holds = self.state.holds
         if holds is None or self.state.becoming is not None or self._digests is not None:
             return
@@ -95,13 +103,13 @@ class Slot:
             self._digests = digests
 
     def advance(self, plan: CatchUp, reference: BlobRef, reader: WeightReader, link: Link) -> None:
-        """Make the folder the plan's target; raises what `WeightReader.bring` does, and leaves it torn then."""
+        """Bring the folder to the plan's target; raises what `WeightReader.bring` raises, and leaves it torn then."""
         layout, target = reader.layout(plan.target), plan.target
         becoming = HeldVersion(
             version=target.version, manifest=reference, state_root=target.state_root, layout=target.layout
         )
         known, self._digests = self._digests, None
-        if plan.anchor is not None:  # all of it comes anew; files that fit are written over
+        if plan.anchor is not None:  # every bucket is fetched; files of the right size are overwritten
             known = None
         self._write(SlotState(holds=self.state.holds if plan.anchor is None else None, becoming=becoming))
         self._lay_out(layout, target.model_files, link)
@@ -117,14 +125,12 @@ class Slot:
         root = weights_digest(tensor for bucket in digests for tensor in bucket)
         if root != target.state_root:
             self._empty()
-            raise StateMismatch(
-                f"version {target.version}: its root is {root}, its manifest promised {target.state_root}"
-            )
+            raise StateMismatch(f"version {target.version}: its root is {root}, its manifest says {target.state_root}")
         self._write(SlotState(holds=becoming))
         self._digests = digests
 
     def copy(self, other: Slot) -> None:
-        """Become a copy of a folder that can be served: cheaper than fetching an anchor."""
+        """Copy a folder that can be served, which costs less than fetching a full snapshot."""
         self._empty()
         self._write(SlotState(holds=None, becoming=other.state.holds))
         for path in other.folder.iterdir():
@@ -136,7 +142,7 @@ class Slot:
         self._digests = None if other._digests is None else [*other._digests]
 
     def remove(self) -> None:
-        """Leave nothing."""
+        """Remove the folder and its journal."""
         self._journal.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.state, self._digests = SlotState(holds=None), None
@@ -146,7 +152,7 @@ class Slot:
         self.folder.mkdir()
 
     def _lay_out(self, layout: WeightLayout, files: Sequence[ModelFile], link: Link) -> None:
-        """Make every file of the folder, shards as large as they must be; files of no use go."""
+        """Create every file of the folder, shards at their full size; remove files of other versions."""
         self.folder.mkdir(exist_ok=True)
         count = len(layout.buckets)
         wanted = {_INDEX, *(file.name for file in files), *(shard_name(n, count) for n in range(count))}
@@ -171,9 +177,9 @@ class Slot:
         return np.memmap(path, np.uint8, mode="r+", offset=len(header), shape=(bucket.num_bytes,))
 
     def _write(self, state: SlotState) -> None:
-        """Put the journal down: over the old one where it is as long, since a rename costs as much as a small model.
+        """Write the journal: over the old one where it is as long, since a rename costs as much as a small model.
 
-        A journal that was torn all the same says nothing, and the folder is made anew.
+        A journal that is torn by this cannot be read, and the folder is then treated as empty.
         """
         data = state.model_dump_json().encode()
         data += b" " * (-len(data) % _JOURNAL_BLOCK)
@@ -195,7 +201,7 @@ def _read(journal: Path) -> SlotState:
 
 
 def _make_shard(path: Path, bucket: Bucket) -> None:
-    """Make a file with the bucket's header and room for its bytes, unless it is there already."""
+    """Create a file with the bucket's header and space for its bytes, unless it exists already."""
     header = shard_header(bucket)
     size = len(header) + bucket.num_bytes
     if path.exists() and path.stat().st_size == size:
@@ -205,5 +211,5 @@ def _make_shard(path: Path, bucket: Bucket) -> None:
     with path.open("wb") as file:
         file.write(header)
         file.flush()
-        if bucket.num_bytes:  # a full disk is an error here, not a fatal signal when the mapped file is written to
+        if bucket.num_bytes:  # a full disk raises an error here, not SIGBUS when the mapped file is written to
             os.posix_fallocate(file.fileno(), len(header), bucket.num_bytes)

@@ -1,14 +1,25 @@
-"""Which versions the engine can be asked for now: the model it holds, and the adapters upon that model, side by side.
+"""Which versions a request may name now: the model that the engine holds, and the adapters of that model.
 
-A request names the adapter that samples it, so that every token has exactly that version. An adapter stays for as long
-as a request uses it; the follower unloads those that nobody needs any more.
+A request names the adapter that samples it, so every token has exactly that version. An adapter stays loaded while a
+request uses it; the follower unloads those that are no longer needed.
+
+Three classes know of loaded adapters, each for a different question and as long as its owner exists:
+
+| question                                                            | owner                           | exists as long as          |
+|---------------------------------------------------------------------|---------------------------------|----------------------------|
+| Which versions may a request name? Which adapters can be unloaded?  | `ServableVersions`              | the worker                 |
+| Which folders is an engine given again after a restart?             | `engines/served_version.py`     | the engine, over restarts  |
+| What did this server confirm, on which base, for which requests?    | `engines/adapter_table.py`      | one server process         |
+
+Requests are counted here to find adapters that can be unloaded, over all engines and before a request is sent. The
+adapter table counts the requests that one server computes, because a server must finish them before its model changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from penstock.protocol.facts import Sampling
@@ -20,53 +31,66 @@ from penstock.rollout_service.weights.mirror import MirroredVersion
 
 
 class ServableVersions:
-    """Lives on one event loop; `WeightSwap` says what the engine was given."""
+    """The versions of one worker, changed by `WeightSwap` alone. For one event loop."""
 
     def __init__(self, engine: Engine) -> None:
-        """Begin with nothing; ``on_idle`` is called when an adapter has lost its last request."""
+        """Start without versions; ``on_unused`` is called when the last request with an adapter has ended."""
         self.model: PolicyVersion | None = None
-        self.adapters: set[PolicyVersion] = set()
-        self.on_idle: Callable[[], None] = lambda: None
+        self.on_unused: Callable[[], None] = lambda: None
+        self._adapters: set[PolicyVersion] = set()
         self._engine = engine
-        self._uses: Counter[PolicyVersion] = Counter()
+        self._num_requests: Counter[PolicyVersion] = Counter()  # by adapter
 
     @property
-    def newest(self) -> PolicyVersion | None:
+    def adapters(self) -> Set[PolicyVersion]:
+        """The adapters that a request may name."""
+        return frozenset(self._adapters)
+
+    @property
+    def newest_adapter(self) -> PolicyVersion | None:
         """The newest adapter; None while the model itself is served."""
         found = None
-        for version in self.adapters:
+        for version in self._adapters:
             if is_newer(version, found):
                 found = version
         return found
 
-    def took_model(self, version: PolicyVersion) -> None:
-        """Note that the engine holds a model now; what sat upon the one before is gone."""
+    def set_model(self, version: PolicyVersion) -> None:
+        """Record that the engine holds this model now; adapters of the one before are gone."""
         self.model = version
-        self.adapters.clear()
+        self._adapters.clear()
 
-    def fits(self, mirrored: MirroredVersion) -> bool:
-        """Say whether a version can be served beside all others: it is the model that the engine holds, or sits upon it."""
+    def add_adapter(self, version: PolicyVersion) -> None:
+        """Record that requests may name an adapter of the model."""
+        self._adapters.add(version)
+
+    def remove_adapter(self, version: PolicyVersion) -> None:
+        """Record that requests may not name an adapter any more."""
+        self._adapters.discard(version)
+
+    def shares_model(self, mirrored: MirroredVersion) -> bool:
+        """Return True if serving a version keeps the engine's model: it is that model, or an adapter of it."""
         return (mirrored.base or mirrored).version == self.model
 
-    def idle(self, needed: Collection[PolicyVersion]) -> list[PolicyVersion]:
-        """Return the adapters that no request uses, the newest and those that are ``needed`` left out."""
-        spared = {self.newest, *needed}
-        return sorted(version for version in self.adapters if not self._uses[version] and version not in spared)
+    def unused_adapters(self, needed: Collection[PolicyVersion]) -> list[PolicyVersion]:
+        """Return the adapters that no request uses, except the newest and those in ``needed``."""
+        kept = {self.newest_adapter, *needed}
+        return sorted(version for version in self._adapters if not self._num_requests[version] and version not in kept)
 
     def sampler(self, pin: PolicyVersion | None) -> VersionSampler:
-        """Return whom to ask for samples of exactly ``pin``; None: of whatever is newest when a request begins."""
+        """Return a sampler of exactly version ``pin``; None: of the newest version when a request starts."""
         return VersionSampler(self, self._engine, pin)
 
     def adapter_of(self, pin: PolicyVersion | None) -> PolicyVersion | None:
-        """Return the adapter that a request names; None: it is sampled by the model itself.
+        """Return the adapter that a request names; None: the model itself samples it.
 
         Raises EngineRefused when a pinned version is not served any more.
         """
         if pin is None:
-            return self.newest
-        if pin not in self.adapters and pin != self.model:
+            return self.newest_adapter
+        if pin not in self._adapters and pin != self.model:
             raise EngineRefused(f"version {pin} is not served any more: another model was loaded")
-        return pin if pin in self.adapters else None
+        return pin if pin in self._adapters else None
 
     @contextlib.contextmanager
     def using(self, adapter: PolicyVersion | None) -> Iterator[None]:
@@ -74,19 +98,19 @@ class ServableVersions:
         if adapter is None:
             yield
             return
-        self._uses[adapter] += 1
+        self._num_requests[adapter] += 1
         try:
             yield
         finally:
-            self._uses[adapter] -= 1
-            if not self._uses[adapter]:
-                del self._uses[adapter]
-                self.on_idle()
+            self._num_requests[adapter] -= 1
+            if not self._num_requests[adapter]:
+                del self._num_requests[adapter]
+                self.on_unused()
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSampler:
-    """Asks the engine of the moment, which may have been restarted at another port."""
+    """Samples from the engine's current client, which changes when the engine restarts at another port."""
 
     servable: ServableVersions
     engine: Engine

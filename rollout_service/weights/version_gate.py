@@ -1,9 +1,8 @@
-"""Who may generate and who may swap weights, when evaluation wants one exact version.
+"""Admit ordinary generation and weight swaps while evaluations pin exact versions.
 
-Ordinary generation takes whatever version is served; what runs during a swap is the update mode's
-to say (`update_mode.py`). A *pin* holds one version for as long as somebody evaluates with it: swaps wait, and so does
-ordinary generation while an older version than the newest is served, since its samples would be
-stale from birth.
+Ordinary generation accepts any version that is served; `update_mode.py` defines what happens to it during a swap. A *pin*
+holds one version while an evaluation samples with it: swaps wait. Ordinary generation waits too while the pinned version is
+older than the newest, since its samples would be stale at once.
 """
 
 from __future__ import annotations
@@ -15,65 +14,65 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from penstock.protocol.versions import PolicyVersion
 
-# The next pack of an evaluation is usually under way; do not swap in between, unless ordinary generation waits for it.
+# The next pack of an evaluation usually follows at once: a swap waits this long for it, unless ordinary generation waits.
 LINGER_S = 0.2
 
 
 class VersionGate:
-    """Lives on one event loop; state changes without awaiting, so a cancelled waiter leaves no trace."""
+    """For one event loop; state changes without awaiting, so a cancelled waiter changes nothing."""
 
     def __init__(self, linger_s: float = LINGER_S) -> None:
-        """Start with nothing pinned."""
+        """Start without pins."""
         self._linger_s = linger_s
         self._pin: PolicyVersion | None = None
         self._num_pinned = 0
-        self._num_wanting = 0
-        self._num_ordinary = 0
+        self._num_waiting_pins = 0
+        self._num_waiting_ordinary = 0
         self._swapping = False
-        self._set_back = False
+        self._serves_older = False
         self._released_at = -linger_s
         self._changed = asyncio.Event()
 
     @property
-    def held_back(self) -> bool:
-        """Ordinary generation waits until somebody swaps to the newest version."""
-        return self._set_back
+    def serves_older(self) -> bool:
+        """True from a pin to an older version until the swap to the newest: ordinary generation waits."""
+        return self._serves_older
 
     @contextlib.contextmanager
-    def ordinary(self) -> Iterator[None]:
-        """Say that ordinary generation waits, for as long as the block lasts.
+    def ordinary_waiting(self) -> Iterator[None]:
+        """Count ordinary generation as waiting inside the block, so that a swap does not linger.
 
-        The queue of evaluations was found empty then, since it is read first: a swap need not linger for its next pack.
+        The evaluation queue is read first, so it was empty: a swap need not wait for the evaluation's next pack.
         """
-        self._num_ordinary += 1
+        self._num_waiting_ordinary += 1
         self._notify()
         try:
             yield
         finally:
-            self._num_ordinary -= 1
+            self._num_waiting_ordinary -= 1
 
-    async def free(self) -> None:
+    async def wait_for_ordinary(self) -> None:
         """Wait until ordinary generation may start."""
-        await self._until(lambda: not self._set_back)
+        await self._until(lambda: not self._serves_older)
 
     @contextlib.asynccontextmanager
     async def pinned(
-        self, version: PolicyVersion, load: Callable[[], Awaitable[None]], *, sets_back: Callable[[], bool]
+        self, version: PolicyVersion, load: Callable[[], Awaitable[None]], *, is_older: Callable[[], bool]
     ) -> AsyncIterator[None]:
-        """Hold ``version``; ``load`` makes the engine serve it and is called when nobody else swaps.
+        """Hold ``version``; ``load`` makes the engine serve it and is called while no other swap runs.
 
-        ``sets_back`` says whether the version is older than the newest.
+        ``is_older`` returns True if the version is older than the newest.
         """
-        self._num_wanting += 1
+        self._num_waiting_pins += 1
         try:
             await self._until(lambda: not self._swapping and (self._num_pinned == 0 or self._pin == version))
             self._pin = version
             self._num_pinned += 1
         finally:
-            self._num_wanting -= 1
+            self._num_waiting_pins -= 1
             self._notify()
         try:
-            self._set_back = sets_back()
+            self._serves_older = is_older()
             with self._swap():
                 await load()
             yield
@@ -84,18 +83,18 @@ class VersionGate:
 
     @contextlib.asynccontextmanager
     async def swap(self) -> AsyncIterator[None]:
-        """Hold the right to load the newest version; ends what pins have set back."""
+        """Hold the right to load the newest version, once no version is pinned; then admit ordinary generation."""
         while True:
-            await self._until(lambda: not self._swapping and self._num_pinned == 0 and self._num_wanting == 0)
+            await self._until(lambda: not self._swapping and self._num_pinned == 0 and self._num_waiting_pins == 0)
             rest = self._released_at + self._linger_s - time.monotonic()
-            if rest <= 0 or self._num_ordinary:
+            if rest <= 0 or self._num_waiting_ordinary:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest):
                     await self._changed.wait()
         with self._swap():
             yield
-            self._set_back = False
+            self._serves_older = False
         self._notify()
 
     @contextlib.contextmanager

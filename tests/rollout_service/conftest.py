@@ -1,4 +1,4 @@
-"""Fixtures of a worker's tests: an engine that can be told to fail, workers as processes, the rest of the ring."""
+"""Fixtures for tests of a worker: an engine with faults on demand, worker processes, the rest of the ring."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.rollout_service.ring_end import RingEnd, worker_process
 
 @pytest.fixture
 def faulty_engine() -> Iterator[FaultyEngine]:
-    """An engine that behaves until it is told otherwise."""
+    """An engine without faults until a test sets some."""
     with FaultyEngine() as engine:
         yield engine
 
 
 @pytest.fixture
 def ring_end(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> RingEnd:
-    """The trainer's and the reward service's end of a run of its own."""
+    """The trainer's and the reward service's side of a separate run."""
     return RingEnd(bus, blobs, ring_streams, tmp_path)
 
 
@@ -32,7 +32,7 @@ def ring_end(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> RingE
 def start_worker(
     ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Callable[..., Child]]:
-    """Start workers of the run by id, with overrides; a failed test shows their logs."""
+    """Start workers of the run by id, with overrides; a failed test prints their logs."""
     started: list[Child] = []
 
     def start(worker_id: str, *overrides: str) -> Child:

@@ -1,4 +1,4 @@
-"""The trainer's and the reward service's end of the bus, for tests of a worker: publish, issue, collect."""
+"""The trainer's and the reward service's side of the bus, for tests of a worker: publish, issue, collect."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RingEnd:
     def publish(self, version: int, *, corrupt: str = "", announce: bool = True) -> WeightsPublished:
         """Publish a version of the quickstart's model as the trainer does.
 
-        ``corrupt`` names the end of the keys whose stored bytes are not those that the manifest promises.
+        ``corrupt`` names the end of the keys whose stored bytes differ from those of the manifest.
         Without ``announce`` only the head moves.
         """
         tensors = self.tensors(version)
@@ -89,11 +89,11 @@ class RingEnd:
         return self._source.publish(version, tensors, corrupt=ends, announce=announce)
 
     def base(self) -> Base:
-        """The model that all adapters of `publish_adapter` sit upon: version 0."""
+        """The base model of all adapters of `publish_adapter`: version 0."""
         return Base.of(self.tensors(0), ADAPTER)
 
     def factors(self, version: int) -> dict[str, Tensor]:
-        """The factors that `publish_adapter` gives a version: enough to change what the model says."""
+        """The factors that `publish_adapter` gives a version, large enough to change completions."""
         generator = torch.Generator().manual_seed(version)
         found = {}
         for name, weight in self.tensors(0).items():
@@ -106,7 +106,7 @@ class RingEnd:
         return found
 
     def publish_adapter(self, version: int, *, corrupt: str = "") -> WeightsPublished:
-        """Publish an adapter upon version 0, which was published before, as the trainer does."""
+        """Publish an adapter of version 0, which was published before, as the trainer does."""
         ends = (corrupt,) if corrupt else ()
         return self.source.publish(version, self.factors(version), base=self.base(), corrupt=ends)
 
@@ -123,7 +123,7 @@ class RingEnd:
 
     @property
     def source(self) -> WeightsSource:
-        """Who publishes."""
+        """The publisher of `publish`."""
         assert self._source is not None
         return self._source
 
@@ -173,7 +173,7 @@ class RingEnd:
         return None if entry is None else decode(entry.value, Heartbeat)
 
     def wait_applied(self, worker_id: str, version: int, deadline_s: float = 60.0) -> None:
-        """Wait until a worker says that it serves a version."""
+        """Wait until a worker has announced that it serves a version."""
         wait_for(
             lambda: (worker_id, version) in [(fact.worker_id, fact.version) for fact in self.applied],
             f"{worker_id} to apply version {version}",

@@ -1,4 +1,4 @@
-"""The engine under updates in mid-generation: each token is of the version that its span names, recomputed one by one."""
+"""Updates during generation: each token is of the version of its span, recomputed one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rollout_service.embedded_engine.engine_thread import Engine, Update
+from penstock.rollout_service.embedded_engine.engine_thread import EngineThread, WeightUpdate
 from penstock.rollout_service.embedded_engine.model.kv_cache import KVCache
 from penstock.rollout_service.embedded_engine.model.model_config import read_model_config
 from penstock.rollout_service.embedded_engine.model.model_folder import read_checkpoint
@@ -36,8 +36,8 @@ TOLERANCE = 1e-5  # nats; float32 against float32
 DEADLINE_S = 60.0
 
 
-class Bench:
-    """An engine in this process, with weights to give it."""
+class EngineUnderTest:
+    """An engine in this process, and several versions of its weights."""
 
     def __init__(self, folder: Path) -> None:
         build_model(folder / "v0")
@@ -54,15 +54,15 @@ class Bench:
             runner = Runner(model, self.weights[0], cache, max_running=8, find_stop_string=lambda _: None)
         self.dense = {version: Dense(one) for version, one in enumerate(folders)}
         limits = Limits(max_running=8, max_total_tokens=4000, max_prefill_tokens=1000)
-        self.engine = Engine(runner, limits, version="0", model_path="", on_failure=lambda: None)
+        self.engine = EngineThread(runner, limits, version="0", model_path="", on_failure=lambda: None)
         self.engine.start()
 
     def update(self, version: int, *, flush: bool) -> None:
-        """Have the engine take a version as soon as it may; nobody waits for it here."""
-        self.engine.update(Update(self.weights[version], str(version), "", flush, abort_all=False))
+        """Queue an update to a version, without waiting for it."""
+        self.engine.update(WeightUpdate(self.weights[version], str(version), "", flush, abort_all=False))
 
     def generate(self, sequences: list[Sequence], moments: dict[int, list[int]], mode: str, sampled: int = 0) -> None:
-        """Run sequences to their end; at so many tokens, the engine pauses and takes versions one after another."""
+        """Run sequences to their end; at given numbers of tokens, the engine pauses and loads versions one after another."""
         ended = threading.Event()
 
         def on_step(counts: list[int]) -> None:
@@ -72,7 +72,7 @@ class Bench:
             self.engine.pause(mode)
             for version in versions[:-1]:
                 self.update(version, flush=mode != "in_place")
-            last = Update(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place", abort_all=False)
+            last = WeightUpdate(self.weights[versions[-1]], str(versions[-1]), "", mode != "in_place", abort_all=False)
             self.engine.update(last).add_done_callback(lambda _: self.engine.resume())
 
         self.engine.submit(Job(sequences, lambda _: ended.set(), on_step))
@@ -80,11 +80,11 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def under_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """One engine for all examples."""
-    bench = Bench(tmp_path_factory.mktemp("bench"))
-    yield bench
-    bench.engine.stop()
+    created = EngineUnderTest(tmp_path_factory.mktemp("engine"))
+    yield created
+    created.engine.stop()
 
 
 def runs_of(sequence: Sequence) -> list[tuple[int, int, int]]:
@@ -93,7 +93,7 @@ def runs_of(sequence: Sequence) -> list[tuple[int, int, int]]:
 
 
 def expected_runs(moments: dict[int, list[int]]) -> list[tuple[int, int, int]]:
-    """What the spans must be: versions that sampled nothing leave no trace."""
+    """The spans to expect; versions that sampled no token have none."""
     cuts = [(0, 0), *((at, versions[-1]) for at, versions in sorted(moments.items()))]
     ends = [at for at, _ in cuts[1:]] + [NUM_TOKENS]
     runs: list[tuple[int, int, int]] = []
@@ -114,31 +114,33 @@ MOMENTS = st.dictionaries(
 @examples(20)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
 def test_every_token_is_of_the_version_of_its_span(
-    bench: Bench, mode: str, moments: dict[int, list[int]], seed: int
+    under_test: EngineUnderTest, mode: str, moments: dict[int, list[int]], seed: int
 ) -> None:
-    """Whenever and however often weights change: spans are exact, logprobs those of the span's weights.
+    """Whenever and however often weights change, spans are exact and logprobs are those of the span's weights.
 
-    After ``retract`` everything before a token was computed by its own version; ``in_place`` it is what each
-    version left in the cache, and a forward over a cache mixed in the same way gives the same number.
+    After ``retract`` the context of a token was computed by its own version. After ``in_place`` each version left its own
+    keys and values in the cache; a forward pass over a cache that is mixed in the same way gives the same number.
     """
     sampling = [Sampling(NUM_TOKENS, seed=seed + index) for index in range(len(PROMPTS))]
     sequences = [Sequence(f"{i:032}", tuple(prompt), sampling[i]) for i, prompt in enumerate(PROMPTS)]
-    bench.update(0, flush=True)
-    bench.generate(sequences, dict(moments), mode)
+    under_test.update(0, flush=True)
+    under_test.generate(sequences, dict(moments), mode)
     recompute = logprobs_by_version if mode == "retract" else logprobs_over_kept_cache
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
         assert runs_of(sequence) == expected_runs(moments)
-        expected = recompute(bench.dense, prompt, sequence.output_ids, runs_of(sequence))
+        expected = recompute(under_test.dense, prompt, sequence.output_ids, runs_of(sequence))
         assert sequence.output_logprobs == pytest.approx(expected, abs=TOLERANCE)
         assert sequence.num_retractions == (len(moments) if mode == "retract" else 0)
 
 
 @examples(20)
 @given(moments=MOMENTS, seed=st.integers(0, 2**32))
-def test_what_an_abort_cut_goes_on_exactly(bench: Bench, moments: dict[int, list[int]], seed: int) -> None:
-    """Cut at any tokens and asked for again from there, each part is wholly of one version, and so are its logprobs."""
+def test_a_completion_resumed_after_an_abort_is_exact(
+    under_test: EngineUnderTest, moments: dict[int, list[int]], seed: int
+) -> None:
+    """Cut at any tokens and resumed there, each part is of one version, and so are its logprobs."""
     left = dict(moments)
-    bench.update(0, flush=True)
+    under_test.update(0, flush=True)
     parts: list[list[Sequence]] = []
     done = 0
     while done < NUM_TOKENS:
@@ -149,7 +151,7 @@ def test_what_an_abort_cut_goes_on_exactly(bench: Bench, moments: dict[int, list
                 for i, prompt in enumerate(PROMPTS)
             ]
         )
-        bench.generate(parts[-1], left, "abort", done)
+        under_test.generate(parts[-1], left, "abort", done)
         done += len(parts[-1][0].output_ids)
     for index, prompt in enumerate(PROMPTS):
         pieces = [part[index] for part in parts]
@@ -163,4 +165,4 @@ def test_what_an_abort_cut_goes_on_exactly(bench: Bench, moments: dict[int, list
             version for version, a, b in expected_runs(moments) for _ in range(a, b)
         ]
         logprobs = list(itertools.chain.from_iterable(piece.output_logprobs for piece in pieces))
-        assert logprobs == pytest.approx(logprobs_by_version(bench.dense, prompt, tokens, runs), abs=TOLERANCE)
+        assert logprobs == pytest.approx(logprobs_by_version(under_test.dense, prompt, tokens, runs), abs=TOLERANCE)

@@ -1,4 +1,4 @@
-"""The worker with its embedded engine as a child process: what runs on one machine."""
+"""The worker with its embedded engine as a child process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def engine_of(worker: Child) -> int:
     return int(engine)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+def is_running(pid: int) -> bool:
+    """Return True if a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -34,8 +34,8 @@ def issue(ring_end: RingEnd, pack_id: str) -> None:
     ring_end.issue(pack_id, [make_task(f"{pack_id}.p{i}", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)])
 
 
-def test_an_embedded_engine_is_started_followed_restarted_and_ended(ring_end: RingEnd, start_worker: StartWorker):
-    """Its samples carry the newest version, also after SIGKILL; it ends with its worker, also after SIGKILL."""
+def test_an_embedded_engine_is_started_updated_restarted_and_stopped(ring_end: RingEnd, start_worker: StartWorker):
+    """Its samples have the newest version, also after a restart by SIGKILL; it exits when its worker is killed."""
     ring_end.publish(0)
     worker = start_worker("w0")
     issue(ring_end, "first")
@@ -54,18 +54,18 @@ def test_an_embedded_engine_is_started_followed_restarted_and_ended(ring_end: Ri
     assert second != first
 
     worker.kill()
-    wait_for(lambda: not is_alive(second), "the engine to end with its worker")
+    wait_for(lambda: not is_running(second), "the engine to exit with its worker")
 
 
-def test_an_embedded_engine_ends_with_a_worker_that_is_told_to_stop(ring_end: RingEnd, start_worker: StartWorker):
-    """SIGTERM to the worker leaves no process behind, and the status is 0."""
+def test_an_embedded_engine_exits_when_its_worker_is_stopped(ring_end: RingEnd, start_worker: StartWorker):
+    """After SIGTERM the worker exits with status 0, and its engine has exited."""
     ring_end.publish(0)
     worker = start_worker("w0")
     ring_end.wait_applied("w0", 0, 60)
     engine = engine_of(worker)
     worker.ask_to_stop()
     assert worker.wait(60) == 0
-    assert not is_alive(engine)
+    assert not is_running(engine)
 
 
 def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(ring_end: RingEnd, start_worker: StartWorker):

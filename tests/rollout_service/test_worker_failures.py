@@ -25,10 +25,10 @@ StartWorker = Callable[..., Child]
 Row = dict[str, Any]
 
 
-def test_a_pack_comes_again_until_the_engine_recovers(
+def test_a_pack_is_redelivered_until_the_engine_recovers(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Answers of 500 give the pack back; nothing is announced until the engine is well, then everything is."""
+    """A pack whose request is answered with 500 is requeued; it is announced once the engine has recovered."""
     ring_end.publish(0)
     faulty_engine.status = 500
     start_worker("w0", *attached(faulty_engine))
@@ -40,10 +40,10 @@ def test_a_pack_comes_again_until_the_engine_recovers(
     assert ring_end.dead == []
 
 
-def test_a_pack_that_fails_in_every_delivery_becomes_a_dead_letter(
+def test_a_pack_that_fails_in_every_delivery_is_dead_lettered(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """After ``task_attempts`` deliveries the pack is among the dead letters with its groups and the engine's words."""
+    """After ``task_attempts`` deliveries the pack is a dead letter with its groups and the engine's error."""
     ring_end.publish(0)
     faulty_engine.status = 500
     start_worker("w0", *attached(faulty_engine), "worker.task_attempts=3")
@@ -57,10 +57,10 @@ def test_a_pack_that_fails_in_every_delivery_becomes_a_dead_letter(
     wait_for(lambda: ring_end.num_tasks() == 0, "the queue to be empty")
 
 
-def test_a_request_that_hangs_is_given_up_after_its_deadline(
+def test_a_request_that_hangs_ends_at_its_deadline(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """An engine that never answers costs ``request_deadline_s``, then the pack comes again."""
+    """An engine that does not answer costs ``request_deadline_s``, then the pack is redelivered."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     worker = start_worker("w0", *attached(faulty_engine), "worker.request_deadline_s=0.3")
@@ -71,7 +71,7 @@ def test_a_request_that_hangs_is_given_up_after_its_deadline(
     assert ring_end.collect(1)[0].fact.pack_id == "pack-0"
 
 
-def nonsense(change: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]]:
+def with_wrong_row(change: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]]:
     """A reply in which one row of several is wrong."""
 
     def rewrite(rows: list[Row]) -> list[Row]:
@@ -81,10 +81,10 @@ def nonsense(change: Callable[[Row], object]) -> Callable[[list[Row]], list[Row]
     return rewrite
 
 
-def test_replies_that_contradict_themselves_are_never_announced(
+def test_inconsistent_replies_are_not_announced(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """NaN, tokens of an unknown version and aborted samples are refused; the pack ends as a dead letter."""
+    """NaN, tokens of an unknown version and aborted samples are refused; the pack is dead-lettered."""
     ring_end.publish(4)
     start_worker("w0", *attached(faulty_engine), "worker.task_attempts=1")
     changes: dict[str, Callable[[Row], object]] = {
@@ -93,17 +93,17 @@ def test_replies_that_contradict_themselves_are_never_announced(
         "aborted": lambda row: row["meta_info"].update(finish_reason={"type": "abort", "message": "why not"}),
     }
     for number, (words, change) in enumerate(changes.items(), 1):
-        faulty_engine.rewrite = nonsense(change)
+        faulty_engine.rewrite = with_wrong_row(change)
         ring_end.issue(f"pack-{number}", [make_task("e0.p0.a0", group_size=3)])
         wait_for(lambda: len(ring_end.dead) == number, f"the dead letter about {words!r}")  # noqa: B023
         assert words in ring_end.dead[-1].detail
     assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
 
 
-def test_hopeless_tasks_are_refused_at_once_and_the_rest_of_the_pack_goes_on(
+def test_impossible_tasks_are_refused_at_once_and_the_rest_of_the_pack_is_generated(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A token id beyond the vocabulary and a prompt beyond the context are dead letters; their pack mates are not."""
+    """A token id beyond the vocabulary and a prompt beyond the context are dead letters; the pack's other tasks are not."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     tasks = [
@@ -122,10 +122,10 @@ def test_hopeless_tasks_are_refused_at_once_and_the_rest_of_the_pack_goes_on(
     }
 
 
-def test_a_pack_of_hopeless_tasks_only_is_settled(
+def test_a_pack_of_impossible_tasks_only_is_settled(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Nothing is announced, the queue is empty, the engine was never asked."""
+    """Nothing is announced, the queue is empty, the engine received no request."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.issue("pack-0", [make_task("alien", prompt_ids=[100_000])])
@@ -133,10 +133,10 @@ def test_a_pack_of_hopeless_tasks_only_is_settled(
     assert faulty_engine.requests == []
 
 
-def test_a_pack_whose_task_list_is_gone_becomes_a_dead_letter(
+def test_a_pack_whose_task_list_is_missing_is_dead_lettered(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A missing object is not waited for: no attempt can bring it back."""
+    """A missing object is not retried."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     gone = BlobRef(key=f"runs/{ring_end.run_id}/tasks/gone.msgpack", size_bytes=3, sha256="0" * 64)
@@ -146,10 +146,10 @@ def test_a_pack_whose_task_list_is_gone_becomes_a_dead_letter(
     assert gone.key in ring_end.dead[0].detail
 
 
-def test_an_attached_server_that_forgot_its_weights_gets_them_again(
+def test_an_attached_server_that_lost_its_weights_is_given_them_again(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A server that was restarted with other weights is told to load ours; nothing it sampled meanwhile counts."""
+    """A server that was restarted with other weights is given the worker's; what it sampled meanwhile is refused."""
     ring_end.publish(2)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 2)
@@ -160,7 +160,7 @@ def test_an_attached_server_that_forgot_its_weights_gets_them_again(
     assert [version for version, _ in faulty_engine.loads] == ["2", "2"]
 
 
-def test_a_server_with_a_key_is_given_it(
+def test_the_api_key_is_sent_to_the_server(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
 ):
     """The key in ``engine_api_key_file`` is sent as a bearer token."""
@@ -172,10 +172,10 @@ def test_a_server_with_a_key_is_given_it(
     ring_end.collect(1)
 
 
-def test_the_worker_outlives_nats(
+def test_the_worker_survives_a_restart_of_nats(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, run_id: str, tmp_path: Path
 ):
-    """A killed NATS server is waited for; the pack that was in the engine is announced when it is back."""
+    """The worker waits for a killed NATS server; the pack that was in the engine is announced once it is reachable."""
     nats = own_nats()
     with Bus.connect(nats.settings, name="test") as bus, FaultyEngine() as engine:
         bootstrap(bus, Blobs(s3_settings), run_id)
@@ -198,10 +198,10 @@ def test_the_worker_outlives_nats(
             worker.kill()
 
 
-def test_the_worker_outlives_s3(
+def test_the_worker_survives_a_restart_of_s3(
     own_s3: Callable[[], S3Server], nats_settings: NatsSettings, bus: Bus, run_id: str, tmp_path: Path
 ):
-    """While S3 is away a generated pack is kept, and stored when it is back."""
+    """While S3 is unreachable a generated pack is kept; it is stored afterwards."""
     s3 = own_s3()
     blobs = Blobs(s3.settings)
     bootstrap(bus, blobs, run_id)
@@ -224,8 +224,8 @@ def test_the_worker_outlives_s3(
             worker.kill()
 
 
-def run_to_the_end(worker: Child) -> str:
-    """The log of a worker that must end by itself with status 1."""
+def log_of_failed(worker: Child) -> str:
+    """The log of a worker, which must exit with status 1."""
     assert worker.wait(40) == 1
     return worker.log_tail()
 
@@ -233,8 +233,8 @@ def run_to_the_end(worker: Child) -> str:
 def test_a_run_that_was_not_bootstrapped_is_named(
     start_worker: StartWorker, faulty_engine: FaultyEngine, ring_streams: str
 ):
-    """The worker ends at once and says what creates the streams."""
-    log = run_to_the_end(start_worker("w0", *attached(faulty_engine), "run.id=nobody"))
+    """The worker exits at once; its error names the command that creates the streams."""
+    log = log_of_failed(start_worker("w0", *attached(faulty_engine), "run.id=nobody"))
     assert "stream nobody-tasks has no consumer rollout-train" in log
     assert "python -m penstock.deploy.bootstrap --run nobody" in log
 
@@ -249,9 +249,9 @@ def test_a_run_that_was_not_bootstrapped_is_named(
         ("worker.engine_url=", "needs worker.engine_url"),
         ("worker.id=a b", "must be 1 to 64 characters"),
         ("worker.engine_api_key_file=/nowhere/key", "/nowhere/key: not readable"),
-        ("worker.cache_dir=/proc/nowhere", "worker.cache_dir: cannot make"),
+        ("worker.cache_dir=/proc/nowhere", "worker.cache_dir: cannot create"),
     ],
 )
 def test_wrong_settings_are_named(start_worker: StartWorker, faulty_engine: FaultyEngine, override: str, words: str):
-    """The worker ends with status 1 and a sentence that names the setting."""
-    assert words in run_to_the_end(start_worker("w0", *attached(faulty_engine), override))
+    """The worker exits with status 1 and an error that names the setting."""
+    assert words in log_of_failed(start_worker("w0", *attached(faulty_engine), override))

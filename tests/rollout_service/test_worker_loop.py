@@ -24,7 +24,7 @@ StartWorker = Callable[..., Child]
 def test_a_pack_is_generated_stored_announced_and_acknowledged(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A pack of tasks becomes one engine request, one object and one announcement, and leaves the queue."""
+    """A pack of tasks makes one engine request, one object and one announcement, and is removed from the queue."""
     ring_end.publish(0)
     tasks = [make_task(f"e0.p{i}.a0", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)]
     ring_end.issue("pack-0", tasks)
@@ -39,7 +39,7 @@ def test_a_pack_is_generated_stored_announced_and_acknowledged(
     assert body["sampling_params"]["n"] == 4
 
 
-def test_stored_groups_hold_what_the_engine_said(
+def test_stored_groups_hold_what_the_engine_returned(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """Token ids, log-probabilities, texts, finish reasons and versions in S3 are the engine's own."""
@@ -77,10 +77,10 @@ def test_tasks_that_sample_differently_share_a_pack_but_not_a_request(
     assert asked == [(1, 2), (1, 3), (2, 2)]
 
 
-def test_a_task_with_a_baseline_brings_one_greedy_completion_more(
+def test_a_task_with_a_baseline_has_one_more_greedy_completion(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """It is sampled at temperature 0 beside the others, and stands last and marked in its group."""
+    """It is sampled at temperature 0, is the last of its group, and is marked as the baseline."""
     ring_end.publish(0)
     with_baseline = make_task("a", group_size=3).model_copy(update={"with_baseline": True})
     ring_end.issue("pack-0", [with_baseline, make_task("b", group_size=3)])
@@ -107,10 +107,10 @@ def test_tasks_too_large_for_a_message_are_read_from_s3(
     assert [group.group_id for group in ring_end.collect_groups(1)] == ["a", "b"]
 
 
-def test_the_next_pack_generates_while_one_is_under_way(
+def test_packs_in_flight_are_generated_together(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """``packs_in_flight`` packs are in the engine at once, and not one more."""
+    """``packs_in_flight`` packs are in the engine at once, and no more."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     for i in range(4):
@@ -125,7 +125,7 @@ def test_the_next_pack_generates_while_one_is_under_way(
 
 
 def test_evaluation_goes_before_training(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
-    """An evaluation pack that was issued last is generated before the training packs that wait."""
+    """An evaluation pack that was issued last is generated before waiting training packs."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     for i in range(6):
@@ -141,7 +141,7 @@ def test_evaluation_goes_before_training(ring_end: RingEnd, start_worker: StartW
 def test_a_worker_takes_only_the_tasks_of_its_roles(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A worker for evaluation leaves training tasks in their queue."""
+    """A worker for evaluation takes no training tasks."""
     ring_end.publish(0)
     ring_end.issue("train-0", [make_task("e0.p0.a0")])
     ring_end.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval")])
@@ -154,14 +154,14 @@ def test_a_worker_takes_only_the_tasks_of_its_roles(
 def test_a_killed_workers_pack_is_delivered_by_another(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """SIGKILL in the middle of a generation loses no pack, and none is announced twice."""
+    """After SIGKILL during generation no pack is lost, and none is announced twice."""
     bootstrap(ring_end.bus, ring_end.blobs, ring_end.run_id, StreamLimits(ack_wait_s=1.0))
     ring_end.publish(0)
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
     faulty_engine.flow.clear()
-    said: list[RunEvent] = []
+    events: list[RunEvent] = []
     ring_end.bus.tail(
-        f"{ring_end.run_id}-events", subjects.events(ring_end.run_id, "log"), RunEvent, said.append
+        f"{ring_end.run_id}-events", subjects.events(ring_end.run_id, "log"), RunEvent, events.append
     ).wait()
     first = start_worker("w0", *attached(faulty_engine))
     faulty_engine.wait_for_requests(1)
@@ -169,8 +169,8 @@ def test_a_killed_workers_pack_is_delivered_by_another(
     faulty_engine.flow.set()
     start_worker("w1", *attached(faulty_engine))
     [delivery] = ring_end.collect(1)
-    wait_for(lambda: said, "the event")
-    assert said[0].data["text"] == "1 group came again (delivery 2), now with w1"
+    wait_for(lambda: events, "the event")
+    assert events[0].data["text"] == "1 group came again (delivery 2), now with w1"
     assert (delivery.fact.worker_id, delivery.fact.pack_id) == ("w1", "pack-0")
     wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
     assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
@@ -179,7 +179,7 @@ def test_a_killed_workers_pack_is_delivered_by_another(
 def test_a_pack_generated_twice_is_announced_once(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A pack that comes again after it was announced, because its worker died before acknowledging, adds nothing."""
+    """A pack that is redelivered after its announcement, because its worker was killed before it acknowledged, adds nothing."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
@@ -194,7 +194,7 @@ def test_a_pack_generated_twice_is_announced_once(
 def test_a_stopping_worker_finishes_what_is_in_flight(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """SIGTERM takes no new pack, announces the one under way, and ends with status 0."""
+    """After SIGTERM the worker takes no new pack, announces the one in flight, and exits with status 0."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     for i in range(3):
@@ -211,10 +211,10 @@ def test_a_stopping_worker_finishes_what_is_in_flight(
     assert ring_end.num_tasks() == 2
 
 
-def test_a_stopping_worker_gives_back_what_takes_too_long(
+def test_a_stopping_worker_requeues_what_takes_too_long(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """After ``finish_s`` the packs in flight go back to the queue at once, not after their ack wait."""
+    """After ``finish_s`` the packs in flight are requeued at once, not after their ack wait."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])
@@ -228,8 +228,8 @@ def test_a_stopping_worker_gives_back_what_takes_too_long(
     assert ring_end.collect(1, deadline_s=ack_wait_s / 2)[0].fact.worker_id == "w1"
 
 
-def test_an_idle_worker_ends_when_told(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
-    """SIGTERM ends a worker that waits for tasks, and one that waits for the first weights, with status 0."""
+def test_an_idle_worker_exits_on_sigterm(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
+    """A worker that waits for tasks, or for the first weights, exits with status 0."""
     waiting = start_worker("w0", *attached(faulty_engine))
     wait_for(lambda: "waiting for the trainer" in waiting.log_tail(), "the worker to wait for weights")
     waiting.ask_to_stop()
@@ -241,10 +241,10 @@ def test_an_idle_worker_ends_when_told(ring_end: RingEnd, start_worker: StartWor
     assert idle.wait(60) == 0
 
 
-def test_a_heartbeat_says_what_the_worker_did(
+def test_a_heartbeat_reports_the_workers_metrics(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """The live bucket tells version, busy time, CPU time and what was generated."""
+    """The live bucket holds version, busy time, CPU time and the number of tokens."""
     ring_end.publish(7)
     start_worker("w0", *attached(faulty_engine))
     ring_end.issue("pack-0", [make_task("e0.p0.a0", group_size=3)])
@@ -261,7 +261,7 @@ def test_a_heartbeat_says_what_the_worker_did(
     assert beat.cpu_s > 0
 
 
-def test_a_worker_imports_nothing_that_only_its_engine_needs():
-    """Its own process has no torch: a start takes half a second, and a killed worker's packs are soon with the next."""
+def test_a_worker_imports_no_torch():
+    """Torch, transformers and fastapi are not imported, so a worker starts in half a second."""
     code = "import sys, penstock.rollout_service.__main__; assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

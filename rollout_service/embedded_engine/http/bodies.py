@@ -1,7 +1,7 @@
-"""What clients may send: SGLang 0.5.23's request bodies, checked by pydantic.
+"""Request bodies of SGLang 0.5.23, checked by pydantic.
 
-Fields of SGLang that this engine does not compute are listed with the one value that asks for nothing;
-any other value, and any unknown field, is refused. Nothing is accepted and ignored.
+Fields of SGLang that this engine does not compute accept only the value that requests nothing; any other value, and
+any unknown field, is refused. No field is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _tag(value: object) -> str:
     return "list" if isinstance(value, list) else "object"
 
 
-# Tagged by its JSON type, so that a mistake is reported for the one form that was meant.
+# Tagged by its JSON type, so that an error is reported for the form that was sent.
 OneOrMany = Annotated[
     Annotated[SamplingParams, Tag("object")] | Annotated[list[SamplingParams], Tag("list")], Discriminator(_tag)
 ]
@@ -71,7 +71,7 @@ class GenerateBody(Body):
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
     stream: bool = False
-    extra_key: str | None = None  # sequences share what was computed of a prompt only under the same key
+    extra_key: str | None = None  # sequences share a prompt's computation only under the same key
     return_prompt_token_ids: bool = False
     return_text_in_logprobs: Literal[False] = False
     top_logprobs_num: Literal[0] | None = None
@@ -127,7 +127,7 @@ class PauseBody(Body):
 
 
 class ContinueBody(Body):
-    """Body of ``/continue_generation``; there is no device cache to empty, so only SGLang's default is taken."""
+    """Body of ``/continue_generation``; there is no device cache to empty, so only SGLang's default is accepted."""
 
     torch_empty_cache: Literal[True] = True
 

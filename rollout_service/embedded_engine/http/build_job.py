@@ -1,4 +1,4 @@
-"""Translates a checked body into sequences, refusing what this model cannot serve; pure but for fresh ids."""
+"""Translate a checked body into sequences, refusing what this model cannot serve. Pure but for random ids and seeds."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SEED_MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a request is checked against."""
+    """The limits and adapters of the served model, against which a request is checked."""
 
     vocab_size: int
-    max_tokens: int  # prompt and completion: the model's context, or all of the KV memory if that is less
+    max_tokens: int  # prompt and completion: the model's context, or the whole KV cache if that is less
     end_token_ids: tuple[int, ...]
     text: Text
-    adapters: Mapping[str, Adapter]  # by name; changes while it serves
+    adapters: Mapping[str, Adapter]  # by name; a live view
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The sequences of one request, prompt-major, with what only the reply needs to know."""
+class RequestedJob:
+    """The sequences of one request, prompt-major, and the options of its reply."""
 
     sequences: list[Sequence]
     params: list[SamplingParams]  # of each sequence
@@ -38,11 +38,11 @@ class Asked:
     return_prompt_token_ids: bool
 
 
-def build_job(body: GenerateBody, model: ServedModel) -> Asked:
-    """Return the sequences ``body`` asks for.
+def build_job(body: GenerateBody, model: ServedModel) -> RequestedJob:
+    """Return the sequences that ``body`` requests.
 
     Raises:
-        RequestRefused: says which value cannot be served and what is possible.
+        RequestRefused: names the value that cannot be served and the possible ones.
     """
     prompts, is_batch = _prompts(body, model.text)
     params = _per_prompt(body.sampling_params, len(prompts), "sampling_params")
@@ -52,11 +52,11 @@ def build_job(body: GenerateBody, model: ServedModel) -> Asked:
     rids = _rids(body.rid, len(prompts))
     adapters = _adapters(body.lora_path, len(prompts), model)
     sequences, their_params = [], []
-    for prompt, asked, rid, adapter in zip(prompts, params, rids, adapters, strict=True):
+    for prompt, requested, rid, adapter in zip(prompts, params, rids, adapters, strict=True):
         _check_prompt(prompt, model)
         start = _input_logprob_start(body, prompt)
         for index in range(num_samples):
-            sampling = _sampling(asked, index, len(prompt), model)
+            sampling = _sampling(requested, index, len(prompt), model)
             name = rid if num_samples == 1 else f"{rid}-{index}"
             sequences.append(
                 Sequence(
@@ -68,8 +68,8 @@ def build_job(body: GenerateBody, model: ServedModel) -> Asked:
                     input_logprobs_from=start,
                 )
             )
-            their_params.append(asked)
-    return Asked(
+            their_params.append(requested)
+    return RequestedJob(
         sequences,
         their_params,
         is_list=is_batch or num_samples > 1,
@@ -134,36 +134,40 @@ def _check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
         )
 
 
-def _sampling(asked: SamplingParams, index: int, prompt_tokens: int, model: ServedModel) -> Sampling:
+def _sampling(requested: SamplingParams, index: int, prompt_tokens: int, model: ServedModel) -> Sampling:
     room = model.max_tokens - prompt_tokens
-    wanted = room if asked.max_new_tokens is None else asked.max_new_tokens
+    wanted = room if requested.max_new_tokens is None else requested.max_new_tokens
     if wanted > room:
         raise RequestRefused(
             f"Requested token count exceeds the model's maximum context length of {model.max_tokens} tokens: "
             f"{prompt_tokens} tokens from the prompt and {wanted} for the completion. Send at most "
             f"max_new_tokens={room}."
         )
-    if asked.min_new_tokens > wanted:
-        raise RequestRefused(f"min_new_tokens must be in [0, max_new_tokens({wanted})], got {asked.min_new_tokens}.")
-    if asked.top_k == 0:
+    if requested.min_new_tokens > wanted:
+        raise RequestRefused(
+            f"min_new_tokens must be in [0, max_new_tokens({wanted})], got {requested.min_new_tokens}."
+        )
+    if requested.top_k == 0:
         raise RequestRefused("top_k must be -1 (disable) or at least 1, got 0.")
-    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    stops = (requested.stop,) if isinstance(requested.stop, str) else tuple(requested.stop or ())
     if any(stops) and not model.text.has_tokenizer:
         raise RequestRefused("stop strings need a tokenizer.json in the model folder; send stop_token_ids")
-    ends = () if asked.ignore_eos else tuple(dict.fromkeys((*(asked.stop_token_ids or ()), *model.end_token_ids)))
+    ends = (
+        () if requested.ignore_eos else tuple(dict.fromkeys((*(requested.stop_token_ids or ()), *model.end_token_ids)))
+    )
     outside = [item for item in ends if not 0 <= item < model.vocab_size]
     if outside:
         raise RequestRefused(
             f"stop_token_ids holds {outside[0]}; token ids of this model are 0..{model.vocab_size - 1}"
         )
-    seed = secrets.randbits(64) if asked.sampling_seed is None else asked.sampling_seed
+    seed = secrets.randbits(64) if requested.sampling_seed is None else requested.sampling_seed
     return Sampling(
         max_new_tokens=wanted,
-        min_new_tokens=asked.min_new_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
+        min_new_tokens=requested.min_new_tokens,
+        temperature=requested.temperature,
+        top_p=requested.top_p,
+        top_k=requested.top_k,
+        min_p=requested.min_p,
         seed=(seed + index * _SEED_STRIDE) & _SEED_MASK,
         stop_token_ids=ends,
         stop_strings=tuple(filter(None, stops)),

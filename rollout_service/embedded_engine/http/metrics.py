@@ -1,28 +1,28 @@
-"""The numbers of this process in Prometheus' text format, under SGLang's names where SGLang has them."""
+"""The engine's metrics in Prometheus' text format, under SGLang's names where SGLang has them."""
 
 from __future__ import annotations
 
-from penstock.rollout_service.embedded_engine.engine_thread import Engine
+from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render_metrics(engine: Engine) -> str:
-    """Return the exposition of every figure."""
-    figures, running = engine.figures, engine.num_running
+def render_metrics(engine: EngineThread) -> str:
+    """Return the metrics page."""
+    counters, running = engine.metrics, engine.num_running
     rows: list[tuple[str, str, str, float]] = [
-        ("sglang:num_running_reqs", "gauge", "sequences that hold keys and values", running),
+        ("sglang:num_running_reqs", "gauge", "sequences with keys and values in the cache", running),
         ("sglang:num_queue_reqs", "gauge", "sequences that wait", engine.num_waiting),
         ("sglang:num_paused_reqs", "gauge", "sequences paused in place", running if engine.paused else 0),
-        ("sglang:num_used_tokens", "gauge", "tokens in KV memory", engine.num_stored_tokens),
-        ("sglang:prompt_tokens_total", "counter", "prompt tokens of started sequences", figures.prompt_tokens),
-        ("sglang:cached_tokens_total", "counter", "of these, shared with another sequence", figures.cached_tokens),
-        ("sglang:generation_tokens_total", "counter", "sampled tokens", figures.generated_tokens),
-        ("sglang:num_requests_total", "counter", "sequences answered", figures.finished_sequences),
-        ("sglang:num_aborted_requests_total", "counter", "sequences ended early", figures.aborted_sequences),
-        ("sglang:num_retracted_requests_total", "counter", "sequences computed anew", figures.retractions),
-        ("penstock_engine_weight_updates_total", "counter", "weights put into service", figures.weight_updates),
-        ("penstock_engine_busy_seconds_total", "counter", "seconds the engine thread computed", figures.busy_s),
+        ("sglang:num_used_tokens", "gauge", "tokens in the KV cache", engine.num_stored_tokens),
+        ("sglang:prompt_tokens_total", "counter", "prompt tokens of started sequences", counters.prompt_tokens),
+        ("sglang:cached_tokens_total", "counter", "prompt tokens shared with another sequence", counters.cached_tokens),
+        ("sglang:generation_tokens_total", "counter", "sampled tokens", counters.generated_tokens),
+        ("sglang:num_requests_total", "counter", "sequences answered", counters.finished_sequences),
+        ("sglang:num_aborted_requests_total", "counter", "sequences ended early", counters.aborted_sequences),
+        ("sglang:num_retracted_requests_total", "counter", "sequences computed again", counters.retractions),
+        ("penstock_engine_weight_updates_total", "counter", "weight updates applied", counters.weight_updates),
+        ("penstock_engine_busy_seconds_total", "counter", "seconds the engine thread computed", counters.busy_s),
     ]
     lines = []
     for name, kind, meaning, value in rows:

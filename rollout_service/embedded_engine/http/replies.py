@@ -1,4 +1,4 @@
-"""Builds SGLang's reply objects from sequences; pure but for the detokenizer."""
+"""Build SGLang's reply objects from sequences. Pure but for the detokenizer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from penstock.rollout_service.embedded_engine.http.bodies import SamplingParams
-from penstock.rollout_service.embedded_engine.http.build_job import Asked
+from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob
 from penstock.rollout_service.embedded_engine.http.text import Text
 from penstock.rollout_service.embedded_engine.sequence import Sequence
 
 
-def build_replies(asked: Asked, text: Text, latency_s: float) -> list[dict[str, Any]]:
+def build_replies(requested: RequestedJob, text: Text, latency_s: float) -> list[dict[str, Any]]:
     """Return one reply per sequence, in the order of the request; all sequences are finished."""
-    texts = completion_texts(asked.sequences, asked.params, text)
+    texts = completion_texts(requested.sequences, requested.params, text)
     return [
-        _reply(asked, sequence, completion, latency_s)
-        for sequence, completion in zip(asked.sequences, texts, strict=True)
+        _reply(requested, sequence, completion, latency_s)
+        for sequence, completion in zip(requested.sequences, texts, strict=True)
     ]
 
 
-def build_chunk(asked: Asked, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
+def build_chunk(requested: RequestedJob, index: int, num_tokens: int, version: str, text: Text) -> dict[str, Any]:
     """Return the cumulative reply of an unfinished sequence, for streaming; spans come with the last chunk."""
-    sequence, params = asked.sequences[index], asked.params[index]
+    sequence, params = requested.sequences[index], requested.params[index]
     tokens = sequence.output_ids[:num_tokens]
     completion = text.decode([tokens], skip_special_tokens=params.skip_special_tokens)[0]
     meta: dict[str, Any] = {
@@ -34,22 +34,22 @@ def build_chunk(asked: Asked, index: int, num_tokens: int, version: str, text: T
         "cached_tokens": sequence.cached_tokens,
         "weight_version": version,
     }
-    if asked.return_logprob:
+    if requested.return_logprob:
         meta |= _output_logprobs(tokens, sequence.output_logprobs[:num_tokens])
     return {"text": completion, "output_ids": tokens, "meta_info": meta}
 
 
 def completion_texts(sequences: Items[Sequence], params: Items[SamplingParams], text: Text) -> list[str]:
-    """Return the text of finished completions without what stopped them (unless no_stop_trim)."""
+    """Return the text of finished completions without the stop token or string (unless no_stop_trim)."""
     if not text.has_tokenizer:
         return [""] * len(sequences)
-    rows = [_visible_tokens(sequence, asked) for sequence, asked in zip(sequences, params, strict=True)]
-    same = len({asked.skip_special_tokens for asked in params}) == 1
+    rows = [_visible_tokens(sequence, requested) for sequence, requested in zip(sequences, params, strict=True)]
+    same = len({requested.skip_special_tokens for requested in params}) == 1
     if same:
         texts = text.decode(rows, skip_special_tokens=params[0].skip_special_tokens)
     else:
         pairs = zip(rows, params, strict=True)
-        texts = [text.decode([row], skip_special_tokens=asked.skip_special_tokens)[0] for row, asked in pairs]
+        texts = [text.decode([row], skip_special_tokens=requested.skip_special_tokens)[0] for row, requested in pairs]
     return [_cut(*item) for item in zip(texts, sequences, params, strict=True)]
 
 
@@ -66,7 +66,7 @@ def _cut(completion: str, sequence: Sequence, params: SamplingParams) -> str:
     return before + found if params.no_stop_trim else before
 
 
-def _reply(asked: Asked, sequence: Sequence, completion: str, latency_s: float) -> dict[str, Any]:
+def _reply(requested: RequestedJob, sequence: Sequence, completion: str, latency_s: float) -> dict[str, Any]:
     finish = sequence.finish
     assert finish is not None
     num_tokens = len(sequence.output_ids)
@@ -81,13 +81,13 @@ def _reply(asked: Asked, sequence: Sequence, completion: str, latency_s: float) 
         "num_retractions": sequence.num_retractions,
         "e2e_latency": latency_s,
     }
-    if asked.return_logprob:
+    if requested.return_logprob:
         meta |= _output_logprobs(sequence.output_ids, sequence.output_logprobs)
     if sequence.input_logprobs_from is not None and sequence.input_logprobs is not None:
         tokens = sequence.prompt[sequence.input_logprobs_from :]
         meta["input_token_logprobs"] = _triples((None, *sequence.input_logprobs), tokens)
     reply: dict[str, Any] = {"text": completion, "output_ids": sequence.output_ids, "meta_info": meta}
-    if asked.return_prompt_token_ids:
+    if requested.return_prompt_token_ids:
         reply["prompt_token_ids"] = sequence.prompt
     return reply
 

@@ -1,24 +1,24 @@
-"""What every endpoint shares: bodies are checked on the way in, errors become statuses on the way out."""
+"""Check request bodies, and turn errors into HTTP statuses."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.rollout_service.embedded_engine.errors import EngineAtFault, EngineStopped, RequestRefused
+from penstock.rollout_service.embedded_engine.http.responses import json_response
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def route(path: str, handler: Handler, *methods: str) -> Route:
-    """Return a route whose handler may raise what a client or the engine did wrong."""
+    """Return a route whose handler may raise RequestRefused, EngineAtFault or EngineStopped."""
 
     async def guarded(request: Request) -> Response:
         try:
@@ -34,7 +34,7 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """Return the checked body; raises RequestRefused, naming every place that does not fit."""
+    """Return the checked body; raises RequestRefused, naming every field that is wrong."""
     raw = await request.body()
     try:
         return kind.model_validate_json(raw or b"{}")
@@ -42,16 +42,6 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
         details = error.errors(include_url=False, include_context=False, include_input=False)
         places = [f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in details]
         raise RequestRefused("; ".join(places)) from error
-
-
-def json_response(content: object, *, status: int = 200) -> Response:
-    """Return JSON."""
-    return Response(pydantic_core.to_json(content), status_code=status, media_type="application/json")
-
-
-def event(content: object) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + pydantic_core.to_json(content) + b"\n\n"
 
 
 def _error(message: str, status: int) -> Response:

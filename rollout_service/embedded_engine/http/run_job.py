@@ -1,4 +1,4 @@
-"""From the event loop to the engine thread and back: a request's sequences are handed over and awaited."""
+"""Pass a request's sequences from the event loop to the engine thread, and await their end."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import AsyncIterator, Callable
 
 from starlette.requests import Request
 
-from penstock.rollout_service.embedded_engine.engine_thread import Engine
+from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineAtFault
 from penstock.rollout_service.embedded_engine.http.adapter_registry import AdapterRegistry
-from penstock.rollout_service.embedded_engine.http.build_job import Asked
+from penstock.rollout_service.embedded_engine.http.build_job import RequestedJob
 from penstock.rollout_service.embedded_engine.sequence import Job
 
 
 class JobRunner:
-    """Hands requests to the engine; counts who computes with which adapter."""
+    """Runs requests on the engine thread, and counts the requests of each adapter."""
 
-    def __init__(self, engine: Engine, adapters: AdapterRegistry) -> None:
-        """Hold both."""
+    def __init__(self, engine: EngineThread, adapters: AdapterRegistry) -> None:
+        """Prepare; nothing runs before a request."""
         self._engine = engine
         self._adapters = adapters
         self._releases: set[asyncio.Task[None]] = set()
 
-    async def run_to_end(self, request: Request, asked: Asked) -> float:
-        """Have the engine finish the sequences; returns the seconds it took. A client that leaves ends them."""
-        job, done = self._submit(asked)
-        left = asyncio.ensure_future(_disconnected(request))
+    async def run_to_end(self, request: Request, requested: RequestedJob) -> float:
+        """Run the sequences to their end; return the seconds it took. A disconnected client ends them."""
+        job, done = self._submit(requested)
+        disconnected = asyncio.ensure_future(_disconnected(request))
         try:
-            await asyncio.wait((done, left), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((done, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if not done.done():
                 self._engine.cancel(job)
             await done
         finally:
-            left.cancel()
-        raise_if_engine_failed(asked)
+            disconnected.cancel()
+        raise_if_engine_failed(requested)
         return time.monotonic() - job.received_at
 
-    async def steps(self, asked: Asked) -> AsyncIterator[list[int]]:
-        """Submit the sequences and yield their token counts while they grow; ends when all have finished.
+    async def steps(self, requested: RequestedJob) -> AsyncIterator[list[int]]:
+        """Submit the sequences and yield their token counts after each step, until all have finished.
 
-        Steps that pass while the client reads slowly are skipped. A client that leaves ends the sequences.
+        Steps are skipped while the client reads slowly. A disconnected client ends the sequences.
         """
         steps: asyncio.Queue[list[int] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -49,7 +49,7 @@ class JobRunner:
         def on_step(counts: list[int]) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, counts)
 
-        job, done = self._submit(asked, on_step)
+        job, done = self._submit(requested, on_step)
         done.add_done_callback(lambda _: steps.put_nowait(None))
         try:
             while (counts := await steps.get()) is not None:
@@ -59,28 +59,28 @@ class JobRunner:
         finally:
             if not done.done():
                 self._engine.cancel(job)
-        raise_if_engine_failed(asked)
+        raise_if_engine_failed(requested)
 
-    async def within(self, asked: Asked, deadline_s: float) -> bool:
-        """Have the engine finish the sequences; False, and they are ended, when it takes longer."""
-        job, done = self._submit(asked)
+    async def within(self, requested: RequestedJob, deadline_s: float) -> bool:
+        """Run the sequences to their end; return False, having ended them, when that takes longer than the deadline."""
+        job, done = self._submit(requested)
         try:
             await asyncio.wait_for(done, deadline_s)
         except TimeoutError:
             self._engine.cancel(job)
             return False
-        raise_if_engine_failed(asked)
+        raise_if_engine_failed(requested)
         return True
 
     def _submit(
-        self, asked: Asked, on_step: Callable[[list[int]], None] | None = None
+        self, requested: RequestedJob, on_step: Callable[[list[int]], None] | None = None
     ) -> tuple[Job, asyncio.Future[None]]:
-        """Return a job that the engine has, and the future that its end resolves in this event loop."""
+        """Submit the sequences; return their job, and a future of this event loop that its end resolves."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
         def resolve(error: Exception | None) -> None:
-            release = asyncio.ensure_future(releasing())  # only now: an abandoned job may still take a step
+            release = asyncio.ensure_future(releasing())  # only now: a cancelled job may still run for a step
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
             if done.done():
@@ -93,15 +93,15 @@ class JobRunner:
         def on_done(error: Exception | None) -> None:
             loop.call_soon_threadsafe(resolve, error)
 
-        job = Job(asked.sequences, on_done, on_step)
+        job = Job(requested.sequences, on_done, on_step)
         self._engine.submit(job)
-        releasing = self._adapters.hold(sequence.adapter for sequence in asked.sequences)
+        releasing = self._adapters.hold(sequence.adapter for sequence in requested.sequences)
         return job, done
 
 
-def raise_if_engine_failed(asked: Asked) -> None:
+def raise_if_engine_failed(requested: RequestedJob) -> None:
     """Raise EngineAtFault when the engine could not compute one of the sequences."""
-    failed = next((item for item in asked.sequences if item.finish and item.finish.status_code), None)
+    failed = next((item for item in requested.sequences if item.finish and item.finish.status_code), None)
     if failed is not None and failed.finish is not None:
         raise EngineAtFault(failed.finish.message)
 

@@ -1,6 +1,6 @@
-"""The door to tokenizers and jinja2: text in, text out, stop strings, the chat template.
+"""The adapter for tokenizers and jinja2: encoding, decoding, stop strings, the chat template.
 
-All of it is optional: without a tokenizer.json the engine serves token ids only.
+A tokenizer is optional: without a tokenizer.json the engine serves token ids only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.rollout_service.embedded_engine.errors import RequestRefused
 
-if TYPE_CHECKING:  # the worker's own process decodes too, and has no use for torch
+if TYPE_CHECKING:  # the worker's own process decodes too, and does not import torch
     from penstock.rollout_service.embedded_engine.sequence import Sequence
 
-_SPARE_TOKENS = 8  # a stop string is looked for in its own length in tokens, plus this many
+_SPARE_TOKENS = 8  # a stop string is searched in as many tokens as it has characters, plus these
 
 
 class Text:
@@ -34,11 +34,11 @@ class Text:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether text can be read and written."""
+        """Whether the folder has a tokenizer."""
         return self._tokenizer is not None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokenise; ``special`` adds what the tokenizer's post-processor adds (a start token, if any)."""
+        """Return the token ids of a text; ``special`` adds the tokenizer's own special tokens (a start token, if any)."""
         if self._tokenizer is None:
             raise RequestRefused("this model folder holds no tokenizer.json; send input_ids instead of text")
         return self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -50,14 +50,14 @@ class Text:
         return self._tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the tokenizer's own end token, which SGLang also stops at."""
+        """Return the tokenizer's own end token, at which SGLang stops too."""
         token = self._settings.get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         found = self._tokenizer.token_to_id(text) if self._tokenizer is not None and text else None
         return () if found is None else (found,)
 
     def find_stop_string(self, sequence: Sequence) -> str | None:
-        """Return the stop string that the end of a completion holds, if any."""
+        """Return the stop string in the end of a completion; None when there is none."""
         stops = sequence.sampling.stop_strings
         window = max(map(len, stops)) + _SPARE_TOKENS
         tail = self.decode([sequence.output_ids[-window:]], skip_special_tokens=False)[0]

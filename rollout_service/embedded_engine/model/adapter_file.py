@@ -1,4 +1,4 @@
-"""Reads an adapter folder completely and checks it before anybody computes with it; see `adapter_shapes.py`."""
+"""Read an adapter folder completely and check it before it is used; see `checks/adapter_shapes.py`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from penstock.rollout_service.errors import AdapterUnfit
 
 
 def read_adapter(folder: Path, model: ModelConfig, *, max_rank: int) -> dict[str, LowRank]:
-    """Return the factors of every adapted layer by its name in the model, the scale in them.
+    """Return the factors of every adapted layer by its name in the model, multiplied by the scale.
 
-    Each ``down`` is [rank, in] and ``up`` [out, rank], in the file's own dtype but for the scale, which makes ``up``
-    float32.
+    Each ``down`` is [rank, in] in the file's own dtype, each ``up`` [out, rank] in float32.
 
     Raises:
-        CheckpointRefused: names the folder and what of it does not fit.
+        CheckpointRefused: names the folder and what in it does not fit.
     """
     try:
         raw = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))

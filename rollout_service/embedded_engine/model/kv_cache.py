@@ -1,8 +1,7 @@
-"""One rectangle of keys and values: a row per running sequence, as long as the longest of them.
+"""Keys and values in one rectangular tensor: a row per running sequence, as long as the longest of them.
 
-The running sequences always occupy rows 0..n-1, so attention reads plain views and never gathers. The
-rectangle grows on demand and never holds more than ``max_tokens`` rows x columns, which the scheduler
-guarantees by what it admits.
+The running sequences always occupy rows 0..n-1, so attention reads views and never gathers. The tensor grows on
+demand and never exceeds ``max_tokens`` rows x columns, which the scheduler guarantees by what it admits.
 """
 
 from __future__ import annotations
@@ -11,30 +10,30 @@ import torch
 
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 
-_COLUMN_STEP = 32  # columns grow in such steps, and at least by half, so that growing stays rare
+_COLUMN_STEP = 32  # columns grow by multiples of this, and by at least a half, so that copies are rare
 
 
 class KVCache:
     """Keys and values [layer, row, kv head, 2, column, head_dim]; index 0 of the fourth axis is the key."""
 
     def __init__(self, config: ModelConfig, *, max_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Start empty; memory is taken when sequences arrive."""
+        """Start empty; memory is allocated when sequences start."""
         self._config = config
         self._max_tokens = max_tokens
         self.data = self._zeros(0, 0, device, dtype)
 
     @property
     def num_rows(self) -> int:
-        """Rows the rectangle has room for."""
+        """Rows of the tensor."""
         return self.data.shape[1]
 
     @property
     def num_columns(self) -> int:
-        """Tokens each row has room for."""
+        """Tokens that fit into each row."""
         return self.data.shape[4]
 
     def ensure(self, num_rows: int, num_columns: int) -> None:
-        """Make room for ``num_rows`` sequences of ``num_columns`` tokens, keeping what is stored."""
+        """Allocate ``num_rows`` rows of ``num_columns`` tokens if there are fewer, keeping what is stored."""
         old = self.data
         if num_rows <= self.num_rows and num_columns <= self.num_columns:
             return
@@ -53,7 +52,7 @@ class KVCache:
         self.data[:, targets, :, :, :num_columns] = self.data[:, sources, :, :, :num_columns]
 
     def clear_rows(self, rows: list[int]) -> None:
-        """Zero rows whose numbers are not finite: 0 x NaN would leak into whoever takes the row next."""
+        """Set rows to zero that are not finite: 0 x NaN would be NaN in the next sequence of that row."""
         self.data[:, rows] = 0
 
     def _zeros(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Adapters as the forward pass takes them: beside each matrix product a small one, per row of another adapter.
+"""Low-rank adapters in the forward pass: one batch may hold rows of different adapters, and of none.
 
-A mix puts the factors of several adapters side by side: ``x @ down`` gives every row the small numbers of all of them,
-a mask leaves each row those of its own, and ``@ up`` adds their sum. So rows of different adapters and of none are one
-batch, at two small products a matrix however many adapters there are.
+A mix concatenates the factors of several adapters: ``x @ down`` computes the low-rank activations of every row for all of
+them, a mask zeroes those of other adapters, and ``@ up`` adds the sum. This costs two small products for each matrix,
+however many adapters there are.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 
-Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the matrices of a layer, as they are fused
+Site: TypeAlias = Literal["qkv", "output", "gate_up", "down"]  # the fused matrices of a layer
 _SITES: tuple[Site, ...] = ("qkv", "output", "gate_up", "down")
-NO_ADAPTER = 0  # number of the rows that compute with the model alone
+NO_ADAPTER = 0  # number of rows without an adapter
 
-_numbers = itertools.count(1)  # of this process: an adapter that is loaded again is another one
+_numbers = itertools.count(1)  # unique in this process: an adapter that is loaded again gets a new number
 
 
 class LowRank(NamedTuple):
-    """Factors of a change of one matrix: [rank, in] and [out, rank] as stored, [in, rank] and [rank, out] prepared."""
+    """Factors of one matrix's update: [rank, in] and [out, rank] as stored, [in, rank] and [rank, out] as prepared."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -37,7 +37,7 @@ class Adapter:
     name: str
     path: str
     layers: tuple[Mapping[Site, LowRank], ...]
-    number: int  # never that of another adapter of this process
+    number: int  # unique in this process
 
 
 def prepare_adapter(
@@ -49,7 +49,7 @@ def prepare_adapter(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Adapter:
-    """Fuse, reorder and cast checked factors, by the names of their layers, like the matrices they change."""
+    """Fuse, reorder and cast checked factors, by the names of their layers, like the matrices they are added to."""
     heads = config.num_heads, config.num_kv_heads
     query, kv = (num * config.head_dim for num in heads)
     sites: dict[Site, Sequence[tuple[str, int]]] = {
@@ -99,18 +99,18 @@ def interleaved_halves(head_dim: int) -> torch.Tensor:
 
 
 class AdapterMix:
-    """Several adapters side by side."""
+    """The concatenated factors of several adapters."""
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
-        """Put the factors of at least one adapter into one pair of matrices for each site of each layer."""
+        """Concatenate the factors of at least one adapter into one pair of matrices for each site of each layer."""
         self.numbers = frozenset(adapter.number for adapter in adapters)
-        self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: whose number each small number is
+        self._owners: dict[Site, torch.Tensor] = {}  # [columns] int64: adapter number of each column
         by_layer = zip(*(adapter.layers for adapter in adapters), strict=True)
         numbers = [adapter.number for adapter in adapters]
         self._layers = [self._join(list(zip(numbers, layers, strict=True))) for layers in by_layer]
 
     def of_rows(self, numbers: torch.Tensor) -> RowAdapters:
-        """Return the change for rows whose adapters have these ``numbers`` [n] int64, `NO_ADAPTER` for none."""
+        """Return the update for rows whose adapters have these ``numbers`` [n] int64, `NO_ADAPTER` for none."""
         if len(self.numbers) == 1 and bool((numbers == next(iter(self.numbers))).all()):
             return RowAdapters(self._layers, {})
         column = numbers.unsqueeze(1)
@@ -124,7 +124,9 @@ class AdapterMix:
                 continue
             device = pairs[0][1].down.device
             owners = [torch.full((pair.down.shape[1],), number, device=device) for number, pair in pairs]
-            self._owners[site] = torch.cat(owners)  # alike in all layers: an adapter has them all, or none
+            self._owners[site] = torch.cat(
+                owners
+            )  # equal in all layers: an adapter has a site in all of them, or in none
             if len(pairs) == 1:
                 joined[site] = pairs[0][1]
             else:
@@ -134,20 +136,20 @@ class AdapterMix:
 
 
 class RowAdapters:
-    """What the adapters of one batch's rows add to each product."""
+    """The updates that the adapters of one batch's rows add to each product."""
 
     def __init__(self, layers: Sequence[Mapping[Site, LowRank]], others: Mapping[Site, torch.Tensor]) -> None:
-        """``others`` [n, columns] bool says which small numbers are not a row's own; no entry: all are."""
+        """``others`` [n, columns] bool is True for columns of another adapter than the row's; no entry: there is none."""
         self._layers = layers
         self._others = others
 
     def add(self, index: int, site: Site, rows: torch.Tensor, product: torch.Tensor) -> None:
-        """Add to ``product`` [n, out], in place, what the adapters make of ``rows`` [n, in] there."""
+        """Add to ``product`` [n, out], in place, the adapters' update for ``rows`` [n, in] at this layer and site."""
         pair = self._layers[index].get(site)
         if pair is None:
             return
-        small = rows @ pair.down
+        activations = rows @ pair.down
         others = self._others.get(site)
         if others is not None:
-            small.masked_fill_(others, 0.0)
-        product.addmm_(small, pair.up)
+            activations.masked_fill_(others, 0.0)
+        product.addmm_(activations, pair.up)

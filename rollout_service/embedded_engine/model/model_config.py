@@ -1,4 +1,4 @@
-"""Reads a Hugging Face ``config.json`` into the few numbers the forward pass needs, or refuses it."""
+"""Read a Hugging Face ``config.json`` into the numbers that the forward pass needs, or refuse it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 class Rope:
     """Rotary embedding: base frequency and how it is stretched.
 
-    ``linear`` divides every frequency by ``factor``. ``llama3`` leaves high frequencies alone, divides low
-    ones by ``factor`` and blends between (Llama 3.1 report, arXiv:2407.21783; same formula as transformers).
+    ``linear`` divides every frequency by ``factor``. ``llama3`` keeps high frequencies, divides low
+    ones by ``factor`` and interpolates between them (Llama 3.1 report, arXiv:2407.21783; same formula as transformers).
     """
 
     theta: float
@@ -53,7 +53,7 @@ class ModelConfig:
 
     @property
     def kv_floats_per_token(self) -> int:
-        """Numbers stored in the KV cache for one token, all layers."""
+        """Numbers in the KV cache for one token, all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
@@ -74,7 +74,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     rope = _read_rope(folder, raw)
     missing = [name for name in _REQUIRED if name not in raw]
     if missing:
-        raise UnsupportedModel(f"{folder}/config.json does not say {', '.join(missing)}")
+        raise UnsupportedModel(
+            f"{folder}/config.json has no {', '.join(missing)}; add them, as transformers writes them"
+        )
     heads = raw["num_attention_heads"]
     llama_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(

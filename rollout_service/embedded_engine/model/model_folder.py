@@ -1,7 +1,7 @@
-"""The door to safetensors: reads a model folder completely and checks it before anybody uses it.
+"""The adapter for safetensors: read a model folder completely and check it before it is used.
 
-Everything that makes SGLang 0.5.23 die or serve a mixture (truncated file, wrong shape, missing tensor,
-NaN) is found here, beside the running engine, so that a refused update leaves the served weights untouched.
+Everything that makes SGLang 0.5.23 exit or serve a mixture (truncated file, wrong shape, missing tensor,
+NaN) is found here, while the engine serves, so that a refused update leaves the served weights unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from penstock.rollout_service.embedded_engine.errors import CheckpointRefused
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig
 
-_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer that old checkpoints carry; computed here
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # a buffer in old checkpoints; computed here
 _FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,7 +69,7 @@ def read_checkpoint(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor
         tensors |= read_safetensors(path)
     ignored = {name for name in tensors if name.endswith(_IGNORED_SUFFIXES)}
     if config.tied_head:
-        ignored.add("lm_head.weight")  # the embedding is the head; a stored copy says nothing new
+        ignored.add("lm_head.weight")  # the embedding is the head; a stored copy is redundant
     for name in ignored & tensors.keys():
         del tensors[name]
     _check_names(folder, expected.keys(), tensors.keys())
@@ -98,10 +98,10 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of one file, on the CPU; raises CheckpointRefused for one that is cut short or none."""
+    """Return every tensor of one file, on the CPU; raises CheckpointRefused for a file that is truncated or no safetensors."""
     try:
         with safe_open(path, framework="pt") as file:
-            # clone: the file may be replaced after we return, and a mapped page would change with it
+            # clone: the file may be overwritten later, and a mapped page would change with it
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointRefused(f"{path} is truncated or not a safetensors file: {error}") from error
@@ -125,9 +125,9 @@ def _check_tensor(folder: Path, name: str, shape: tuple[int, ...], tensor: torch
 
 
 def check_values(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointRefused for a tensor that holds other than finite floating-point numbers."""
+    """Raise CheckpointRefused for a tensor that is no floating-point tensor of finite numbers."""
     if tensor.dtype not in _FLOAT_TYPES:
         raise CheckpointRefused(f"{folder}: {name} is {tensor.dtype}, expected float32, bfloat16 or float16")
-    # A sum is not finite if any term is not; only then look closer (a sum may overflow on its own).
+    # If a term is not finite, neither is the sum. The sum of finite terms may overflow, so then check each.
     if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
         raise CheckpointRefused(f"{folder}: {name} holds NaN or infinite numbers; nothing was changed")

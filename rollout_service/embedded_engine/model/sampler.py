@@ -1,11 +1,11 @@
-"""Draws the next token of every running sequence and reports the logprob it had.
+"""Sample the next token of every running sequence, and return its logprob.
 
 The reported logprob is log softmax(logits / temperature) over the whole vocabulary in float32, before
 top-p, top-k and min-p: the behaviour policy of a rollout that uses none of the three. Greedy sequences
 (temperature below 1e-6) report it at temperature 1. This is SGLang's definition.
 
-Randomness is counter-based: the number that decides token i of a sequence is a function of (seed, i) only
-(SplitMix64, Steele et al., OOPSLA 2014), so a sequence is reproducible whatever runs beside it.
+Randomness is counter-based: the random number for token i of a sequence is a function of (seed, i) only
+(SplitMix64, Steele et al., OOPSLA 2014), so a sequence is reproducible whatever else runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How each row is to be sampled; None where no row needs it."""
+    """Sampling parameters of each row; None where no row needs them."""
 
     uniforms: torch.Tensor | None  # [n] float64 in [0, 1); None: every row is greedy
     temperatures: torch.Tensor | None  # [n] float32; None: all 1
@@ -50,7 +50,7 @@ def sample(logits: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Te
         tokens = logprobs.argmax(-1)
     else:
         probabilities = _filtered(logprobs.exp(), choice)
-        # float64: summing a large vocabulary in float32 would shift the rare tokens' shares
+        # float64: summing a large vocabulary in float32 would change the probabilities of rare tokens
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
         targets = choice.uniforms.unsqueeze(1) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, targets, right=True).squeeze(1)

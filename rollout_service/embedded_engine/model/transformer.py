@@ -1,9 +1,9 @@
 """The forward pass of dense Llama, Qwen2 and Qwen3 decoders in plain torch, for prompts and for one step.
 
-Differs from the textbook (and from transformers) in layout only:
+Differs from transformers in layout only:
 
 1. q, k and v are one matrix, and so are gate and up: fewer, larger products.
-2. Rows of q and k are reordered so that the two halves which rotary embedding mixes lie side by side; the
+2. Rows of q and k are reordered so that the two dimensions which rotary embedding mixes are adjacent; the
    rotation is then one complex product. Attention scores do not change: q and k are reordered alike.
 3. On a CPU the matrices are packed once for oneDNN, which multiplies about twice as fast as the default.
 """
@@ -24,7 +24,7 @@ from penstock.rollout_service.embedded_engine.model.low_rank import RowAdapters,
 from penstock.rollout_service.embedded_engine.model.model_config import ModelConfig, Rope
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's share to a product, in place
+Change = Callable[[Site, torch.Tensor, torch.Tensor], None]  # adds an adapter's update to a product, in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A complete model, ready to compute; immutable, so that a swap is the exchange of one reference."""
+    """A complete model, ready to compute; immutable, so that a swap exchanges one reference."""
 
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
@@ -54,13 +54,13 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Prompts packed one after the other, neighbours of equal length sharing one attention call.
+    """Prompts packed one after the other; neighbours of equal length share one attention call.
 
     ``spans`` holds (number of prompts, tokens of each) in packed order. Their keys and values go to
     consecutive cache rows from ``first_row`` on, ``copies`` rows for each prompt.
     """
 
-    token_ids: torch.Tensor  # [N] int64; tokens beyond the last span are padding, computed and thrown away
+    token_ids: torch.Tensor  # [N] int64; tokens beyond the last span are padding, computed and discarded
     positions: torch.Tensor  # [N] int64
     spans: Sequence[tuple[int, int]]
     copies: Sequence[int]  # per prompt: how many cache rows receive it
@@ -139,7 +139,7 @@ def _checksum(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class Transformer:
-    """Computes with whatever weights it is handed; owns only what no checkpoint holds: the rotary table."""
+    """The forward pass, with the weights of each call; owns only the rotary table, which no checkpoint holds."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         """Build the rotary table for the model's whole context."""
@@ -148,14 +148,14 @@ class Transformer:
         self._rotations = rotary_table(config.rope, config.head_dim, config.context_tokens).to(device)
         self._num_rotated = config.num_heads + config.num_kv_heads
         self._scale = 1.0 / math.sqrt(config.head_dim)
-        # Two small batched products beat the fused kernel for one query on a CPU; elsewhere, and in half
-        # precision where scores must be kept in float32, the fused kernel is right.
+        # For one query on a CPU, two small batched products are faster than the fused kernel. It is used elsewhere, and in
+        # half precision, where scores must stay float32.
         self._by_products = device.type == "cpu" and dtype == torch.float32
 
     def prefill(
         self, weights: Weights, batch: PromptBatch, cache: KVCache, adapters: RowAdapters | None = None
     ) -> torch.Tensor:
-        """Compute prompts and store their keys and values; returns final hidden states [N, hidden].
+        """Compute prompts and store their keys and values; return final hidden states [N, hidden].
 
         ``adapters`` are those of the N tokens; None: the model alone.
         """
@@ -183,7 +183,7 @@ class Transformer:
         Args:
             weights: the weights to compute with.
             token_ids: [n] int64, the token of each sequence whose successor is wanted.
-            positions: [n] int64, where that token stands; its keys and values are stored there.
+            positions: [n] int64, that token's position; its keys and values are stored there.
             num_columns: longest of the sequences, this token included.
             mask: [n, num_columns] additive (0 or -inf), or None when all sequences are equally long.
             cache: keys and values of rows 0..n-1.
@@ -258,7 +258,7 @@ class Transformer:
         if not self._by_products:
             out = functional.scaled_dot_product_attention(query, stored[:, :, 0], stored[:, :, 1], attn_mask=bias)
             return out.reshape(num, -1)
-        flat = stored.flatten(0, 1)  # a view: both axes lie one after the other
+        flat = stored.flatten(0, 1)  # a view: both axes are contiguous
         queries = query.flatten(0, 1)
         keys = flat[:, 0].transpose(1, 2)
         if bias is None:

@@ -1,4 +1,4 @@
-"""The embedded engine beyond SGLang's contract: which models, how it schedules, how it ends."""
+"""The embedded engine beyond SGLang's contract: models, scheduling, exit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [5, 17, 88, 250, 31, 9]
 
 @pytest.fixture(scope="module")
 def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
-    """An engine of few rows and little memory, so that work has to wait."""
+    """An engine of few rows and little memory, so that requests have to wait."""
     scratch = tmp_path_factory.mktemp("engine")
     build_model(scratch / "model")
     arguments = ["--max-running", "12", "--max-total-tokens", "8000", "--max-prefill-tokens", "100"]
@@ -34,8 +34,8 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnd
         yield engine
 
 
-def test_the_answer_to_an_update_says_what_is_served(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    """Version and checksum as model_info and weights_checker say them afterwards."""
+def test_the_answer_to_an_update_has_version_and_checksum(small_engine: EngineUnderTest, tmp_path: Path) -> None:
+    """Version and checksum are those that model_info and weights_checker return afterwards."""
     answer = small_engine.update(write_changed_copy(small_engine.model, tmp_path / "v1", seed=1), "1")
     assert answer["weight_version"] == small_engine.get("/model_info")["weight_version"] == "1"
     asked = small_engine.post("/weights_checker", {"action": "checksum"})
@@ -87,7 +87,7 @@ def test_every_served_architecture_is_exact(tmp_path: Path, kind: str, changes: 
     assert [reply["output_ids"] for reply in greedy] == [dense.greedy(prompt, 10) for prompt in prompts]
 
 
-def test_half_precision_stays_near(tmp_path: Path) -> None:
+def test_half_precision_is_close(tmp_path: Path) -> None:
     """In bfloat16 logprobs are those of float32 within a tenth of a nat."""
     build_model(tmp_path / "model")
     with embedded_engine(tmp_path / "model", tmp_path, "--dtype", "bfloat16") as engine:
@@ -135,15 +135,15 @@ def test_another_models_folder_is_refused(small_engine: EngineUnderTest, tmp_pat
     ],
 )
 def test_unserved_models_are_refused_by_name(tmp_path: Path, change: dict, word: str) -> None:
-    """What cannot be computed exactly is refused at once, and the text says what is served."""
+    """A model that cannot be computed exactly is refused at once, and the text names what is served."""
     config = {"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"} | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=word):
         read_model_config(tmp_path)
 
 
-def test_a_model_that_cannot_be_served_ends_the_process_with_the_reason(tmp_path: Path) -> None:
-    """The command says why it refuses a folder and ends with status 2."""
+def test_a_model_that_cannot_be_served_exits_with_the_reason(tmp_path: Path) -> None:
+    """The command prints why it refuses a folder and exits with status 2."""
     command = [
         sys.executable,
         "-m",
@@ -158,8 +158,8 @@ def test_a_model_that_cannot_be_served_ends_the_process_with_the_reason(tmp_path
     assert "config.json does not exist" in ended.stderr
 
 
-def test_more_work_than_room_is_served_exactly(small_engine: EngineUnderTest) -> None:
-    """Requests of mixed lengths that must wait, move and share rows come out as if each were alone."""
+def test_more_requests_than_rows_are_served_exactly(small_engine: EngineUnderTest) -> None:
+    """Requests of mixed lengths that wait, move and share rows give the same completions as each alone."""
     draw = random.Random(1)
     prompts = [[draw.randrange(320) for _ in range(draw.choice([1, 3, 20, 60]))] for _ in range(40)]
     params = [{"max_new_tokens": draw.choice([1, 2, 30, 90, 700]), "ignore_eos": True} for _ in prompts]
@@ -171,8 +171,8 @@ def test_more_work_than_room_is_served_exactly(small_engine: EngineUnderTest) ->
         assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=1e-5)
 
 
-def test_a_seed_gives_the_same_completion_whatever_runs_beside_it(small_engine: EngineUnderTest) -> None:
-    """sampling_seed decides a completion alone and in a crowd; the n samples of one seed differ."""
+def test_a_seed_gives_the_same_completion_whatever_else_runs(small_engine: EngineUnderTest) -> None:
+    """A completion depends on sampling_seed alone, whatever else runs; the n samples of one seed differ."""
     params = {"max_new_tokens": 20, "sampling_seed": 7, "ignore_eos": True}
     alone = small_engine.generate(PROMPT, **params)["output_ids"]
     crowd = [{"max_new_tokens": 15, "ignore_eos": True}] * 9 + [params]
@@ -189,13 +189,13 @@ def test_samples_of_one_prompt_are_computed_once(small_engine: EngineUnderTest) 
 
 
 def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> None:
-    """A request that could never be held is a 400 that says what could."""
+    """A request that never fits into the cache is a 400 that names the limit."""
     error = small_engine.generate(PROMPT, max_new_tokens=7995, expect=400)
     assert "max_new_tokens=7994" in str(error)
 
 
 def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    """An in-place update that asks for a flush is refused before the weights are touched."""
+    """An in-place update that asks for a flush is refused before the weights change."""
     folder = write_changed_copy(small_engine.model, tmp_path / "v1", seed=1)
     with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=6000) as stream:
         small_engine.post("/pause_generation", {"mode": "in_place"})
@@ -208,7 +208,7 @@ def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: Engine
 
 
 def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
-    """abort_all_requests swaps at once; what ran returns what it has, under the old version."""
+    """abort_all_requests swaps at once; running sequences return the tokens they have, under the old version."""
     with small_engine.streaming(PROMPT, rid="8" * 32, max_new_tokens=6000) as stream:
         small_engine.update(small_engine.model, "0b", abort_all_requests=True)
         reply = stream.result()
@@ -219,7 +219,7 @@ def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
 
 
 def test_an_abort_during_a_pause_answers_at_once(small_engine: EngineUnderTest) -> None:
-    """A request that waits in a pause can be given up without continuing."""
+    """A request that waits in a pause can be aborted without continuing."""
     small_engine.post("/pause_generation", {"mode": "retract"})
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(small_engine.generate, PROMPT, rid="9" * 32, max_new_tokens=5)
@@ -252,12 +252,12 @@ def test_nothing_is_accepted_and_ignored(small_engine: EngineUnderTest, body: di
 
 
 def test_an_empty_rid_aborts_nothing(small_engine: EngineUnderTest) -> None:
-    """An empty prefix would match everybody; that has to be said."""
+    """An empty prefix, which would match every request, is refused without abort_all."""
     small_engine.post("/abort_request", {}, expect=400)
 
 
 def test_logits_that_are_not_finite_are_an_error(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    """Weights that overflow answer 500, and a later request under sound weights is exact again."""
+    """Weights that overflow cause a 500; a later request with finite weights is exact again."""
     folder = write_changed_copy(small_engine.model, tmp_path / "huge", seed=1, scale=0.0)
     tensors = read_tensors(folder)
     for name in tensors:
@@ -272,7 +272,7 @@ def test_logits_that_are_not_finite_are_an_error(small_engine: EngineUnderTest, 
     assert [item[0] for item in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(expected, abs=1e-5)
 
 
-def test_text_goes_in_and_comes_out(small_engine: EngineUnderTest) -> None:
+def test_text_prompts_are_served(small_engine: EngineUnderTest) -> None:
     """A text prompt is tokenised by the folder's tokenizer."""
     reply = small_engine.post("/generate", {"text": "hello world", "return_prompt_token_ids": True})
     again = small_engine.post("/generate", {"input_ids": reply["prompt_token_ids"]})
@@ -308,8 +308,8 @@ def test_the_metrics_count(small_engine: EngineUnderTest) -> None:
     assert sampled() - before == 10
 
 
-def test_the_engine_ends_with_its_parent(tmp_path: Path) -> None:
-    """When whoever started it is killed with SIGKILL, the engine is gone soon after."""
+def test_the_engine_exits_with_its_parent(tmp_path: Path) -> None:
+    """When its parent is killed with SIGKILL, the engine exits soon after."""
     build_model(tmp_path / "model")
     port_file = tmp_path / "port"
     engine = f"[{sys.executable!r}, '-P', '-m', 'penstock.rollout_service.embedded_engine', '--model-path', {str(tmp_path / 'model')!r}, "
@@ -324,8 +324,8 @@ def test_the_engine_ends_with_its_parent(tmp_path: Path) -> None:
         wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the engine to be gone")
 
 
-def test_a_terminated_engine_answers_those_who_wait(tmp_path: Path) -> None:
-    """At SIGTERM unfinished requests are answered with 503 and the process ends."""
+def test_a_terminated_engine_answers_waiting_clients(tmp_path: Path) -> None:
+    """At SIGTERM unfinished requests are answered with 503 and the process exits."""
     build_model(tmp_path / "model")
     port_file = tmp_path / "port"
     command = [

@@ -13,7 +13,7 @@ DRAWS = 40_000
 
 
 def choice(num: int, **fields: torch.Tensor | None) -> Choice:
-    """How ``num`` rows are sampled: by temperature 1 unless a field says otherwise."""
+    """Sampling parameters of ``num`` rows: temperature 1 unless a field is given."""
     numbers = torch.from_numpy(uniforms(np.arange(num, dtype=np.uint64), np.zeros(num, dtype=np.int64)))
     defaults: dict[str, torch.Tensor | None] = dict.fromkeys(("temperatures", "greedy", "top_p", "top_k", "min_p"))
     return Choice(**({"uniforms": numbers} | defaults | fields))
@@ -38,13 +38,13 @@ def test_tokens_are_drawn_by_their_probability(temperature: float) -> None:
     ("fields", "kept"),
     [
         ({"top_k": torch.full((DRAWS,), 2)}, [0, 1]),
-        # shares: 0.584 0.215 0.130 0.079 (token 5) 0.029 0.004; a token is kept while those before it sum to <= p
+        # probabilities: 0.584 0.215 0.130 0.079 (token 5) 0.029 0.004; a token is kept while those before it sum to <= p
         ({"top_p": torch.full((DRAWS,), 0.7)}, [0, 1]),
         ({"min_p": torch.full((DRAWS,), 0.2)}, [0, 1, 2]),
     ],
 )
 def test_filters_exclude_and_renormalise(fields: dict, kept: list[int]) -> None:
-    """Excluded tokens never come; the others keep their proportions."""
+    """Excluded tokens are never drawn; the others keep their proportions."""
     expected = torch.zeros(len(LOGITS))
     expected[kept] = LOGITS.softmax(-1)[kept]
     expected /= expected.sum()
@@ -59,7 +59,7 @@ def test_logprobs_ignore_the_filters() -> None:
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
-    """Greedy rows take the argmax, the others do not notice."""
+    """Greedy rows take the argmax; the others are sampled as without them."""
     greedy = torch.arange(1000) % 2 == 0
     tokens, _ = sample(LOGITS.expand(1000, -1).clone(), choice(1000, greedy=greedy))
     assert (tokens[greedy] == 0).all()
@@ -67,14 +67,14 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 
 
 def test_forbidden_tokens_are_never_drawn() -> None:
-    """A logit of minus infinity has no share, not even at the ends of the range."""
+    """A logit of minus infinity has probability 0, also at the ends of the range."""
     logits = torch.full((4096, 5), -torch.inf)
     logits[:, 2] = 0.0
     assert (sample(logits, choice(4096))[0] == 2).all()
 
 
 def test_uniforms_are_uniform_and_independent() -> None:
-    """Numbers of neighbouring seeds and counters fill [0, 1) evenly and do not follow one another."""
+    """Numbers of neighbouring seeds and counters are uniform in [0, 1) and uncorrelated."""
     seeds, counters = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(200))
     numbers = uniforms(seeds.ravel(), counters.ravel()).reshape(200, 200)
     assert numbers.min() >= 0

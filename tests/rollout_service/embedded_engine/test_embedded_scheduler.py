@@ -1,4 +1,4 @@
-"""The embedded engine's scheduler: who starts now."""
+"""The embedded engine's scheduler: which sequences start now."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def sequence(prompt: int = 4, new: int = 8, *, token: int = 1) -> Sequence:
 
 
 def limits(max_running: int = 64, max_total_tokens: int = 10**6, max_prefill_tokens: int = 10**6) -> Limits:
-    """Limits that only bind where a test says so."""
+    """Limits that bind only where a test sets them."""
     return Limits(max_running, max_total_tokens, max_prefill_tokens)
 
 
-def test_everybody_starts_when_there_is_room() -> None:
-    """An idle engine takes all that wait."""
+def test_all_start_when_they_fit() -> None:
+    """An idle engine starts all waiting sequences."""
     waiting = deque(sequence() for _ in range(5))
     assert choose_admissions(waiting, [], limits()) == list(waiting)
 
@@ -40,21 +40,21 @@ def test_equal_prompts_count_once() -> None:
     assert len(choose_admissions(waiting, [], limits(max_prefill_tokens=150))) == 8
 
 
-def test_a_prompt_longer_than_the_pass_goes_alone() -> None:
-    """Nobody waits for ever because of the size of a pass."""
+def test_a_prompt_longer_than_the_pass_is_computed_alone() -> None:
+    """The size of a pass makes no prompt wait for ever."""
     waiting = deque([sequence(prompt=500), sequence(prompt=5, token=2)])
     assert choose_admissions(waiting, [], limits(max_prefill_tokens=100)) == [waiting[0]]
 
 
-def test_newcomers_join_in_eighths() -> None:
-    """While others run and many wait, one free row is not worth a prompt pass; an eighth of the rows is."""
+def test_new_sequences_start_in_eighths() -> None:
+    """While others run and many wait, sequences start once an eighth of the rows is free."""
     waiting = deque(sequence(token=index) for index in range(100))
     assert choose_admissions(waiting, [sequence()] * 63, limits()) == []
     assert len(choose_admissions(waiting, [sequence()] * 56, limits())) == 8
 
 
-def test_the_last_one_waiting_joins_at_once() -> None:
-    """When all that wait fit, nobody waits for more."""
+def test_the_last_waiting_sequence_starts_at_once() -> None:
+    """When all waiting sequences fit, they start at once."""
     assert len(choose_admissions(deque([sequence()]), [sequence()] * 63, limits())) == 1
 
 
@@ -65,8 +65,8 @@ def test_the_last_one_waiting_joins_at_once() -> None:
     st.integers(100, 2000),
     st.integers(1, 200),
 )
-def test_limits_hold_and_nobody_is_stuck(waits: list, runs: list, rows: int, total: int, prefill: int) -> None:
-    """The rectangle, the rows and the pass stay within their limits, in order; an idle engine always starts one."""
+def test_limits_hold_and_no_sequence_starves(waits: list, runs: list, rows: int, total: int, prefill: int) -> None:
+    """Cache, rows and pass stay within their limits, in order; an idle engine always starts one sequence."""
     waiting = deque(sequence(prompt, new, token=index) for index, (prompt, new) in enumerate(waits))
     running: list[Sequence] = []
     for prompt, new in runs[:rows]:

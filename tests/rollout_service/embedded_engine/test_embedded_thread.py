@@ -1,4 +1,4 @@
-"""What happens to everybody when the embedded engine's thread meets a bug."""
+"""What happens to clients when the embedded engine's thread raises an error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.rollout_service.embedded_engine.engine_thread import Engine
+from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
 from penstock.rollout_service.embedded_engine.scheduler import Limits
 from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
@@ -22,30 +22,30 @@ class BrokenRunner:
         raise RuntimeError(f"cannot allocate memory for {len(newcomers)} prompts")
 
     def remove(self, leaving: list[Sequence]) -> None:
-        """Nobody is running."""
+        """Do nothing: no sequence runs."""
 
 
-def test_nobody_waits_for_a_dead_thread() -> None:
-    """A failing step ends the thread, tells its supervisor, fails the jobs and refuses new ones."""
-    died, answered = threading.Event(), threading.Event()
+def test_a_failed_engine_thread_fails_its_jobs() -> None:
+    """A failing step ends the thread, calls ``on_failure``, fails the jobs and refuses new ones."""
+    failed, answered = threading.Event(), threading.Event()
     errors: list[Exception | None] = []
 
     def on_done(error: Exception | None) -> None:
         errors.append(error)
         answered.set()
 
-    engine = Engine(
+    engine = EngineThread(
         BrokenRunner(),  # type: ignore[arg-type]
         Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100),
         version="0",
         model_path="model",
-        on_failure=died.set,
+        on_failure=failed.set,
     )
     engine.start()
     job = Job([Sequence("r", (1, 2), Sampling(max_new_tokens=3))], on_done)
     engine.submit(job)
     assert answered.wait(60)
-    assert died.wait(60)
+    assert failed.wait(60)
     assert isinstance(errors[0], EngineStopped)
     assert "cannot allocate" in str(errors[0])
     assert not engine.is_alive

@@ -1,4 +1,4 @@
-"""A worker's mirror in a process of its own, which kills itself with SIGKILL at a point of a fetch.
+"""A worker's mirror in a separate process, which kills itself with SIGKILL at a point of a fetch.
 
 python -m tests.rollout_service.weights.mirror_kill POINT < settings, folder, run, versions and manifests as JSON
 """
@@ -22,12 +22,12 @@ from penstock.rollout_service.weights.mirror import Mirror
 POINTS = ("journal", "half a bucket", "some buckets", "all buckets", "state")
 
 
-def _die(*_: object) -> None:
+def _kill_this_process(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(mirror: Mirror, point: str) -> None:
-    """Make the next fetch end at a point."""
+    """Have the next fetch killed at a point."""
     reader: Any = mirror._reader
     bring, count = reader.bring, [0]
 
@@ -36,30 +36,30 @@ def arm(mirror: Mirror, point: str) -> None:
             before = raw.copy()
             bring(plan, number, raw)
             raw[raw.size // 2 :] = before[raw.size // 2 :]
-            _die()
+            _kill_this_process()
         bring(plan, number, raw)
         count[0] += 1
         if point == "some buckets" and count[0] == 2:
-            _die()
+            _kill_this_process()
 
     reader.bring = killing
     write = mirror_slot.Slot._write
 
     def writing(slot: Any, state: Any) -> None:
         if point == "all buckets" and state.becoming is None:
-            _die()
+            _kill_this_process()
         write(slot, state)
         if point == ("journal" if state.becoming is not None else "state"):
-            _die()
+            _kill_this_process()
 
     mirror_slot.Slot._write = writing
 
 
 def main() -> None:
-    """Fetch all versions but the last in peace, and the last one armed."""
-    told = json.loads(sys.stdin.read())
-    mirror = Mirror(Blobs(S3Settings.model_validate(told["s3"])), Path(told["folder"]), told["run_id"])
-    *before, last = told["versions"]
+    """Fetch all versions, the last one with the kill armed."""
+    arguments = json.loads(sys.stdin.read())
+    mirror = Mirror(Blobs(S3Settings.model_validate(arguments["s3"])), Path(arguments["folder"]), arguments["run_id"])
+    *before, last = arguments["versions"]
     for version, manifest in before:
         mirror.fetch(PolicyVersion(version), BlobRef.model_validate(manifest), keep=[PolicyVersion(version - 1)])
     arm(mirror, sys.argv[1])

@@ -1,4 +1,4 @@
-"""Engines of one version are compared: all readers of the stream find the same one odd."""
+"""Engines that serve one version are compared: all readers of the stream find the same minority."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def test_equal_engines_agree():
     assert [votes.add(fact) for fact in facts] == [None] * 4
 
 
-def test_the_fewest_are_odd():
-    """One engine against two is odd, also when it was the first."""
+def test_the_less_frequent_checksum_is_the_minority():
+    """One engine against two is the minority, also when it was the first."""
     votes = EngineVotes()
     votes.add(applied("wrong", "y"))
     votes.add(applied("a", "x"))
     found = votes.add(applied("b", "x"))
     assert found is not None
-    assert (found.odd, found.expected) == (("wrong",), "x")
+    assert (found.minority, found.expected) == (("wrong",), "x")
     assert str(found) == "the engine of worker wrong serves other weights than the others as version 3"
 
 
-def test_of_two_the_later_is_odd():
-    """Without a majority the engine that was there first is believed."""
+def test_of_two_engines_the_later_is_the_minority():
+    """Without a majority the checksum that was reported first is expected."""
     votes = EngineVotes()
     votes.add(applied("a", "x"))
     found = votes.add(applied("b", "y"))
     assert found is not None
-    assert found.odd == ("b",)
+    assert found.minority == ("b",)
 
 
-def test_the_newest_word_of_an_engine_counts():
-    """A worker that loaded the version again is judged by what it serves now."""
+def test_the_last_report_of_an_engine_counts():
+    """A worker that loaded the version again is compared by what it serves now."""
     votes = EngineVotes()
     votes.add(applied("a", "x"))
     assert votes.add(applied("b", "y")) is not None

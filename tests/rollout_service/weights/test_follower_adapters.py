@@ -1,4 +1,4 @@
-"""A worker that is given adapters: versions side by side, exact for every token, and no engine that ever pauses."""
+"""A worker that follows adapters: several versions at once, exact for every token, and no pause."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(groups: Iterable[Group], models: dict[int, Dense]) -> None:
 
 
 def url_of(worker: Child) -> str:
-    """Where the worker's newest engine is."""
+    """The URL of the worker's newest engine."""
     return re.findall(r'"url": "([^"]+)"', worker.log_tail(200))[-1]
 
 
@@ -50,13 +50,13 @@ def adapters_of(worker: Child) -> set[str]:
     return {model["id"] for model in models if model["id"].startswith("policy@")}
 
 
-def test_adapters_come_while_a_pack_generates_and_nothing_pauses(
+def test_adapters_are_loaded_while_a_pack_generates_without_a_pause(
     ring_end: RingEnd, start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    """A long pack ends with the version it began with, newer packs have the newer one, an evaluation the base or an older.
+    """A long pack keeps its version, newer packs have the newest, and evaluations have the base or an older one.
 
-    Each token's log-probability is its own version's. What nobody uses is unloaded, its folder removed. A worker that
-    is killed comes back with the base and the newest adapter.
+    Each token's log-probability is its own version's. Unused adapters are unloaded, and their folders removed. A worker
+    that is killed and restarted loads the base and the newest adapter.
     """
     build_endless_model(ring_end.folder / "model-0")
     facts: dict[int, WeightsPublished] = {0: ring_end.publish(0), 1: ring_end.publish_adapter(1)}
@@ -80,7 +80,9 @@ def test_adapters_come_while_a_pack_generates_and_nothing_pauses(
     for task in pins:
         ring_end.issue(task.group_id, [task])
     pinned = ring_end.collect_groups(3)
-    assert httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, "the long pack goes on"
+    assert httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, (
+        "the long pack still runs"
+    )
     [first] = ring_end.collect_groups(1, 60)
     groups = [first, short, *sorted(pinned, key=lambda group: group.group_id)]
     assert versions_of(groups) == [{1}, {3}, {0}, {1}, {2}]
@@ -91,11 +93,11 @@ def test_adapters_come_while_a_pack_generates_and_nothing_pauses(
     assert ring_end.applied[-1].num_bytes == facts[3].num_bytes < 0.3 * facts[0].num_bytes
     wait_for(lambda: adapters_of(worker) == {"policy@3"}, "older adapters to be unloaded")
     [held] = tmp_path.rglob("adapters")
-    wait_for(lambda: [path.name for path in held.iterdir()] == ["3"], "their folders to go")
+    wait_for(lambda: [path.name for path in held.iterdir()] == ["3"], "their folders to be removed")
 
     worker.kill()
     worker.start()
-    wait_for(lambda: len(ring_end.applied) == 4, "the second life", 60)
+    wait_for(lambda: len(ring_end.applied) == 4, "the restarted worker", 60)
     assert (ring_end.applied[-1].version, ring_end.applied[-1].num_bytes) == (3, facts[3].num_bytes)
     again = make_task("e0.p2.a0", prompt_ids=PROMPT, issued_version=3, group_size=2, stop_token_ids=())
     ring_end.issue("again", [again])
@@ -105,7 +107,7 @@ def test_adapters_come_while_a_pack_generates_and_nothing_pauses(
 
 
 def test_the_model_is_loaded_once(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine) -> None:
-    """Adapters after it, evaluations of older ones and of the model itself: the engine hears of no other load, nor a pause."""
+    """Adapters, and evaluations of older ones and of the model itself, cause no other model load and no pause."""
     facts = [ring_end.publish(0)]
     start_worker("w0", *attached(faulty_engine), "worker.update_mode=retract")
     ring_end.wait_applied("w0", 0)
@@ -125,10 +127,10 @@ def test_the_model_is_loaded_once(ring_end: RingEnd, start_worker: StartWorker, 
     wait_for(lambda: set(faulty_engine.adapters) == {"policy@3"}, "what was pinned to be unloaded")
 
 
-def test_a_bad_adapter_is_refused_and_its_answer_is_served(
+def test_an_unusable_adapter_is_refused_and_the_answer_is_served(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
-    """Whether its bytes are altered or the engine refuses it: it is reported, the one before is served on meanwhile."""
+    """Corrupt or refused by the engine, it is announced as refused, and the one before is served meanwhile."""
     ring_end.publish(0)
     ring_end.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))
@@ -151,10 +153,10 @@ def test_a_bad_adapter_is_refused_and_its_answer_is_served(
     ring_end.wait_applied("w0", 3)
 
 
-def test_merged_models_and_adapters_may_follow_one_another(
+def test_models_and_adapters_may_alternate(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
-    """A trainer that publishes the other way from now on is followed: a model is loaded, what sat upon the last one goes."""
+    """A trainer that changes from adapters to models is followed: the model is loaded, and the adapters are removed."""
     ring_end.publish(0)
     ring_end.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))

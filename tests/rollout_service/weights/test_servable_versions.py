@@ -1,4 +1,4 @@
-"""Versions side by side: who is asked for which, what may be let go, and what a change of the model ends."""
+"""Which versions requests name, which adapters are unloaded, and what a change of the model removes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.errors import EngineError, EngineRefused, WeightsNotApplied, WeightsUnusable
-from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.weight_swap import WeightSwap
@@ -20,29 +20,29 @@ V = PolicyVersion
 
 
 class _Engine:
-    """Writes down what it is told; `fails` is raised by the next load or unload of an adapter."""
+    """Records its calls; `fails` is raised by the next load or unload of an adapter."""
 
     def __init__(self) -> None:
         self.version: PolicyVersion | None = None
-        self.told: list[tuple[str, int | None]] = []
+        self.calls: list[tuple[str, int | None]] = []
         self.fails: EngineError | None = None
         self.client = self
 
     async def load(self, folder: Path, version: PolicyVersion, mode: str = "drain") -> None:
-        self.told.append(("load", version))
+        self.calls.append(("load", version))
         self.version = version
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         self._fail()
-        self.told.append(("load_adapter", version))
+        self.calls.append(("load_adapter", version))
         self.version = max(version, self.version or version)
 
     async def unload_adapter(self, version: PolicyVersion) -> None:
         self._fail()
-        self.told.append(("unload_adapter", version))
+        self.calls.append(("unload_adapter", version))
 
     async def generate(self, prompts: Sequence[object], sampling: Sampling, n: int, adapter: int | None = None) -> list:
-        self.told.append(("generate", adapter))
+        self.calls.append(("generate", adapter))
         return []
 
     def _fail(self) -> None:
@@ -51,11 +51,11 @@ class _Engine:
             raise error
 
 
-class _Turns:
-    """Everybody's turn."""
+class _Permits:
+    """Always gives a permit."""
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def permit(self) -> AsyncIterator[None]:
         yield
 
 
@@ -64,12 +64,12 @@ class _Worker:
         self.engine = _Engine()
         self.servable = ServableVersions(self.engine)  # type: ignore[arg-type]
         self.swap = WeightSwap(
-            engine=self.engine, servable=self.servable, semaphore=_Turns(), announcements=None, figures=Figures(), check_every=0,  # type: ignore[arg-type]
+            engine=self.engine, servable=self.servable, semaphore=_Permits(), announcements=None, metrics=WorkerMetrics(), check_every=0,  # type: ignore[arg-type]
             update_mode="drain",
         )  # fmt: skip
 
     async def give(self, version: int, base: int | None = None) -> tuple[int | None, float] | None:
-        """Have a version served; returns what the swap tells of it."""
+        """Load a version; returns the previous version and the pause of the swap."""
         model = None if base is None else mirrored(base)
         swapped = await self.swap.load(mirrored(version, model))
         return None if swapped is None else (swapped.previous, swapped.pause_s)
@@ -82,72 +82,72 @@ def mirrored(version: int, base: MirroredVersion | None = None) -> MirroredVersi
     return MirroredVersion(V(version), Path(f"v{version}"), num_bytes=1, fetch_s=0.0, checksum="c", base=base)
 
 
-async def test_adapters_come_beside_one_another_and_pause_nobody() -> None:
-    """The model is loaded once, then adapters alone; each request names the newest, or the one it is pinned to."""
+async def test_adapters_of_one_model_are_served_together_without_a_pause() -> None:
+    """The model is loaded once, then only adapters; each request names the newest, or the one it is pinned to."""
     worker = _Worker()
     assert await worker.give(1, base=0) == (None, 0.0)
     assert await worker.give(2, base=0) == (1, 0.0)
     await worker.ask()
     await worker.ask(pin=1)
     await worker.ask(pin=0)
-    assert worker.engine.told == [
+    assert worker.engine.calls == [
         ("load", 0), ("load_adapter", 1), ("load_adapter", 2), ("generate", 2), ("generate", 1), ("generate", None),
     ]  # fmt: skip
     assert await worker.give(2, base=0) is None
     assert await worker.give(0) is None  # the model itself is served already
 
 
-async def test_an_older_adapter_beside_a_newer_one_is_no_news() -> None:
-    """An evaluation has it loaded; what the worker serves by itself does not go back."""
+async def test_an_older_adapter_does_not_replace_a_newer_one() -> None:
+    """An evaluation has it loaded; ordinary requests still name the newest."""
     worker = _Worker()
     await worker.give(5, base=0)
     assert await worker.give(3, base=0) is None
     await worker.ask()
     await worker.ask(pin=3)
-    assert worker.engine.told[-2:] == [("generate", 5), ("generate", 3)]
+    assert worker.engine.calls[-2:] == [("generate", 5), ("generate", 3)]
     assert worker.engine.version == 5
 
 
-async def test_what_nobody_needs_is_let_go() -> None:
-    """Not the newest, not what a request uses, not what is pinned; the end of the last request is told."""
+async def test_unused_adapters_are_unloaded() -> None:
+    """The newest, used and pinned ones stay; ``on_unused`` is called when the last request ends."""
     worker, idle = _Worker(), []
-    worker.servable.on_idle = lambda: idle.append(1)
+    worker.servable.on_unused = lambda: idle.append(1)
     for version in (1, 2, 3, 4):
         await worker.give(version, base=0)
     with worker.servable.using(V(2)):
-        await worker.swap.unload(lambda: {V(3)})
-        assert worker.engine.told[-1] == ("unload_adapter", 1)
+        await worker.swap.unload_unused(lambda: {V(3)})
+        assert worker.engine.calls[-1] == ("unload_adapter", 1)
         assert worker.servable.adapters == {2, 3, 4}
     assert idle
-    worker.engine.fails = EngineError("away")
-    await worker.swap.unload(set)
-    assert worker.servable.adapters == {2, 4}  # tried again with the next news
-    await worker.swap.unload(set)
+    worker.engine.fails = EngineError("unreachable")
+    await worker.swap.unload_unused(set)
+    assert worker.servable.adapters == {2, 4}  # retried by the next call
+    await worker.swap.unload_unused(set)
     assert worker.servable.adapters == {4}
 
 
 async def test_a_refused_adapter_changes_nothing() -> None:
-    """The version before it is served on, and the version is reported as unusable."""
+    """The version before it is still served, and WeightsUnusable is raised."""
     worker = _Worker()
     await worker.give(1, base=0)
     worker.engine.fails = WeightsNotApplied("another rank")
     with pytest.raises(WeightsUnusable, match="another rank"):
         await worker.give(2, base=0)
     await worker.ask()
-    assert worker.engine.told[-1] == ("generate", 1)
+    assert worker.engine.calls[-1] == ("generate", 1)
 
 
-async def test_another_model_ends_what_sat_upon_the_one_before() -> None:
-    """It is loaded with a pause, its adapter after it; a pin to an adapter that is gone gives the pack back."""
+async def test_another_model_removes_the_adapters_of_the_one_before() -> None:
+    """It is loaded with a pause, then its adapter; a request pinned to a removed adapter is refused."""
     worker = _Worker()
     await worker.give(1, base=0)
-    told = await worker.give(8, base=7)
-    assert told is not None
-    assert told[0] == 1
-    assert told[1] > 0.0
-    assert worker.engine.told[-2:] == [("load", 7), ("load_adapter", 8)]
+    swapped = await worker.give(8, base=7)
+    assert swapped is not None
+    assert swapped[0] == 1
+    assert swapped[1] > 0.0
+    assert worker.engine.calls[-2:] == [("load", 7), ("load_adapter", 8)]
     with pytest.raises(EngineRefused, match="version 1 is not served any more"):
         await worker.ask(pin=1)
     await worker.give(9)
     await worker.ask()
-    assert worker.engine.told[-2:] == [("load", 9), ("generate", None)]
+    assert worker.engine.calls[-2:] == [("load", 9), ("generate", None)]

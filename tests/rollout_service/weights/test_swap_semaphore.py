@@ -1,4 +1,4 @@
-"""Turns to swap: only a share of the engines pauses at once, and nobody waits for ever."""
+"""Permits to swap: only a share of the engines pauses at once, and no worker waits for ever."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from penstock.protocol import streams
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
-from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_turns
+from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore, num_permits
 
 
 def beat(bus: Bus, run_id: str, *workers: str) -> None:
-    """Heartbeats of living workers."""
+    """Write heartbeats of workers."""
     live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
     for worker in workers:
         fact = Heartbeat(role="rollout", service_id=worker, at=0.0, state="")
@@ -21,31 +21,31 @@ def beat(bus: Bus, run_id: str, *workers: str) -> None:
 
 
 def leases(bus: Bus, run_id: str) -> list[str]:
-    """The turns that are taken."""
+    """The permits that are taken."""
     return [entry.key for entry in bus.key_value(streams.lease_bucket(run_id).bucket).wait().entries().wait()]
 
 
-@pytest.mark.parametrize(("workers", "share", "semaphore"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
-def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, semaphore: int):
-    """One worker alone needs no turn; of several at least one may always swap."""
-    assert num_turns(workers, share) == semaphore
+@pytest.mark.parametrize(("workers", "share", "expected"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
+def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, expected: int):
+    """A single worker needs no permit; of several at least one may swap."""
+    assert num_permits(workers, share) == expected
 
 
-async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
-    """Of six workers with a share of a third, two hold a turn at once, and all get theirs."""
+async def test_permits_are_limited_and_released(bus: Bus, ring_streams: str):
+    """Of six workers with a share of a third, two hold a permit at once, and each gets one."""
     workers = [f"w{number}" for number in range(6)]
     await asyncio.to_thread(beat, bus, ring_streams, *workers)
     holding, most, had, both = 0, 0, [], asyncio.Event()
 
     async def swap(worker: str) -> None:
         nonlocal holding, most
-        async with SwapSemaphore(bus, run_id=ring_streams, worker_id=worker, max_share=0.34).turn():
+        async with SwapSemaphore(bus, run_id=ring_streams, worker_id=worker, max_share=0.34).permit():
             holding += 1
             most = max(most, holding)
             had.append(worker)
             if len(had) == 2:
                 both.set()
-            await both.wait()  # the first waits for a second one beside it
+            await both.wait()  # the first holds its permit until a second one has one too
             holding -= 1
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -55,10 +55,10 @@ async def test_turns_are_limited_and_given_back(bus: Bus, ring_streams: str):
     assert await asyncio.to_thread(leases, bus, ring_streams) == []
 
 
-async def test_patience_ends(bus: Bus, ring_streams: str):
-    """A worker whose turn does not come swaps without one, and takes nothing from the holder."""
+async def test_a_worker_swaps_without_a_permit_after_the_deadline(bus: Bus, ring_streams: str):
+    """A worker that gets no permit swaps without one, and the holder keeps its own."""
     await asyncio.to_thread(beat, bus, ring_streams, "w0", "w1")
-    async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w0", max_share=0.5).turn():
-        async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w1", max_share=0.5, patience_s=0.1).turn():
+    async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w0", max_share=0.5).permit():
+        async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w1", max_share=0.5, deadline_s=0.1).permit():
             assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]
         assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]

@@ -1,4 +1,4 @@
-"""How a worker follows weights: newest first, verified, never back, and exactly one version for an evaluation."""
+"""A worker follows weights: the newest, verified, never back, and exactly one version for an evaluation."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from penstock.rollout_service.weights.weight_follower import WeightFollower
 StartWorker = Callable[..., Child]
 
 
-async def test_a_worker_that_is_told_to_stop_as_news_arrives_stops():
-    """The end is not swallowed by a version that is announced in the same moment."""
-    parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "news", "swap"))
+async def test_a_worker_that_is_stopped_as_a_version_is_announced_stops():
+    """A version that is announced at the same moment does not swallow the cancellation."""
+    parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "announcements", "swap"))
     follower = WeightFollower(**parts, servable=ServableVersions(parts["engine"]), run_id="r")
-    following = asyncio.create_task(follower._heard_news())
+    following = asyncio.create_task(follower._wait_for_change())
     await asyncio.sleep(0)
-    follower._announcements.set()
+    follower._changed.set()
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
@@ -42,7 +42,7 @@ def versions_of(groups: Iterable[Group]) -> set[int]:
 
 
 def applied_by(ring_end: RingEnd, worker_id: str) -> list[int]:
-    """The versions a worker said it serves, in order."""
+    """The versions a worker announced as applied, in order."""
     return [fact.version for fact in ring_end.applied if fact.worker_id == worker_id]
 
 
@@ -64,9 +64,9 @@ def test_a_late_worker_starts_with_the_newest_version(
 def test_a_worker_waits_for_the_first_version(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Started before the trainer, it says whom it waits for, and then works."""
+    """Started before the trainer, it logs that it waits for the trainer, and then works."""
     worker = start_worker("w0", *attached(faulty_engine))
-    wait_for(lambda: "waiting for the trainer to publish weights" in worker.log_tail(), "the worker to say so")
+    wait_for(lambda: "waiting for the trainer to publish weights" in worker.log_tail(), "the worker to log it")
     ring_end.publish(0)
     ring_end.wait_applied("w0", 0)
 
@@ -88,23 +88,21 @@ def test_versions_are_followed(ring_end: RingEnd, start_worker: StartWorker, fau
 def test_a_pack_is_sampled_by_the_version_it_was_issued_for(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A task that overtakes the news of its version waits for it: admission counts on its staleness."""
+    """A task that arrives before its version waits for it: admission relies on its staleness."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
     ring_end.issue("pack-1", [make_task("e0.p1.a0", issued_version=1)])
     ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=0)])
-    [first] = ring_end.collect_groups(1)  # does not wait behind the other
+    [first] = ring_end.collect_groups(1)  # does not wait for the other
     assert (first.group_id, versions_of([first])) == ("e0.p0.a0", {0})
     ring_end.publish(1)
     [second] = ring_end.collect_groups(1)
     assert (second.group_id, versions_of([second])) == ("e0.p1.a0", {1})
 
 
-def test_versions_that_were_overtaken_are_skipped(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
-):
-    """While a swap waits for a long generation, versions pile up; afterwards only the newest is loaded."""
+def test_superseded_versions_are_skipped(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
+    """While a swap waits for a long generation, versions are published; afterwards only the newest is loaded."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
@@ -120,17 +118,17 @@ def test_versions_that_were_overtaken_are_skipped(
     assert [version for version, _ in faulty_engine.loads] == ["0", "1", "6"]
 
 
-def test_a_full_disk_keeps_the_version_before_and_is_outlasted(
+def test_a_full_disk_keeps_the_version_before_until_there_is_space(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
 ):
-    """Without room for the next copy the worker says so and serves on; with room it goes on to the newest."""
+    """Without space for the next copy the worker logs it and serves the version before; with space it loads the newest."""
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         ring_end.publish(0)
         worker = start_worker("w0", *attached(faulty_engine), f"worker.cache_dir={disk}")
         ring_end.wait_applied("w0", 0)
         ballast = fill(disk)
         ring_end.publish(1)
-        wait_for(lambda: "has no room for version 1" in worker.log_tail(), "the worker to say so")
+        wait_for(lambda: "has no room for version 1" in worker.log_tail(), "the worker to log it")
         ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=0)])
         [group] = ring_end.collect_groups(1)
         assert versions_of([group]) == {0}
@@ -151,7 +149,7 @@ def test_a_missed_announcement_is_repaired_by_the_head(
 
 
 def test_an_older_version_is_never_loaded(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
-    """An announcement that comes late, or again, does not take the worker back."""
+    """A late or repeated announcement of an older version is ignored."""
     late = ring_end.publish(3, announce=False)
     ring_end.publish(5)
     start_worker("w0", *attached(faulty_engine))
@@ -162,10 +160,10 @@ def test_an_older_version_is_never_loaded(ring_end: RingEnd, start_worker: Start
     assert applied_by(ring_end, "w0") == [5, 6]
 
 
-def test_corrupt_weights_are_refused_and_the_old_version_is_served_on(
+def test_corrupt_weights_are_refused_and_the_old_version_is_still_served(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """An object with another hash is never applied: the worker says so, and what the trainer answers is served."""
+    """An object with another hash is not applied: the worker announces it, and serves the trainer's answer."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
@@ -195,10 +193,10 @@ def test_a_worker_whose_first_version_is_corrupt_waits_for_a_better_one(
     assert [version for version, _ in faulty_engine.loads] == ["0"]
 
 
-def test_an_update_that_is_refused_once_is_tried_again(
+def test_an_update_that_is_refused_once_is_retried(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """The engine's ``success: false`` costs a second try; only a confirmed version is announced as applied."""
+    """After ``success: false`` the load is retried; only a confirmed version is announced as applied."""
     ring_end.publish(0)
     faulty_engine.refuse_loads = 1
     start_worker("w0", *attached(faulty_engine))
@@ -209,10 +207,10 @@ def test_an_update_that_is_refused_once_is_tried_again(
     assert [version for version, _ in faulty_engine.loads] == ["0", "0", "1", "1"]
 
 
-def test_a_server_that_never_confirms_a_version_ends_the_worker(
+def test_a_server_that_does_not_confirm_a_version_ends_the_worker(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Nobody knows what such a server serves: the worker ends with status 1 and says so."""
+    """It is unknown what such a server serves: the worker exits with status 1 and the reason."""
     ring_end.publish(0)
     worker = start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 0)
@@ -223,10 +221,10 @@ def test_a_server_that_never_confirms_a_version_ends_the_worker(
     assert applied_by(ring_end, "w0") == [0]
 
 
-def test_versions_are_made_in_two_folders(
+def test_versions_are_written_to_two_folders(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine, tmp_path: Path
 ):
-    """Versions alternate between two constant paths; a third one for a pinned evaluation is removed after it."""
+    """Versions alternate between two constant paths; a third for a pinned evaluation is removed afterwards."""
     cache = tmp_path / "cache"
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine), f"worker.cache_dir={cache}")
@@ -241,14 +239,14 @@ def test_versions_are_made_in_two_folders(
     ring_end.issue("eval-1", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1, temperature=0.0)])
     assert versions_of(ring_end.collect_groups(1)) == {1}
     wait_for(lambda: faulty_engine.version == "4", "the newest version to be served again")
-    wait_for(lambda: not (folder / "c").exists(), "the third folder to go")
+    wait_for(lambda: not (folder / "c").exists(), "the third folder to be removed")
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"a", "b", "files"}
 
 
 def test_an_evaluation_is_sampled_by_exactly_its_version(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """While versions move on and training goes on, every token of a pinned pack is of its version."""
+    """While versions are published and training packs generated, every token of a pinned pack is of its version."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine))
     packs = 0
@@ -272,7 +270,7 @@ def test_an_evaluation_is_sampled_by_exactly_its_version(
 def test_an_evaluation_waits_for_the_announcement_of_its_version(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A task that overtook the weights it is pinned to is generated when they are there."""
+    """A task that arrives before the weights it is pinned to is generated once they are published."""
     ring_end.publish(0)
     worker = start_worker("w0", *attached(faulty_engine))
     ring_end.issue("eval-0", [make_task("eval.v1.p0.s0", split="eval", pinned_version=1)])
@@ -282,13 +280,13 @@ def test_an_evaluation_waits_for_the_announcement_of_its_version(
     assert worker.alive
 
 
-def test_an_evaluation_whose_weights_are_gone_becomes_a_dead_letter(
+def test_an_evaluation_whose_weights_are_gone_is_dead_lettered(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A version whose objects were deleted, or that was never announced, can never be evaluated: the reason says so."""
+    """A version whose objects were deleted, or that is older than those known, cannot be evaluated: ``weights_gone``."""
     gone = ring_end.publish(1)
     ring_end.publish(2)
-    ring_end.source.answer()  # an anchor: it needs nothing of what came before
+    ring_end.source.answer()  # a full snapshot: it needs no object of an earlier version
     ring_end.blobs.delete([gone.manifest.key])
     start_worker("w0", *attached(faulty_engine))
     for pin in (0, 1):
@@ -302,7 +300,7 @@ def test_an_evaluation_whose_weights_are_gone_becomes_a_dead_letter(
 def test_an_evaluation_sampled_by_another_version_is_not_announced(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """An engine that was swapped behind the worker's back costs another attempt, not a wrong accuracy."""
+    """Tokens of another version than the pinned one are refused, and the pack is generated again."""
     ring_end.publish(1)
     ring_end.publish(2)
     start_worker("w0", *attached(faulty_engine))
@@ -323,7 +321,7 @@ def test_an_evaluation_sampled_by_another_version_is_not_announced(
 def test_an_engine_that_serves_other_weights_is_not_used(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """An engine whose checksum differs from the one that was there first: its worker raises an alarm and ends."""
+    """The worker of an engine whose checksum differs from the first one's raises an alarm and exits."""
     faulty_engine.checksum = "right"
     with FaultyEngine() as other:
         other.checksum = "wrong"
@@ -336,7 +334,7 @@ def test_an_engine_that_serves_other_weights_is_not_used(
         assert event.source == "w1"
         assert event.data["text"] == "the engine of worker w1 serves other weights than the others as version 1"
         other.checksum = "right"
-        start_worker("w1", *attached(other))  # what its former engine said is not held against it
+        start_worker("w1", *attached(other))  # the report of its former engine does not count
         ring_end.publish(2)
         ring_end.wait_applied("w1", 2)
 
@@ -344,7 +342,7 @@ def test_an_engine_that_serves_other_weights_is_not_used(
 def test_a_late_joiner_serves_the_head_after_one_swap(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """40 versions behind, a worker reads one anchor and 40 patches, and its engine loads once."""
+    """40 versions behind, a worker reads one full snapshot and 40 patches, and its engine loads once."""
     tensors = ring_end.tensors(0)
     facts = [ring_end.publish(0)]
     for version in range(1, 41):

@@ -1,4 +1,4 @@
-"""A swap takes a turn among the workers only where engines stand still for long."""
+"""A swap takes a permit only where engines pause for long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.versions import PolicyVersion
-from penstock.rollout_service.metrics import Figures
+from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights import weight_swap
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -17,7 +17,7 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 
 class _Engine:
-    """Serves whatever it is told at once."""
+    """Loads every version at once."""
 
     version: PolicyVersion | None = None
 
@@ -25,13 +25,13 @@ class _Engine:
         self.version = version
 
 
-class _Turns:
-    """Counts the turns taken."""
+class _Permits:
+    """Counts the permits taken."""
 
     num_taken = 0
 
     @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def permit(self) -> AsyncIterator[None]:
         self.num_taken += 1
         yield
 
@@ -40,19 +40,19 @@ def mirrored(version: int) -> MirroredVersion:
     return MirroredVersion(PolicyVersion(version), Path(f"v{version}"), num_bytes=1, fetch_s=0.0, checksum="c")
 
 
-@pytest.mark.parametrize(("worth_s", "expected"), [(60.0, [0, 1, 1, 1]), (-1.0, [0, 1, 2, 3])])
-async def test_only_long_pauses_take_turns(
-    worth_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("needs_permit_s", "expected"), [(60.0, [0, 1, 1, 1]), (-1.0, [0, 1, 2, 3])])
+async def test_only_long_pauses_take_permits(
+    needs_permit_s: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first load pauses nobody, the second may be long; after that the pause before says what is worth it."""
-    monkeypatch.setattr(weight_swap, "WORTH_A_TURN_S", worth_s)
-    semaphore, engine = _Turns(), _Engine()
+    """The first load pauses nothing; the second takes a permit; later ones do after a long pause."""
+    monkeypatch.setattr(weight_swap, "NEEDS_PERMIT_S", needs_permit_s)
+    semaphore, engine = _Permits(), _Engine()
     swap = WeightSwap(
         engine=engine,  # type: ignore[arg-type]
         servable=ServableVersions(engine),  # type: ignore[arg-type]
         semaphore=semaphore,
         announcements=None,
-        figures=Figures(),
+        metrics=WorkerMetrics(),
         check_every=0,
         update_mode="drain",  # type: ignore[arg-type]
     )

@@ -1,4 +1,4 @@
-"""The local copies of adapters: a base that is fetched once, a folder of PEFT's for each, and none that is not proven."""
+"""The local copies of adapters: a base model that is fetched once, and one verified folder in PEFT's format for each."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def assert_is(mirrored: MirroredVersion, ring_end: RingEnd, fact: WeightsPublish
     assert (mirrored.model_folder / "config.json").exists()
 
 
-def test_a_base_is_fetched_once_and_adapters_alone_afterwards(ring_end: RingEnd, mirror: Mirror) -> None:
-    """A late joiner reads the model and the newest adapter; what follows costs the adapter's bytes; the rest is let go."""
+def test_a_base_is_fetched_once_and_then_only_adapters(ring_end: RingEnd, mirror: Mirror) -> None:
+    """A late joiner reads the model and the newest adapter, then only adapters; `trim` removes old ones."""
     ring_end.publish(0)
     facts = [ring_end.publish_adapter(version) for version in (1, 2, 3)]
     first = fetch(mirror, facts[1])
@@ -62,16 +62,16 @@ def test_a_base_is_fetched_once_and_adapters_alone_afterwards(ring_end: RingEnd,
     assert not first.folder.exists()
 
 
-def test_a_new_life_keeps_the_base_and_fetches_the_adapter_it_needs(
+def test_a_restarted_worker_keeps_the_base_and_fetches_the_adapter_again(
     ring_end: RingEnd, blobs: Blobs, tmp_path: Path
 ) -> None:
-    """What a killed worker left of adapters, torn or not, is not believed; the model is hashed, and read from the disk."""
+    """Adapters of a killed worker, torn or not, are not reused; the model is hashed, and read from the disk."""
     ring_end.publish(0)
     fact = ring_end.publish_adapter(1)
     killed = Mirror(blobs, tmp_path / "w0", ring_end.run_id)
     folder = fetch(killed, fact).folder
     (folder / "adapter_model.safetensors").write_bytes(b"torn")
-    killed._lock.close()  # as the kernel does when a process is killed
+    killed._cache.unlock()  # as the kernel does when a process is killed
     mirror = Mirror(blobs, tmp_path / "w0", ring_end.run_id)
     again = fetch(mirror, fact)
     assert_is(again, ring_end, fact)
@@ -81,8 +81,8 @@ def test_a_new_life_keeps_the_base_and_fetches_the_adapter_it_needs(
 
 
 @pytest.mark.parametrize("end", ["adapter_model.safetensors", "adapter_config.json"])
-def test_an_altered_object_makes_no_folder(ring_end: RingEnd, mirror: Mirror, end: str) -> None:
-    """A bit of the factors, or of the file that says how they count: refused, and what the answer stores is taken."""
+def test_a_corrupt_adapter_makes_no_folder(ring_end: RingEnd, mirror: Mirror, end: str) -> None:
+    """A changed bit of the factors or of the configuration is refused; the trainer's answer is accepted."""
     ring_end.publish(0)
     fact = ring_end.publish_adapter(1, corrupt=end)
     with pytest.raises(WeightsUnusable, match=r"version 1: .*sha256"):
@@ -93,12 +93,12 @@ def test_an_altered_object_makes_no_folder(ring_end: RingEnd, mirror: Mirror, en
     assert_is(fetch(mirror, answer), ring_end, answer)
 
 
-def test_a_base_that_is_gone_refuses_the_adapter(ring_end: RingEnd, blobs: Blobs, mirror: Mirror) -> None:
-    """Without its model an adapter is nothing; the answer brings the model again."""
+def test_an_adapter_without_its_base_is_refused(ring_end: RingEnd, blobs: Blobs, mirror: Mirror) -> None:
+    """An adapter whose model was deleted is refused; the trainer's answer has the model again."""
     base = ring_end.publish(0)
     fact = ring_end.publish_adapter(1)
-    doomed = [s.key for s in blobs.list(f"runs/{ring_end.run_id}/weights/v00000000/") if s.key != base.manifest.key]
-    blobs.delete(doomed)
+    deleted = [s.key for s in blobs.list(f"runs/{ring_end.run_id}/weights/v00000000/") if s.key != base.manifest.key]
+    blobs.delete(deleted)
     with pytest.raises(WeightsUnusable, match="version 1"):
         fetch(mirror, fact)
     answer = ring_end.source.answer()

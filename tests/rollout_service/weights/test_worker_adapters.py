@@ -1,4 +1,4 @@
-"""Adapters as versions, as a worker sees them: confirmed, stamped on every token, refused when unknown, given again."""
+"""Adapters as versions: confirmed, recorded for every token, refused when unknown, loaded again after a restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXACT = 1e-5
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that an adapter may change."""
+    """A model for adapters."""
     folder = tmp_path_factory.mktemp("model") / "model"
     build_model(folder)
     return folder
@@ -48,7 +48,7 @@ def adapters(model: Path) -> dict[PolicyVersion, Adapter]:
 
 @pytest.fixture
 def server() -> Iterator[FaultyEngine]:
-    """A server that serves version 0 and does as it is told."""
+    """A server that serves version 0."""
     with FaultyEngine(version="0") as engine:
         yield engine
 
@@ -62,12 +62,12 @@ async def client(server: FaultyEngine) -> AsyncIterator[SglangClient]:
 
 
 def attached(server: FaultyEngine) -> AttachedEngine:
-    """A worker's side of one server."""
+    """The engine of one server."""
     return AttachedEngine(SglangClient(server.url, request_deadline_s=10), start_deadline_s=10)
 
 
 async def test_every_token_is_of_the_adapters_version(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """A request names the adapter; its tokens are of that version, those of a request beside it of the weights'."""
+    """A request names the adapter, and its tokens have that version; those of a request without have the model's."""
     await client.load_adapter(tmp_path, V3)
     groups, [[plain]] = await asyncio.gather(
         client.generate([PROMPT, [7]], SAMPLING, 2, V3), client.generate([PROMPT], SAMPLING, 1)
@@ -78,10 +78,10 @@ async def test_every_token_is_of_the_adapters_version(server: FaultyEngine, clie
     assert {request.get("lora_path") for request in server.requests} == {None, "policy@3"}
 
 
-async def test_an_adapter_that_is_not_loaded_is_never_asked_for(
+async def test_a_request_for_an_adapter_that_is_not_loaded_is_not_sent(
     server: FaultyEngine, client: SglangClient, tmp_path: Path
 ):
-    """Never loaded, or unloaded: nothing is sent, since a server may load it again from what lies there by then."""
+    """Never loaded, or unloaded: nothing is sent, since a server may load it again from a changed folder."""
     with pytest.raises(EngineRefused, match="version 3 is not loaded"):
         await client.generate([PROMPT], SAMPLING, 1, V3)
     await client.load_adapter(tmp_path, V3)
@@ -91,12 +91,12 @@ async def test_an_adapter_that_is_not_loaded_is_never_asked_for(
     assert not server.requests
 
 
-async def test_a_load_that_is_not_listed_is_no_load(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """A server that says yes and does not list the adapter, or says no, has not applied the version."""
+async def test_an_adapter_that_is_not_listed_is_not_loaded(server: FaultyEngine, client: SglangClient, tmp_path: Path):
+    """A server that confirms and does not list the adapter, or refuses it, has not applied the version."""
     server.lose_adapters = True
     with pytest.raises(WeightsNotApplied, match="did not load policy@3"):
         await client.load_adapter(tmp_path, V3)
-    server.adapters["policy@3"] = "/of/somebody/else"
+    server.adapters["policy@3"] = "/of/another/worker"
     with pytest.raises(WeightsNotApplied, match="no, policy@3"):
         await client.load_adapter(tmp_path, V3)
     server.version = "default"
@@ -104,17 +104,19 @@ async def test_a_load_that_is_not_listed_is_no_load(server: FaultyEngine, client
         await client.load_adapter(tmp_path, V2)
 
 
-async def test_a_server_without_adapters_is_told_apart(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """Where a server was started without adapters, the refusal says which setting is missing."""
+async def test_a_server_without_adapters_is_an_error_that_names_the_setting(
+    server: FaultyEngine, client: SglangClient, tmp_path: Path
+):
+    """The error of a server that was started without adapters names the setting to change."""
     server.refuse_adapters = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
     with pytest.raises(WeightsNotApplied, match=r"set sglang\.max_lora_rank"):
         await client.load_adapter(tmp_path, V3)
 
 
-async def test_weights_that_change_below_an_adapter_spoil_its_tokens(
+async def test_tokens_of_an_adapter_on_another_base_are_refused(
     server: FaultyEngine, client: SglangClient, tmp_path: Path
 ):
-    """A reply whose weights are not those that the adapter was loaded upon is refused."""
+    """A reply that was computed on another base than the adapter was loaded on is refused."""
     await client.load_adapter(tmp_path, V3)
     server.version = "1"
     with pytest.raises(ReplyRefused, match="computed upon version 1, but it was loaded upon version 0"):
@@ -122,7 +124,7 @@ async def test_weights_that_change_below_an_adapter_spoil_its_tokens(
 
 
 async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """The server hears of an unload when no request of ours uses the adapter; new ones are refused at once."""
+    """The unload is sent when no request uses the adapter; new ones are refused at once."""
     await client.load_adapter(tmp_path, V3)
     server.flow.clear()
     asking = asyncio.create_task(client.generate([PROMPT], SAMPLING, 1, V3))
@@ -140,12 +142,12 @@ async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client
     assert set(server.adapters) == {"policy@2"}
 
 
-async def test_an_unload_of_nothing_is_fine(server: FaultyEngine, client: SglangClient):
+async def test_unloading_an_unknown_adapter_does_nothing(server: FaultyEngine, client: SglangClient):
     """A version that is not loaded needs no unload."""
     await client.unload_adapter(V3)
 
 
-async def test_new_weights_end_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
+async def test_new_weights_remove_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
     """An attached server that is given other weights loses the adapters; a load without weights is refused."""
     with FaultyEngine() as server:
         engine = attached(server)
@@ -162,19 +164,19 @@ async def test_new_weights_end_the_adapters_of_the_old(model: Path, adapters: di
         await engine.stop()
 
 
-async def test_what_another_life_left_is_unloaded(model: Path):
-    """A worker that attaches itself to a server frees the adapters of the worker before it, and no others."""
+async def test_adapters_of_an_earlier_worker_are_unloaded(model: Path):
+    """A worker that attaches to a server unloads the adapters of the worker before it, and no others."""
     with FaultyEngine() as server:
         server.info = {"enable_lora": True}
-        server.adapters = {"policy@7": "/gone", "somebody": "/else"}
+        server.adapters = {"policy@7": "/gone", "other": "/else"}
         engine = attached(server)
         await engine.load(model, V0)
-        assert set(server.adapters) == {"somebody"}
+        assert set(server.adapters) == {"other"}
         await engine.stop()
 
 
-async def test_a_server_that_forgot_is_given_its_adapters_again(model: Path, adapters: dict[PolicyVersion, Adapter]):
-    """A server that was restarted behind the same label gets the adapters; behind another, its weights too."""
+async def test_a_restarted_server_is_given_its_adapters_again(model: Path, adapters: dict[PolicyVersion, Adapter]):
+    """A server that was restarted with the same label is given the adapters; with another label, its weights too."""
     with FaultyEngine() as server:
         engine = attached(server)
         await engine.load(model, V0)
@@ -208,9 +210,7 @@ async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[
         await pool.stop()
 
 
-async def test_a_killed_engine_comes_back_with_its_adapters(
-    model: Path, adapters: dict[PolicyVersion, Adapter], tmp_path: Path
-):
+async def test_a_restarted_engine_has_its_adapters(model: Path, adapters: dict[PolicyVersion, Adapter], tmp_path: Path):
     """After SIGKILL a managed engine is ready only with the weights and every adapter; both compute as before."""
     engine = ManagedEngine(
         embedded_command(WorkerSettings()),  # pyright: ignore[reportCallIssue]
@@ -230,7 +230,7 @@ async def test_a_killed_engine_comes_back_with_its_adapters(
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         await asyncio.to_thread(
-            wait_for, lambda: engine._process is not process and engine.ready.is_set(), "the engine's next life", 60
+            wait_for, lambda: engine._process is not process and engine.ready.is_set(), "the engine's restart", 60
         )
         for version in (V1, V2):
             [[again]] = await engine.client.generate([PROMPT], GREEDY, 1, version)
@@ -240,7 +240,7 @@ async def test_a_killed_engine_comes_back_with_its_adapters(
             assert again.logprobs == pytest.approx(merged.of_completion(PROMPT, again.token_ids), abs=EXACT)
         bad = Adapter.random(
             model, tmp_path / "bad", seed=9, targets=("q_proj",)
-        )  # and not the one its config names too
+        )  # without the second one its config names
         bad.config["target_modules"] = ["q_proj", "v_proj"]
         with pytest.raises(WeightsNotApplied, match="missing"):
             await engine.load_adapter(bad.write().folder, V3)
@@ -273,7 +273,7 @@ async def test_a_killed_engine_comes_back_with_its_adapters(
 def test_an_adapter_that_some_engine_would_compute_wrongly_is_not_sent(
     model: Path, tmp_path: Path, change: dict[str, Any], says: str
 ):
-    """The worker holds the configuration and every shape against the weights below before a server hears of them."""
+    """The worker checks the configuration and every shape against the base model before a server gets them."""
     one = Adapter.random(model, tmp_path / "adapter", seed=1)
     one.config.update(change)
     one.write()
@@ -282,7 +282,7 @@ def test_an_adapter_that_some_engine_would_compute_wrongly_is_not_sent(
 
 
 def test_an_adapter_of_all_linear_layers_fits(model: Path, tmp_path: Path):
-    """The word all-linear names every layer but the table of tokens and the output head."""
+    """``all-linear`` names every linear layer but the embedding and the output head."""
     one = Adapter.random(model, tmp_path / "adapter", seed=1)
     one.config["target_modules"] = "all-linear"
     check_adapter(one.write().folder, V1, model)

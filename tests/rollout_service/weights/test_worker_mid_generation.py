@@ -1,4 +1,4 @@
-"""A worker whose engine takes new weights while it generates: long generations neither wait nor are thrown away."""
+"""A worker whose engine loads new weights while it generates: long generations neither wait nor are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = 2000  # tokens: seconds of generation
 
 @pytest.fixture
 def models(ring_end: RingEnd) -> dict[int, Dense]:
-    """Three versions of a model that never ends a completion by itself; `RingEnd.publish` takes them."""
+    """Three versions of a model that never samples an end token; `RingEnd.publish` publishes them."""
     found = {}
     for version in range(3):
         folder = ring_end.folder / f"model-{version}"
@@ -65,7 +65,7 @@ def check(groups: list[Group], models: dict[int, Dense]) -> set[int]:
 def test_versions_are_applied_while_a_pack_generates(
     ring_end: RingEnd, start_worker: StartWorker, models: dict[int, Dense], mode: str
 ):
-    """Two versions are served before the pack is done; it ends with tokens of each, all exact."""
+    """Two versions are loaded before the pack is complete; it has tokens of each, all exact."""
     ring_end.publish(0)
     worker = start_worker("w0", f"worker.update_mode={mode}")
     ring_end.wait_applied("w0", 0, 60)
@@ -75,13 +75,13 @@ def test_versions_are_applied_while_a_pack_generates(
         ring_end.wait_applied("w0", version)
     groups = ring_end.collect_groups(1, 60)
     assert check(groups, models) == {0, 1, 2}
-    assert "pack given back" not in worker.log_tail(100)
+    assert "pack requeued" not in worker.log_tail(100)
 
 
-def test_a_worker_killed_with_a_cut_pack_loses_no_task(
+def test_a_worker_killed_with_a_resumed_pack_loses_no_task(
     ring_end: RingEnd, start_worker: StartWorker, models: dict[int, Dense]
 ):
-    """What it had of the completions dies with it; the pack comes again to another and is generated whole, once."""
+    """Its partial completions are lost; the pack is redelivered to another worker and generated whole, once."""
     ring_end.publish(0)
     first = start_worker("w0", "worker.update_mode=abort")
     ring_end.wait_applied("w0", 0, 60)
@@ -98,7 +98,7 @@ def test_a_worker_killed_with_a_cut_pack_loses_no_task(
 def test_an_evaluation_of_an_older_version_interrupts_nothing(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """Newer versions are loaded under a pause; the pinned older one, and what is then newest again, as the rule says."""
+    """Newer versions are loaded under a pause; the pinned older one drains; then the newest, under a pause again."""
     ring_end.publish(0)
     start_worker("w0", *attached(faulty_engine), "worker.update_mode=retract")
     ring_end.wait_applied("w0", 0)

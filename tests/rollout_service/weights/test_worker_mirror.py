@@ -1,4 +1,4 @@
-"""The local copies of weights: bit for bit what the trainer published, or refused; whatever happens on the way."""
+"""The local copies of models: bit for bit what the trainer published, or refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Run:
         return VersionManifest.from_json(self.blobs.get(self.facts[version].manifest))
 
     def fetch(self, mirror: Mirror, version: int, *, keep: tuple[int, ...] = ()) -> MirroredVersion:
-        """Fetch a version, to be served on; raises WeightsUnusable."""
+        """Fetch a version as the newest, to be served; raises WeightsUnusable."""
         used = [PolicyVersion(v) for v in keep]
         return mirror.fetch(PolicyVersion(version), self.facts[version].manifest, keep=used, newest=True)
 
@@ -111,7 +111,7 @@ def open_mirror(blobs: Blobs, ring_streams: str, tmp_path: Path) -> Iterator[Ope
 
 
 def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirror) -> None:
-    """Ten versions, each made in the folder that is not served, are bit for bit the trainer's; patches are small."""
+    """Ten versions, each written to the folder that is not served, are bit for bit the trainer's; patches are small."""
     mirror = open_mirror()
     run.publish(0)
     whole = run.fetch(mirror, 0)
@@ -127,7 +127,7 @@ def test_versions_are_what_the_trainer_published(run: Run, open_mirror: OpenMirr
     assert folders == [folders[0], folders[1]] * 5
 
 
-def test_a_version_is_made_once(run: Run, open_mirror: OpenMirror) -> None:
+def test_a_version_is_fetched_once(run: Run, open_mirror: OpenMirror) -> None:
     """The second request is answered from disk."""
     mirror = open_mirror()
     run.publish(0)
@@ -136,8 +136,8 @@ def test_a_version_is_made_once(run: Run, open_mirror: OpenMirror) -> None:
     assert (again.folder, again.num_bytes) == (first.folder, 0)
 
 
-def test_a_late_joiner_takes_anchor_and_chain_in_one_pass(run: Run, open_mirror: OpenMirror) -> None:
-    """40 versions behind, it reads one anchor and 40 patches, and nothing twice."""
+def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_mirror: OpenMirror) -> None:
+    """40 versions behind, it reads one full snapshot and 40 patches, each once."""
     for version in range(41):
         run.publish(version)
     mirrored = run.fetch(open_mirror(), 40)
@@ -147,8 +147,8 @@ def test_a_late_joiner_takes_anchor_and_chain_in_one_pass(run: Run, open_mirror:
     assert mirrored.num_bytes == sum(manifest.num_bytes for manifest in manifests) + small
 
 
-def test_a_newer_anchor_shortens_the_way(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
-    """A worker that starts from nothing begins at the newest anchor that the head names."""
+def test_a_new_worker_starts_at_the_newest_full_snapshot(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
+    """A worker without weights starts at the newest full snapshot that the head names."""
     run = Run(bus, blobs, ring_streams, model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=5))
     for version in range(13):
         run.publish(version)
@@ -159,8 +159,8 @@ def test_a_newer_anchor_shortens_the_way(bus: Bus, blobs: Blobs, ring_streams: s
     run.assert_is(mirrored, 12)
 
 
-def test_an_older_version_can_be_put_together(run: Run, open_mirror: OpenMirror) -> None:
-    """A pinned version that no folder holds any more is made in a third one, and the others are not touched."""
+def test_an_older_version_is_written_to_a_third_folder(run: Run, open_mirror: OpenMirror) -> None:
+    """A pinned version that no folder holds is written to a third one, and the others do not change."""
     mirror = open_mirror()
     for version in range(6):
         run.publish(version)
@@ -175,8 +175,8 @@ def test_an_older_version_can_be_put_together(run: Run, open_mirror: OpenMirror)
 
 
 @pytest.mark.parametrize("what", [".pack", "manifest.json"])
-def test_a_corrupt_object_is_refused_and_the_answer_is_taken(run: Run, open_mirror: OpenMirror, what: str) -> None:
-    """Nothing of a version is served before all of it is proven; what the trainer answers with is taken."""
+def test_a_corrupt_object_is_refused_and_the_answer_is_accepted(run: Run, open_mirror: OpenMirror, what: str) -> None:
+    """A version is served only when all of it is verified; the trainer's answer is accepted."""
     mirror = open_mirror()
     run.publish(0)
     run.publish(1)
@@ -191,11 +191,11 @@ def test_a_corrupt_object_is_refused_and_the_answer_is_taken(run: Run, open_mirr
     run.publish(3)
     following = run.fetch(mirror, 3, keep=(2,))
     run.assert_is(following, 3)
-    assert following.num_bytes == run.facts[3].num_bytes  # the anchor is on the disk, in the other folder
+    assert following.num_bytes == run.facts[3].num_bytes  # the full snapshot is on the disk, in the other folder
 
 
-def test_a_corrupt_anchor_is_refused(run: Run, open_mirror: OpenMirror) -> None:
-    """A worker without any weights is left without them, not with wrong ones."""
+def test_a_corrupt_full_snapshot_is_refused(run: Run, open_mirror: OpenMirror) -> None:
+    """A worker without weights still has none, not wrong ones."""
     run.publish(0, corrupt=("00002-of-00005.safetensors",))
     mirror = open_mirror()
     with pytest.raises(WeightsUnusable, match=r"version 0: .*sha256"):
@@ -208,21 +208,21 @@ def test_a_corrupt_anchor_is_refused(run: Run, open_mirror: OpenMirror) -> None:
 def test_a_manifest_of_another_version_or_an_older_lease_is_refused(
     bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror
 ) -> None:
-    """What is announced as version 5 must call itself so, and a trainer that lost its lease is not followed."""
+    """A manifest must name the announced version, and a trainer that lost its lease is not followed."""
     run = Run(bus, blobs, ring_streams, model_folder, epoch=2)
     mirror = open_mirror()
     fact = run.publish(4)
     with pytest.raises(WeightsUnusable, match="is of version 4"):
         mirror.fetch(PolicyVersion(5), fact.manifest)
     run.fetch(mirror, 4)
-    zombie = WeightsSource(bus, blobs, ring_streams, model_folder, epoch=1, bucket_bytes=BUCKET_BYTES)
-    stale = zombie.publish(5, run.states[4])
+    former = WeightsSource(bus, blobs, ring_streams, model_folder, epoch=1, bucket_bytes=BUCKET_BYTES)
+    stale = former.publish(5, run.states[4])
     with pytest.raises(WeightsUnusable, match="lost its lease"):
         mirror.fetch(PolicyVersion(5), stale.manifest, newest=True)
 
 
-def test_a_missing_object_sends_the_mirror_to_the_newest_anchor(run: Run, open_mirror: OpenMirror) -> None:
-    """Patches that were collected while a worker slept are not needed: it starts again from the anchor."""
+def test_after_a_missing_object_the_newest_full_snapshot_is_fetched(run: Run, open_mirror: OpenMirror) -> None:
+    """Patches that were garbage-collected meanwhile are not needed: the worker starts from the full snapshot."""
     mirror = open_mirror()
     for version in range(4):
         run.publish(version)
@@ -236,8 +236,8 @@ def test_a_missing_object_sends_the_mirror_to_the_newest_anchor(run: Run, open_m
     run.assert_is(run.fetch(mirror, 8, keep=(3,)), 8)
 
 
-def test_a_rotten_copy_is_mended(run: Run, open_mirror: OpenMirror) -> None:
-    """Bytes that changed on the disk are found when the next patch is applied; the bucket is built anew."""
+def test_a_corrupt_copy_is_repaired(run: Run, open_mirror: OpenMirror) -> None:
+    """Bytes that changed on the disk are found when the next patch is applied; the bucket is fetched again."""
     mirror = open_mirror()
     for version in range(3):
         run.publish(version)
@@ -249,51 +249,51 @@ def test_a_rotten_copy_is_mended(run: Run, open_mirror: OpenMirror) -> None:
     run.publish(3)
     run.fetch(mirror, 3, keep=(2,))
     run.publish(4)
-    mended = run.fetch(mirror, 4, keep=(3,))
-    assert mended.folder == mirrored.folder
-    run.assert_is(mended, 4)
+    repaired = run.fetch(mirror, 4, keep=(3,))
+    assert repaired.folder == mirrored.folder
+    run.assert_is(repaired, 4)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_killed_fetch_is_healed(run: Run, tmp_path: Path, open_mirror: OpenMirror, point: str, fresh: bool) -> None:
-    """SIGKILL at any point, from an anchor or in a patch: the next life serves the head, bit for bit, or nothing."""
+def test_a_killed_fetch_is_repaired(run: Run, tmp_path: Path, open_mirror: OpenMirror, point: str, fresh: bool) -> None:
+    """After SIGKILL at any point of a snapshot or a patch, the next process serves the head, bit for bit."""
     for version in range(1 if fresh else 3):
         run.publish(version)
     last = max(run.facts)
-    told = {
+    arguments = {
         "s3": run.blobs._settings.model_dump(mode="json"),
         "folder": str(tmp_path / "w0"),
         "run_id": run.run_id,
         "versions": [(v, run.facts[v].manifest.model_dump(mode="json")) for v in range(last + 1)],
     }
     command = [sys.executable, "-m", "tests.rollout_service.weights.mirror_kill", point]
-    ended = subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(
+        command, input=json.dumps(arguments), text=True, capture_output=True, check=False, timeout=60
+    )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     mirror = open_mirror()
     run.assert_is(run.fetch(mirror, last), last)
     run.publish(last + 1)
-    mended = run.fetch(mirror, last + 1, keep=(last,))
-    run.assert_is(mended, last + 1)
-    assert mended.num_bytes < 0.5 * run.manifest(0).num_bytes  # healed by the patches, not by an anchor
+    repaired = run.fetch(mirror, last + 1, keep=(last,))
+    run.assert_is(repaired, last + 1)
+    assert repaired.num_bytes < 0.5 * run.manifest(0).num_bytes  # repaired by the patches, not by a full snapshot
 
 
-def test_copies_of_dead_workers_are_removed_and_those_of_living_ones_are_not(
-    run: Run, tmp_path: Path, open_mirror: OpenMirror
-) -> None:
-    """A folder belongs to the process that holds its lock; nobody else's files are touched."""
+def test_copies_of_workers_that_no_longer_run_are_removed(run: Run, tmp_path: Path, open_mirror: OpenMirror) -> None:
+    """A locked folder, and one that is no cache folder, are not touched."""
     run.publish(0)
-    dead, living = (open_mirror(name) for name in ("dead", "living"))
-    folders = [run.fetch(mirror, 0).folder for mirror in (dead, living)]
+    killed, running = (open_mirror(name) for name in ("killed", "running"))
+    folders = [run.fetch(mirror, 0).folder for mirror in (killed, running)]
     (tmp_path / "something-else" / "a").mkdir(parents=True)
-    dead._lock.close()  # as the end of its process does
+    killed._cache.unlock()  # as the kernel does when its process ends
     open_mirror("new")
     assert [folder.exists() for folder in folders] == [False, True]
     assert (tmp_path / "something-else" / "a").exists()
 
 
-def test_an_orderly_end_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> None:
-    """A closed mirror has removed what it fetched."""
+def test_a_closed_mirror_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> None:
+    """`close` removes what was fetched."""
     run.publish(0)
     mirror = open_mirror()
     folder = run.fetch(mirror, 0).folder
@@ -302,8 +302,8 @@ def test_an_orderly_end_leaves_no_copies(run: Run, open_mirror: OpenMirror) -> N
 
 
 def test_two_workers_of_one_id_do_not_share_a_folder(open_mirror: OpenMirror) -> None:
-    """The second one is told to choose another id."""
+    """The second worker's error asks for another id."""
     first = open_mirror("w0")
-    with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is alive"):
+    with pytest.raises(ConfigError, match=r"another worker with the same worker\.id is running"):
         open_mirror("w0")
     assert first.held() == []

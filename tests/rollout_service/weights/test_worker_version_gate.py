@@ -31,12 +31,12 @@ class SwappedEngine:
         self.loads += 1
 
 
-async def pinned(gate: VersionGate, engine: SwappedEngine, version: int, turns: int) -> None:
-    """Evaluate with a version for some turns of the loop; it must be served all the time."""
+async def pinned(gate: VersionGate, engine: SwappedEngine, version: int, iterations: int) -> None:
+    """Evaluate with a version for some iterations of the event loop; it must be served all the time."""
     async with gate.pinned(
-        PolicyVersion(version), lambda: engine.load(version), sets_back=lambda: version != engine.newest
+        PolicyVersion(version), lambda: engine.load(version), is_older=lambda: version != engine.newest
     ):
-        for _ in range(turns):
+        for _ in range(iterations):
             assert engine.version == version
             await asyncio.sleep(0)
 
@@ -48,8 +48,8 @@ async def follow(gate: VersionGate, engine: SwappedEngine) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_a_pinned_version_is_served_for_as_long_as_it_is_held(seed: int):
-    """Whatever the order of pins, swaps and new versions: a pin never sees another version, and all come to an end."""
+async def test_a_pinned_version_is_served_while_it_is_held(seed: int):
+    """Whatever the order of pins, swaps and new versions: a pin never sees another version, and all finish."""
     rng = random.Random(seed)
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -61,33 +61,33 @@ async def test_a_pinned_version_is_served_for_as_long_as_it_is_held(seed: int):
                 case 1 | 2:
                     tasks.create_task(pinned(gate, engine, rng.randint(0, engine.newest), rng.randrange(4)))
                 case 3:
-                    tasks.create_task(gate.free())
+                    tasks.create_task(gate.wait_for_ordinary())
             for _ in range(rng.randrange(3)):
                 await asyncio.sleep(0)
         tasks.create_task(follow(gate, engine))
         await asyncio.sleep(0)
-        while gate.held_back:  # the follower hears of every released pin
+        while gate.serves_older:  # the follower is notified of every released pin
             await follow(gate, engine)
     await follow(gate, engine)
     assert engine.version == engine.newest
-    await asyncio.wait_for(gate.free(), 5)
+    await asyncio.wait_for(gate.wait_for_ordinary(), 5)
 
 
 async def test_training_waits_while_an_older_version_is_evaluated():
-    """Its samples would be stale from birth; it goes on once the newest version is served again."""
+    """Its samples would be stale at once; it starts when the newest version is served again."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     engine.version = engine.newest = 5
     hold = asyncio.Event()
 
     async def evaluate() -> None:
-        async with gate.pinned(PolicyVersion(3), lambda: engine.load(3), sets_back=lambda: True):
+        async with gate.pinned(PolicyVersion(3), lambda: engine.load(3), is_older=lambda: True):
             await hold.wait()
 
     evaluation = asyncio.create_task(evaluate())
     for _ in range(10):
         await asyncio.sleep(0)
     assert engine.version == 3
-    training = asyncio.create_task(gate.free())
+    training = asyncio.create_task(gate.wait_for_ordinary())
     swap = asyncio.create_task(follow(gate, engine))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -98,11 +98,11 @@ async def test_training_waits_while_an_older_version_is_evaluated():
     assert engine.version == 5
 
 
-async def test_training_goes_on_while_the_newest_version_is_evaluated():
+async def test_training_does_not_wait_while_the_newest_version_is_evaluated():
     """Only swaps wait for such a pin."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
-    async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), sets_back=lambda: False):
-        await asyncio.wait_for(gate.free(), 5)
+    async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), is_older=lambda: False):
+        await asyncio.wait_for(gate.wait_for_ordinary(), 5)
 
 
 async def test_packs_of_one_evaluation_share_their_pin():
@@ -114,38 +114,38 @@ async def test_packs_of_one_evaluation_share_their_pin():
 
 
 async def test_a_swap_lingers_for_the_next_pack_of_an_evaluation_unless_ordinary_generation_waits():
-    """A pin that comes soon finds its version still there; once training waits, nothing more of the evaluation is queued."""
+    """A pin that follows soon finds its version still served; once training waits, the evaluation's queue is empty."""
     gate, engine = VersionGate(linger_s=60.0), SwappedEngine()
     await pinned(gate, engine, 0, 1)
     engine.newest = 1
     swap = asyncio.create_task(follow(gate, engine))
     await pinned(gate, engine, 0, 1)
     assert engine.loads == 0
-    with gate.ordinary():
+    with gate.ordinary_waiting():
         await asyncio.wait_for(swap, 5)
     assert engine.version == 1
 
 
-async def test_a_load_that_fails_holds_nobody_back_for_ever():
-    """The error reaches the evaluation; the next swap sets training free."""
+async def test_after_a_failed_load_the_next_swap_admits_training():
+    """The error is raised in the evaluation; the next swap admits training."""
     gate = VersionGate(linger_s=0.0)
 
     async def fail() -> None:
         raise OSError("no such folder")
 
     with pytest.raises(OSError, match="no such folder"):
-        async with gate.pinned(PolicyVersion(1), fail, sets_back=lambda: True):
+        async with gate.pinned(PolicyVersion(1), fail, is_older=lambda: True):
             pass
-    assert gate.held_back
+    assert gate.serves_older
     async with gate.swap():
         pass
-    await asyncio.wait_for(gate.free(), 5)
+    await asyncio.wait_for(gate.wait_for_ordinary(), 5)
 
 
-async def test_a_cancelled_waiter_leaves_no_trace():
-    """A pin that was given up while it waited does not keep swaps waiting."""
+async def test_a_cancelled_waiter_does_not_block_swaps():
+    """A pin that is cancelled while it waits does not keep swaps waiting."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
-    async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), sets_back=lambda: False):
+    async with gate.pinned(PolicyVersion(0), lambda: engine.load(0), is_older=lambda: False):
         waiting = asyncio.create_task(pinned(gate, engine, 7, 1))
         await asyncio.sleep(0)
         waiting.cancel()

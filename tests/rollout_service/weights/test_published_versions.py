@@ -1,0 +1,55 @@
+"""The published versions that a worker knows, and those it has refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.protocol.facts import BlobRef
+from penstock.protocol.versions import PolicyVersion
+from penstock.rollout_service.weights.published_versions import MAX_VERSIONS, PublishedVersions
+
+V = PolicyVersion
+
+
+def manifest(name: str) -> BlobRef:
+    """A reference to some manifest."""
+    return BlobRef(key=name, size_bytes=1, sha256="0" * 64)
+
+
+def test_the_newest_version_is_the_highest_that_was_not_refused() -> None:
+    """A late announcement of an older version changes nothing; a refused version counts again with another manifest."""
+    published = PublishedVersions()
+    assert published.newest() is None
+    assert published.add(V(5), manifest("a"))
+    assert not published.add(V(5), manifest("a"))
+    assert published.add(V(3), manifest("b"))
+    assert published.newest() == 5
+    published.refuse(V(5))
+    assert published.newest() == 3
+    assert published.add(V(5), manifest("answer"))
+    assert published.newest() == 5
+    assert published.manifest(V(5)) == manifest("answer")
+
+
+def test_the_oldest_announcements_are_forgotten() -> None:
+    """An evaluation may pin any of the last versions, and none before them."""
+    published = PublishedVersions()
+    for version in range(MAX_VERSIONS + 2):
+        published.add(V(version), manifest(str(version)))
+    assert len(published) == MAX_VERSIONS
+    assert V(1) not in published
+    assert V(2) in published
+
+
+async def test_a_refusal_ends_the_wait_for_a_version() -> None:
+    """Other refusals do not."""
+    published = PublishedVersions()
+    for version in (1, 2):
+        published.add(V(version), manifest(str(version)))
+    waiting = asyncio.create_task(published.wait_until_refused(V(2)))
+    await asyncio.sleep(0)
+    published.refuse(V(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    published.refuse(V(2))
+    await asyncio.wait_for(waiting, 5)
