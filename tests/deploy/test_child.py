@@ -69,7 +69,7 @@ def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
     code = f"""
         import os, sys, threading
         from pathlib import Path
-        from deploy.child import Child, wait_until
+        from penstock.deploy.child import Child, wait_until
         child = Child("c", {SLEEP!r}, log=Path({str(tmp_path / "log")!r}))
         starter = threading.Thread(target=child.start)
         starter.start()
@@ -99,7 +99,7 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             return used.ru_utime + used.ru_stime
         from pathlib import Path
-        from deploy.child import Child, adopt_orphans, end_orphans, wait_until
+        from penstock.deploy.child import Child, adopt_orphans, end_orphans, wait_until
         adopt_orphans()
         busy = "import time\\nwhile time.process_time() < 0.3: pass\\nprint('ready', flush=True); time.sleep(600)"
         parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {{busy!r}}], start_new_session=True); time.sleep(600)"

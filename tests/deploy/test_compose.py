@@ -100,7 +100,7 @@ def test_dockerfiles_copy_what_exists_and_start_what_can_be_imported(path: Path)
         for source in line.split()[:-1]:
             assert (DEPLOY.parent / source).exists() or source == "README.md", source
     for command in re.findall(r"^CMD (.+)$", text, re.MULTILINE):
-        module = json.loads(command)[0].replace(".", "/")
+        module = "src/" + json.loads(command)[0].replace(".", "/")
         assert any((DEPLOY.parent / f"{module}{end}").exists() for end in (".py", "/__main__.py")), module
 
 

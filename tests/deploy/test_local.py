@@ -190,7 +190,7 @@ def test_a_command_finds_the_servers_of_a_store_beside_it(tmp_path: Path) -> Non
     with LocalStack(tmp_path / "store") as stack:
         kept = Blobs(stack.s3).put("runs/r/x", b"kept")
     code = (
-        "import os, sys; from protocol.connection import S3Settings; from protocol.transport.blobs import Blobs;"
+        "import os, sys; from penstock.protocol.config.connection import S3Settings; from penstock.protocol.transport.blobs import Blobs;"
         "from pathlib import Path; e = os.environ;"
         "s3 = S3Settings(endpoint=e['PENSTOCK_S3__ENDPOINT'], access_key=e['PENSTOCK_S3__ACCESS_KEY'],"
         " secret_key_file=Path(e['PENSTOCK_S3__SECRET_KEY_FILE']));"

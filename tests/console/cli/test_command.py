@@ -140,8 +140,8 @@ def test_a_verb_becomes_its_service(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
     answer = penstock("rollout", "run.toml", "--worker.id", "w 1", cwd=tmp_path)
-    assert answer.returncode == 2
-    assert "run.toml" in answer.stderr
+    assert answer.returncode == 1
+    assert "run.toml: not readable" in answer.stderr
     assert "working directory" not in answer.stdout + answer.stderr
 
 

@@ -1,6 +1,6 @@
 """Mutates segments, manifests, layouts and adapters, and holds the readers to their promise.
 
-    python -m tests.protocol.fuzz_patches --mutations 200000
+    python -m tests.protocol.weights.fuzz_patches --mutations 200000
 
 Every mutation must end in the one named error, or in bytes that the hash then accepts or refuses rightly; nothing is
 written outside the bucket, and memory stays within a few buckets. The whole run is under an address space limit, so that

@@ -1,6 +1,6 @@
 """A worker's mirror in a process of its own, which kills itself with SIGKILL at a point of a fetch.
 
-python -m tests.rollout_service.mirror_kill POINT < settings, folder, run, versions and manifests as JSON
+python -m tests.rollout_service.weights.mirror_kill POINT < settings, folder, run, versions and manifests as JSON
 """
 
 from __future__ import annotations

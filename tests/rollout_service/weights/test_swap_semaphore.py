@@ -25,7 +25,7 @@ def leases(bus: Bus, run_id: str) -> list[str]:
     return [entry.key for entry in bus.key_value(streams.lease_bucket(run_id).bucket).wait().entries().wait()]
 
 
-@pytest.mark.parametrize(("workers", "share", "turns"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
+@pytest.mark.parametrize(("workers", "share", "semaphore"), [(1, 1.0, 0), (2, 0.5, 1), (3, 0.01, 1), (8, 0.25, 2)])
 def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, semaphore: int):
     """One worker alone needs no turn; of several at least one may always swap."""
     assert num_turns(workers, share) == semaphore

@@ -1,6 +1,6 @@
 """A few steps for each of several algorithms, in a process of its own; prints what they came to.
 
-python -m tests.trainer.parts_check MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
+python -m tests.trainer.algorithm.train_steps MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_mistakes_end_with_their_text_and_code_two(tmp_path: Path, capsys: pytes
 def test_config_and_data_check_start_without_torch(command: list[str]):
     """Both commands run in a process that never imports torch or transformers."""
     code = (
-        "import sys; from trainer.__main__ import main\n"
+        "import sys; from penstock.trainer.__main__ import main\n"
         f"try: main({command!r})\nexcept SystemExit: pass\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
     )

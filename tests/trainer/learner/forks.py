@@ -18,14 +18,14 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.trainer.loaded", "tests.trainer.forks"])
+_CONTEXT.set_forkserver_preload(["tests.trainer.learner.loaded", "tests.trainer.learner.forks"])
 
 
 def _run(module: str, out: str, err: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     for number, path in ((1, out), (2, err)):
         with Path(path).open("a") as file:
             os.dup2(file.fileno(), number)
-    assert "tests.trainer.loaded" in sys.modules, "the fork server could not load tests.trainer.loaded"
+    assert "tests.trainer.learner.loaded" in sys.modules, "the fork server could not load tests.trainer.learner.loaded"
     os.environ.update(environ)
     import torch
 

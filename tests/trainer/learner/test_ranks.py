@@ -40,7 +40,7 @@ def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
         }
         (out / "told.json").write_text(json.dumps(told))
         arguments = [str(folder / "model"), str(out)]
-        commands[num_ranks] = Fork(folder, "tests.trainer.rank_check", *arguments, num_ranks=num_ranks)
+        commands[num_ranks] = Fork(folder, "tests.trainer.learner.rank_check", *arguments, num_ranks=num_ranks)
     try:
         return {
             ranks: json.loads(command.wait(deadline_s=400.0).splitlines()[-1]) for ranks, command in commands.items()

@@ -1,6 +1,6 @@
 """A publisher in a process of its own, which publishes versions 0 and 1 and kills itself at a crash point of the second.
 
-python -m tests.trainer.publish_kill POINT < connections, run and model folder as JSON
+python -m tests.trainer.publishing.publish_kill POINT < connections, run and model folder as JSON
 """
 
 from __future__ import annotations

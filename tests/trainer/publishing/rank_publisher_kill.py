@@ -1,6 +1,6 @@
 """One rank of a trainer that publishes by shares, with nothing to train; rank 0 does what its stdin says.
 
-python -m tests.trainer.share_kill < connections and run as JSON, one line; then on rank 0 versions, one a line
+python -m tests.trainer.publishing.rank_publisher_kill < connections and run as JSON, one line; then on rank 0 versions, one a line
 """
 
 from __future__ import annotations
