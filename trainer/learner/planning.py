@@ -41,7 +41,7 @@ class Planner:
         lengths = [count for group in batch for count in group.trained.lengths]
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
-            look = all_rows(batch, budget_tokens=self._budget, num_ranks=self._rank_group.num_ranks)
+            look = all_rows(batch, budget_tokens=self._budget, num_shares=self._rank_group.num_row_shares)
             gaps = self._rank_group.reference_gaps(look, batch, algorithm.reward_kl_form)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
@@ -51,7 +51,7 @@ class Planner:
             aggregation=algorithm.aggregation,
             max_completion_tokens=self._longest,
             budget_tokens=self._budget,
-            num_ranks=self._rank_group.num_ranks,
+            num_shares=self._rank_group.num_row_shares,
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
         )

@@ -72,7 +72,7 @@ class StepPlan:
 
     packs: tuple[BlobRef, ...]
     rows: tuple[PlannedRow, ...]
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [share][micro-batch] = row numbers
     version: int = 0  # of the weights that are trained; tokens of older ones have an age
     skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
     token_kl: float = 0.0  # coefficient of the KL in every token's reward, where a critic credits tokens
@@ -84,7 +84,7 @@ class StepPlan:
         return [
             [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
             [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
-            [[list(rows) for rows in rank] for rank in self.micro_batches],
+            [[list(rows) for rows in share] for share in self.micro_batches],
             self.version,
             [list(pair) for pair in self.skipped],
             self.kl_coefficient,
@@ -99,7 +99,7 @@ class StepPlan:
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
-            micro_batches=tuple(tuple(tuple(rows) for rows in rank) for rank in micro_batches),
+            micro_batches=tuple(tuple(tuple(rows) for rows in share) for share in micro_batches),
             version=version,
             skipped=tuple((reason, count) for reason, count in skipped),
             kl_coefficient=kl_coefficient,
@@ -115,7 +115,7 @@ def make_plan(
     aggregation: Aggregation,
     max_completion_tokens: int,
     budget_tokens: int,
-    num_ranks: int,
+    num_shares: int,
     version: int = 0,
     sft_coefficient: float = 0.0,
 ) -> StepPlan:
@@ -127,7 +127,7 @@ def make_plan(
         aggregation: How tokens and sequences are weighed.
         max_completion_tokens: The constant L of `seq-mean-token-sum-norm`.
         budget_tokens: Most tokens of a micro-batch.
-        num_ranks: Number of ranks.
+        num_shares: Number of shares that the rows are split into, one for each rank that computes rows.
         version: Of the weights that are trained.
         sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
 
@@ -167,13 +167,13 @@ def make_plan(
                 lengths.append(len(trajectory.token_ids))
                 prompts.append(prompt_of(trajectory.loss_mask, group_number))
             place += 1
-    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks, prompts=prompts)
-    micro_batches = tuple(tuple(tuple(mb) for mb in rank) for rank in cut)
+    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_shares, prompts=prompts)
+    micro_batches = tuple(tuple(tuple(mb) for mb in share) for share in cut)
     skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
     return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
 
 
-def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_ranks: int) -> StepPlan:
+def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: int) -> StepPlan:
     """Plan to look at every trajectory of a batch, in its order, before anything is decided about it."""
     return make_plan(
         groups,
@@ -181,7 +181,7 @@ def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_ranks: int
         aggregation="token-sum",
         max_completion_tokens=1,
         budget_tokens=budget_tokens,
-        num_ranks=num_ranks,
+        num_shares=num_shares,
     )
 
 

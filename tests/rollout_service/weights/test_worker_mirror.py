@@ -25,7 +25,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 OpenMirror = Callable[..., Mirror]
 BUCKET_BYTES = 4096
@@ -149,7 +149,7 @@ def test_a_late_joiner_takes_anchor_and_chain_in_one_pass(run: Run, open_mirror:
 
 def test_a_newer_anchor_shortens_the_way(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
     """A worker that starts from nothing begins at the newest anchor that the head names."""
-    run = Run(bus, blobs, ring_streams, model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=5))
+    run = Run(bus, blobs, ring_streams, model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=5))
     for version in range(13):
         run.publish(version)
     anchor = run.manifest(12).anchor

@@ -19,6 +19,7 @@ from penstock.trainer.learner.logprobs import CompletionScorer
 from penstock.trainer.learner.policy import load_policy
 from penstock.trainer.learner.schedule import lr_factor
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.model_folder import split_shards, write_model_folder
 from penstock.trainer.ranks import Ranks
 
@@ -124,7 +125,7 @@ def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path,
         min_lr_ratio=1.0, max_grad_norm=1.0, zero_stage=1, dtype="float32",
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=r"broken"):
-        load_policy(folder, how, Ranks.__new__(Ranks), temperature=1.0)
+        load_policy(folder, how, ParallelDims(Ranks.__new__(Ranks)), temperature=1.0)
 
 
 def test_an_exported_folder_is_the_model(tmp_path: Path, model_folder: Path, model: torch.nn.Module) -> None:
