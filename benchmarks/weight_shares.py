@@ -38,7 +38,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.assemble_objective import objective
 from penstock.trainer.connections import Connections
-from penstock.trainer.learner.policy import Policy, load_policy
+from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims

@@ -15,6 +15,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
@@ -60,6 +61,12 @@ class _Bus:
             if self.quiet:
                 return self._bus.stream_state(f"{fact.run_id}-weights")
         return self._bus.publish(subject, fact, **options)
+
+
+def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterBase:
+    """Return a model as the base of adapters."""
+    buckets = copy_to_buckets(tensors)
+    return AdapterBase(buckets, config, ModelWeights(buckets).root())
 
 
 def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ from penstock.trainer.groups.group_source import Books, generated, stored
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
-from penstock.trainer.learner.policy import load_policy, load_reference
+from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
@@ -70,7 +70,7 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
             f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
-            "`penstock train` starts the right number (torchrun --nproc-per-node N -m trainer train ...)"
+            "`penstock train` starts the right number (torchrun --nproc-per-node N -m penstock.trainer train ...)"
         )
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:

@@ -41,7 +41,7 @@ from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.publishing.snapshot import AdapterBase
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import wait_for
-from tests.weights_source import WeightsSource
+from tests.weights_source import WeightsSource, adapter_base
 
 ADAPTER = AdapterConfig(r=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
@@ -90,7 +90,7 @@ class RingEnd:
 
     def base(self) -> AdapterBase:
         """The model that all adapters of `publish_adapter` sit upon: version 0."""
-        return AdapterBase.of(self.tensors(0), ADAPTER)
+        return adapter_base(self.tensors(0), ADAPTER)
 
     def factors(self, version: int) -> dict[str, Tensor]:
         """The factors that `publish_adapter` gives a version: enough to change what the model says."""

@@ -21,7 +21,7 @@ from penstock.trainer.algorithm.kl import AnyKlForm
 from penstock.trainer.algorithm.losses.value import value_loss
 from penstock.trainer.algorithm.token_credit import CreditedBatch, TokenCredit, ValueTargets
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.policy import load_language_model
+from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.trainable import Optimisation, Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 
@@ -82,7 +82,7 @@ class Critic:
     """A value network under DeepSpeed; `credit`, `learn`, `save` and `load` are called on all ranks together."""
 
     def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
-        """Use `load_critic` instead."""
+        """Called by `load_critic`."""
         self._trainable = trainable
         self._regression = regression
         self._credit = credit

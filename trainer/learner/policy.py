@@ -1,7 +1,7 @@
 """The model that is being trained.
 
-One `Policy` on every rank; `train_step`, `snapshot`, `save` and `load` are called on all ranks
-together. The model's parameters keep their Hugging Face names from file to file.
+Every rank has one `Policy`; `train_step`, `snapshot`, `copy_to`, `save` and `load` are called on all ranks together.
+The model's parameters keep their Hugging Face names in everything that is exported or published.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import Objective, Outcome
-from penstock.trainer.errors import CheckpointError, UnsupportedModel
+from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
-from penstock.trainer.learner.reference import Reference, ReferencePolicy
-from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.trainable import Trainable
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.weight_buckets import WeightBuckets
 
@@ -46,17 +46,12 @@ class Policy:
     """A causal language model under DeepSpeed."""
 
     def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
-        """Use `load_policy` instead."""
+        """Called by `load_policy`."""
         self._trainable = trainable
         self._scorer = scorer
         self._dims = dims
         self.steps_done = 0
         self.device = trainable.device
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
-        return self._trainable.num_parameters
 
     @property
     def dtype(self) -> str:
@@ -247,53 +242,6 @@ class _StepSums:
         loss, *sums = dims.sum([self.loss, *self.sums.values()])
         top = dims.maximum(list(self.maxima.values()))
         return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
-
-
-def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, temperature: float) -> Policy:
-    """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
-
-    Args:
-        model_folder: Folder with config.json and safetensors.
-        how: Optimizer, schedule, ZeRO stage and dtype.
-        dims: How the ranks share the work.
-        temperature: Divides the logits; the sampling temperature of the rollouts.
-
-    Raises:
-        UnsupportedModel: The folder is missing or holds no causal language model.
-        ConfigError: The dtype does not work with the ZeRO stage.
-    """
-    model: Any = load_language_model(model_folder, how)
-    if how.lora is not None:
-        adapter.attach(model, how.lora)
-        if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
-            model.enable_input_require_grads()
-    scorer = CompletionScorer(model, temperature)
-    return Policy(Trainable(scorer, how, dims), scorer, dims)
-
-
-def load_reference(folder: Path, how: Optimisation, device: torch.device, *, temperature: float) -> Reference:
-    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does."""
-    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device)
-
-
-def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
-    """Load a causal language model for training; raises UnsupportedModel."""
-    if not (folder / "config.json").is_file():
-        raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import, only where it is needed
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, how.dtype))
-    except (OSError, ValueError, KeyError, RuntimeError) as err:
-        raise UnsupportedModel(
-            f"model.path = {folder} is not a usable causal language model ({err}); set it to a Hugging Face model folder"
-        ) from None
-    model.config.use_cache = False
-    if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

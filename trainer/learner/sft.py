@@ -19,7 +19,8 @@ from penstock.trainer.algorithm.objective import CrossEntropy
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Turn, TurnSet
-from penstock.trainer.learner.policy import Policy, StepFigures, load_policy
+from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.policy import Policy, StepFigures
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.progress import ProgressLine

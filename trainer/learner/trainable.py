@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.adapter import Lora, is_adapter
+from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
 from penstock.trainer.learner.schedule import lr_factor
 from penstock.trainer.parallel_dims import ParallelDims
@@ -86,11 +86,6 @@ class Trainable:
         self._has_frozen = any(not p.requires_grad for p in module.parameters())
         self.module = module
         self.device: torch.device = self._engine.device
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters; tied ones count once, adapters do not, since they are merged into the published model."""
-        return sum(getattr(p, "ds_numel", p.numel()) for n, p in self.module.named_parameters() if not is_adapter(n))
 
     @property
     def dtype(self) -> str:

@@ -60,7 +60,7 @@ class WeightCopies:
             return self._copy_model(order, publisher)
         if self._base is None or self._base[0] != order.dtype:
             buckets = self._copy_buckets(order, merge=False)
-            self._base = order.dtype, AdapterBase(buckets, config, root=self._gather_root(buckets.hashed))
+            self._base = order.dtype, AdapterBase(buckets, config, self._gather_root(buckets.hashed))
             if publisher is not None:
                 publisher.hold(buckets, permanently=True)
         return self._copy_adapter(order, self._base[1])

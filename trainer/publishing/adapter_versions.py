@@ -81,7 +81,7 @@ class AdapterVersions:
             stored = self._alone.store_whole(weights.buckets.copy_id, snapshot.version, file_name=ADAPTER_WEIGHTS)
         finally:
             self._alone.discard(())
-        files = self._writer.adapter_files(weights.base.config)
+        files = self._writer.adapter_files(weights.base.config.to_json())
         return self._writer.adapter(
             Label(snapshot.version, snapshot.step, self._epoch),
             Content(weights.buckets.layout, files, stored, weights.root()),

@@ -6,7 +6,6 @@ are small and complete on rank 0; the model that they are applied to, their base
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import sys
 from collections.abc import Callable, Mapping
@@ -21,29 +20,13 @@ from penstock.protocol.weights.digest import weights_digest
 from penstock.trainer.publishing.weight_buckets import WeightBuckets, copy_to_buckets
 
 
+@dataclass(frozen=True, slots=True)
 class AdapterBase:
-    """The model that a run's adapters are applied to, as it is published, and the adapters' configuration."""
+    """The model that a run's adapters are applied to, as it is published: this rank's buckets of it."""
 
-    def __init__(self, buckets: WeightBuckets, config: AdapterConfig, *, root: str | None = None) -> None:
-        """``config`` is the same for all adapters of a run; ``root`` is over all ranks' buckets, None if all are here."""
-        self.buckets = buckets
-        self.config = config.to_json()
-        self._root = root
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterBase:
-        """Copy a whole model."""
-        return cls(copy_to_buckets(tensors), config)
-
-    @functools.cached_property
-    def root(self) -> str:
-        """The `weights_digest` of the model."""
-        return self._root or self.buckets.state_root
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors in this rank's buckets."""
-        return self.buckets.tensors()
+    buckets: WeightBuckets
+    config: AdapterConfig  # the same for all adapters of a run
+    root: str  # the `weights_digest` over all ranks' buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +63,7 @@ class AdapterWeights:
     def root_later(self) -> Callable[[], str]:
         """Return a function that returns the root, without a reference to the factors."""
         hashed, base = self.buckets.hashed, self.base
-        config = hashlib.sha256(base.config).hexdigest()
+        config = hashlib.sha256(base.config.to_json()).hexdigest()
         return lambda: adapter_digest(base.root, config, hashed.result())
 
     def root(self) -> str:

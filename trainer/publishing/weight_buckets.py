@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
+from penstock.protocol.weights.digest import TensorDigest
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, bucket_digests, build_layout
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
@@ -64,11 +64,6 @@ class WeightBuckets:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors as views of the buckets; they must not be written to."""
         return {name: self._place(name) for name in self._places}
-
-    @property
-    def state_root(self) -> str:
-        """Root over the tensors in these buckets: the version's root if they are all of its buckets."""
-        return weights_digest(self.digests())
 
     def xxh3(self, number: int) -> str:
         """Return the xxh3-128 of a raw bucket; computed once."""

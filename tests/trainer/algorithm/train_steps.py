@@ -17,8 +17,8 @@ from tests.trainer.learner.rank_check import how
 from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.trainer.algorithm.assemble_objective import objective
+from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Planner
-from penstock.trainer.learner.policy import load_policy, load_reference
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.parallel_dims import ParallelDims

@@ -20,7 +20,7 @@ from penstock.protocol.facts import GroupScored, decode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import AdapterConfig, factor_pairs
+from penstock.protocol.weights.adapter_format import factor_pairs
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.assemble_objective import objective
@@ -30,7 +30,8 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Regression, load_critic
-from penstock.trainer.learner.policy import Policy, load_policy, load_reference
+from penstock.trainer.learner.load_model import load_policy, load_reference
+from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.step_plan import ReadyGroup, all_rows, make_plan
@@ -166,7 +167,6 @@ def lead(
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
         "adapter": published_adapter(rank_group, tensors),
-        "num_parameters": rank_group.policy.num_parameters,
         "checkpoint_bytes": sum(path.stat().st_size for path in (folder / "engine").iterdir()),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
     }
@@ -183,11 +183,8 @@ def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) ->
     weights = rank_group.weights(None, as_adapter=True)
     if not isinstance(weights, AdapterWeights):
         return {}
-    base, scale, factors = (
-        weights.base.tensors,
-        AdapterConfig.from_json(weights.base.config).scale,
-        weights.buckets.tensors(),
-    )
+    base, factors = weights.base.buckets.tensors(), weights.buckets.tensors()
+    scale = weights.base.config.scale
     made = dict(base)
     for name, down, up in factor_pairs(factors):
         if name in base:

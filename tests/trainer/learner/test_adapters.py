@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.servers import wait_for
 from tests.trainer.publishing.test_publish import head_of, manifest_of
 from tests.trainer.publishing.test_weight_gc import GRACE_S, beat, collector, versions
-from tests.weights_source import NEVER
+from tests.weights_source import NEVER, adapter_base
 from torch import Tensor
 
 from penstock.deploy.quickstart_task import write_model
@@ -52,7 +52,7 @@ def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
 
 def a_base(seed: int = 0) -> AdapterBase:
     generator = torch.Generator().manual_seed(seed)
-    return AdapterBase.of({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
+    return adapter_base({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
 
 
 def factors(version: int) -> dict[str, Tensor]:
@@ -81,8 +81,8 @@ def assert_served(connections: Connections, manifest: VersionManifest, base: Ada
     found = load_file(folder / "merged" / "model-00001-of-00001.safetensors")
     own = factors(manifest.version)
     down, up = own["base_model.model.q.lora_A.weight"], own["base_model.model.q.lora_B.weight"]
-    torch.testing.assert_close(found["q.weight"], base.tensors["q.weight"] + 3.0 * up @ down)
-    assert torch.equal(found["norm"], base.tensors["norm"])
+    torch.testing.assert_close(found["q.weight"], base.buckets.tensors()["q.weight"] + 3.0 * up @ down)
+    assert torch.equal(found["norm"], base.buckets.tensors()["norm"])
     stored = load_file(folder / "peft" / "adapter_model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in own.items())
     assert AdapterConfig.from_json((folder / "peft" / "adapter_config.json").read_bytes()) == CONFIG
