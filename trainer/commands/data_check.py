@@ -73,13 +73,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
     parser.add_argument("--model", type=Path, help="model folder, to count tokens through its chat template")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
-    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="read column THEIRS as OURS")
+    parser.add_argument(
+        "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each file")
     options = parser.parse_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
-        parser.error(f"--map takes OURS=THEIRS with OURS one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
+        parser.error(f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
     data = DataSettings(format=options.format, map=mapping)
     tokenizer = ChatTokenizer.read(options.model) if options.model else None
     reports = [check_file(path, data, tokenizer) for path in options.files]

@@ -23,7 +23,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
     parser.add_argument("--number", type=int, default=20, help="how many rows, spread over the file (default: 20)")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
-    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="read column THEIRS as OURS")
+    parser.add_argument(
+        "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
+    )
     options = parser.parse_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     if unknown := sorted(set(mapping) - set(COLUMNS)):

@@ -79,7 +79,7 @@ def detect(row: Row) -> KnownFormat:
         return "question_answer"
     raise MalformedData(
         f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
-        'question and answer; name other columns as data.map.prompt = "theirs"'
+        'question and answer; name other columns as data.map.prompt = "NAME"'
     )
 
 
@@ -89,16 +89,16 @@ def rename(row: Row, mapping: Mapping[str, str], *, nested_texts: bool) -> Row:
     ``nested_texts`` parses chats and objects that are JSON texts in the file.
     """
     renamed = dict(row)
-    for ours, theirs in mapping.items():
+    for column, source in mapping.items():
         value: Any = row
-        for part in [theirs] if theirs in row else theirs.split("."):
-            if not isinstance(value, Mapping) or part not in value:
+        for key in [source] if source in row else source.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 raise MalformedData(
-                    f"column {theirs}: missing (data.map.{ours}); the row has {', '.join(sorted(row)) or 'no columns'}"
+                    f"column {source}: missing (data.map.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
                 )
-            value = value[part]
-        renamed.pop(theirs, None)
-        renamed[ours] = value
+            value = value[key]
+        renamed.pop(source, None)
+        renamed[column] = value
     if nested_texts:
         for name in _CHATS & renamed.keys():
             renamed[name] = _chat_in_text(renamed[name])
@@ -143,7 +143,7 @@ def turn_rows(row: Row, form: Format, *, system_prompt: str) -> list[TurnRow]:
         if not answers:
             raise MalformedData(
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
-                'name the column as data.map.response = "theirs"'
+                'name the column as data.map.response = "NAME"'
             )
         chat = _chat(row, column) + _chat(row, answers[0], role="assistant")
     chat = _with_system(chat, row, system_prompt)
@@ -166,7 +166,7 @@ def _checked(row: Row, form: Format) -> KnownFormat:
     if missing:
         raise MalformedData(
             f"column {missing[0]}: missing in a row of format {known}; the row has {', '.join(sorted(row)) or 'none'}; "
-            f'name it as data.map.{missing[0]} = "theirs", or set data.format'
+            f'name it as data.map.{missing[0]} = "NAME", or set data.format'
         )
     return known
 

@@ -24,7 +24,7 @@ log = structlog.get_logger("trainer.full_snapshots")
 
 _DENSE = 0.5  # a patch of this share of a full snapshot's size costs about as much as the full snapshot
 # A larger share costs more: each worker decodes the patch and writes it twice, after the one before it; a full snapshot
-# is written once, over whatever was there. Patches of float32 weights exceed this share, of bfloat16 stay far below.
+# is written once, over the old bytes. Patches of float32 weights exceed this share, of bfloat16 stay far below.
 _POINTLESS = 0.8
 
 

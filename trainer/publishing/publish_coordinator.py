@@ -98,7 +98,7 @@ class PublishCoordinator:
         self._ask(Request(action="commit", copy_id=copy_id, retain=retain), Done)
 
     def store_retained(self, version: PolicyVersion) -> StoredObjects:
-        """Have every rank store what it retained whole, and release it."""
+        """Have every rank store its retained buckets whole, and release them."""
         try:
             return self._store(
                 Request(action="store_whole", source="retained", version=version, attempt=_attempt()),

@@ -1,8 +1,8 @@
 """What one rank does to publish a model: compares, encodes and stores its own buckets, as rank 0 requests.
 
 A rank holds its buckets of the *committed* version, the one that the head names, and the copies that wait to be
-published. Neither changes before rank 0 says that a version is committed: a publication that fails changes
-nothing here, and no manifest names what it stored.
+published. Neither changes before rank 0 commits a version: a publication that fails changes nothing here, and no
+manifest names what it stored.
 """
 
 from __future__ import annotations

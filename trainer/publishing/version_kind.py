@@ -1,4 +1,4 @@
-"""What publishing a version asks of its kind: `ModelVersions` for whole models, `AdapterVersions` for adapters."""
+"""The interface of the kinds of versions: `ModelVersions` for whole models, `AdapterVersions` for adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VersionKind(Protocol[W]):
         ...
 
     def committed(self, snapshot: Snapshot[W], written: Written) -> None:
-        """Take note that the head names a snapshot's version."""
+        """Update state after the head was moved to a snapshot's version."""
         ...
 
     def store_again(self, newest: Written) -> Written | None:

@@ -96,13 +96,13 @@ def reference(folders: dict[str, Path]) -> dict[str, object]:
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_tokens_equal_those_of_transformers(folders, reference, name, chat, add_generation_prompt):
     """Texts and token ids equal those of apply_chat_template."""
-    ours = ChatTokenizer.read(folders[name])
-    text = ours.render(chat, add_generation_prompt=add_generation_prompt)
-    theirs = reference[name]
+    tokenizer = ChatTokenizer.read(folders[name])
+    text = tokenizer.render(chat, add_generation_prompt=add_generation_prompt)
+    expected = reference[name]
     kwargs = {"add_generation_prompt": add_generation_prompt}
-    assert text == theirs.apply_chat_template(chat, tokenize=False, **kwargs)
-    assert ours.encode(text) == theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **kwargs)
-    assert ours.encode_many([text, "x"])[0] == ours.encode(text)
+    assert text == expected.apply_chat_template(chat, tokenize=False, **kwargs)
+    assert tokenizer.encode(text) == expected.apply_chat_template(chat, tokenize=True, return_dict=False, **kwargs)
+    assert tokenizer.encode_many([text, "x"])[0] == tokenizer.encode(text)
 
 
 def test_tokens_decode_to_their_text(folders):

@@ -1,6 +1,6 @@
 """Trains a few steps on stored groups, publishes them, and prints the results, on one rank or several.
 
-Arguments: MODEL FOLDER (FOLDER/told.json: connections and run).
+Arguments: MODEL FOLDER (FOLDER/setup.json: connections and run).
 """
 
 from __future__ import annotations
@@ -199,18 +199,18 @@ def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) ->
 
 def main(arguments: Sequence[str]) -> int:
     model, folder = arguments
-    told = json.loads(Path(folder, "told.json").read_text())
+    setup = json.loads(Path(folder, "setup.json").read_text())
     ranks = Ranks()
-    blobs = Blobs(S3Settings.model_validate(told["s3"]))
+    blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
-    own = RankPublisher(blobs, told["run_id"], dims.buckets)
+    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
     channels = PublishChannels(ranks.line(), ranks.line())
     ways = None
     if ranks.is_leader:
-        bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank_check")
-        for run_id in (told["run_id"], f"{told['run_id']}-alone"):
+        bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")
+        for run_id in (setup["run_id"], f"{setup['run_id']}-alone"):
             bootstrap(bus, blobs, run_id)
-        ways = TwoWays(Connections(told["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
+        ways = TwoWays(Connections(setup["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
     else:
         serve_requests(own, channels)
     results = {}

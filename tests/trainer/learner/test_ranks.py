@@ -33,12 +33,12 @@ def results(nats_server, s3_server, tmp_path_factory: pytest.TempPathFactory) ->
         out = folder / f"out{num_ranks}"
         out.mkdir()
         nats: NatsSettings = nats_server.settings
-        told = {
+        setup = {
             "nats": {**nats.model_dump(mode="json"), "password": nats.password},
             "s3": {**settings.model_dump(mode="json"), "secret_key": settings.secret_key},
             "run_id": f"ranks-of-{num_ranks}",
         }
-        (out / "told.json").write_text(json.dumps(told))
+        (out / "setup.json").write_text(json.dumps(setup))
         arguments = [str(folder / "model"), str(out)]
         commands[num_ranks] = Fork(folder, "tests.trainer.learner.rank_check", *arguments, num_ranks=num_ranks)
     try:
@@ -62,8 +62,8 @@ def test_two_ranks_equal_one_process(results: dict[int, dict], case: str) -> Non
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-5)
     assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
     assert one["names"] == two["names"]
-    for mine, other in zip(one["critic"], two["critic"], strict=True):
-        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for alone, together in zip(one["critic"], two["critic"], strict=True):
+        assert alone == pytest.approx(together, rel=1e-4, abs=1e-5)
     assert one["checksum"] == pytest.approx(two["checksum"], rel=1e-6)
     assert (one["tokens"], one["clipped"]) == (two["tokens"], two["clipped"])
 
@@ -101,8 +101,8 @@ def test_a_critic_learns_with_the_policy_at_every_stage(results: dict[int, dict]
     for stage in (1, 2, 3):
         other = results[1][f"ppo-{stage}"]
         assert other["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-        for mine, theirs in zip(other["critic"], plain["critic"], strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        for figures, expected in zip(other["critic"], plain["critic"], strict=True):
+            assert figures == pytest.approx(expected, rel=1e-4, abs=1e-5)
     rough = [figures["value_loss"] for figures in results[2]["ppo-bfloat16"]["critic"]]
     assert rough == pytest.approx(losses, rel=0.05)
 

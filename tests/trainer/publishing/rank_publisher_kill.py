@@ -56,13 +56,13 @@ def _own(version: int, dims: ParallelDims) -> WeightBuckets:
 
 def main() -> None:
     """Publish the versions on stdin (rank 0), or answer rank 0 until killed."""
-    told = json.loads(sys.stdin.readline())
+    setup = json.loads(sys.stdin.readline())
     logs.configure("rank_publisher_kill")  # on stderr
     ranks = Ranks()
-    crash_points.arm(told["kill_at"], rank=ranks.rank)
-    blobs = Blobs(S3Settings.model_validate(told["s3"]), deadline_s=told["deadline_s"])
+    crash_points.arm(setup["kill_at"], rank=ranks.rank)
+    blobs = Blobs(S3Settings.model_validate(setup["s3"]), deadline_s=setup["deadline_s"])
     dims = ParallelDims(ranks)
-    own = RankPublisher(blobs, told["run_id"], dims.buckets)
+    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
     channels = PublishChannels(ranks.line(), ranks.line())
     if not ranks.is_leader:
         for version in range(NUM_TENSORS):
@@ -70,13 +70,13 @@ def main() -> None:
         serve_requests(own, channels)
         threading.Event().wait()
     connections = Connections(
-        told["run_id"], Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank 0"), blobs
+        setup["run_id"], Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank 0"), blobs
     )
     for line in sys.stdin:
         version = PolicyVersion(int(line))
         publisher = Publisher(
             connections,
-            model_folder=Path(told["model"]),
+            model_folder=Path(setup["model"]),
             policy=_EVERY_SECOND,
             coordinator=PublishCoordinator(own, channels),
         )

@@ -96,8 +96,8 @@ def test_a_version_is_complete_before_it_is_announced(connections: Connections, 
     seen: list[WeightsPublished] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(f"{connections.run_id}-weights", subject, WeightsPublished, seen.append).wait()
-    told: list[Publication] = []
-    publisher = Publisher(connections, model_folder=model_folder, on_published=told.append)
+    published: list[Publication] = []
+    publisher = Publisher(connections, model_folder=model_folder, on_published=published.append)
     publisher.submit(snapshot(0))
     wait_for(lambda: seen, "the announcement")
     manifest = manifest_of(connections, seen[0].manifest)
@@ -113,8 +113,8 @@ def test_a_version_is_complete_before_it_is_announced(connections: Connections, 
     assert_head_is(connections, 1)
     patch = manifest_of(connections, seen[1].manifest)
     assert (patch.kind, patch.num_changed, patch.parent) == ("patch", 16, manifest_ancestor(manifest, seen[0].manifest))
-    assert [(p.version, p.kind, p.density) for p in told] == [(0, "anchor", 1.0), (1, "patch", 16 / 2058)]
-    assert told[1].sent_bytes < 0.5 * told[1].raw_bytes
+    assert [(p.version, p.kind, p.density) for p in published] == [(0, "anchor", 1.0), (1, "patch", 16 / 2058)]
+    assert published[1].sent_bytes < 0.5 * published[1].raw_bytes
 
 
 def manifest_ancestor(manifest: VersionManifest, reference: BlobRef) -> object:
@@ -208,9 +208,9 @@ def test_full_snapshots_are_written_in_the_background(connections: Connections, 
 
 def test_a_dense_version_is_a_full_snapshot_when_one_is_due(connections: Connections, model_folder: Path) -> None:
     """When most bits change, a patch and a full snapshot of it would cost more than the full snapshot alone."""
-    told: list[Publication] = []
+    published: list[Publication] = []
     policy = FullSnapshotPolicy(max_ratio=2.0, max_versions=100)
-    publisher = Publisher(connections, model_folder=model_folder, policy=policy, on_published=told.append)
+    publisher = Publisher(connections, model_folder=model_folder, policy=policy, on_published=published.append)
     random = torch.Generator().manual_seed(0)
     for version in range(8):
         shorter = (torch.randn(128, 64, generator=random).view(torch.int32) & ~0xFF).view(torch.float32)
@@ -219,26 +219,26 @@ def test_a_dense_version_is_a_full_snapshot_when_one_is_due(connections: Connect
         publisher.submit(Snapshot(PolicyVersion(version), version, changed, "float32", must_publish=True))
     publisher.close()
     patches = ["patch"] * 3  # of two thirds of a full snapshot
-    assert [p.kind for p in told] == ["anchor", *patches, "anchor", *patches]
+    assert [p.kind for p in published] == ["anchor", *patches, "anchor", *patches]
     assert publisher.num_full_snapshots == 0
-    assert sum(p.sent_bytes for p in told) < 1.4 * sum(p.raw_bytes for p in told)  # the rest is manifests
+    assert sum(p.sent_bytes for p in published) < 1.4 * sum(p.raw_bytes for p in published)  # the rest is manifests
     found = read_version(connections.blobs, connections.run_id, 7, head_of(connections).manifest)
     assert torch.equal(found["a"], dense["a"])
 
 
 def test_a_patch_that_is_hardly_smaller_is_not_published(connections: Connections, model_folder: Path) -> None:
     """When all bits of float32 values change, every version is a full snapshot: workers would decode a patch twice."""
-    told: list[Publication] = []
+    published: list[Publication] = []
     publisher = Publisher(
-        connections, model_folder=model_folder, policy=FullSnapshotPolicy(100.0), on_published=told.append
+        connections, model_folder=model_folder, policy=FullSnapshotPolicy(100.0), on_published=published.append
     )
     random = torch.Generator().manual_seed(0)
     for version in range(3):
         dense = copy_to_buckets({"a": torch.randn(128, 64, generator=random)}, copy_id=version)
         publisher.submit(Snapshot(PolicyVersion(version), version, ModelWeights(dense), "float32", must_publish=True))
     publisher.close()
-    assert [p.kind for p in told] == ["anchor"] * 3
-    assert [p.parent for p in told] == [None, 0, 1]
+    assert [p.kind for p in published] == ["anchor"] * 3
+    assert [p.parent for p in published] == [None, 0, 1]
 
 
 def refuse(connections: Connections, worker: str) -> None:
@@ -333,14 +333,14 @@ def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     committed: int,
 ) -> None:
     """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues."""
-    told = {
+    setup = {
         "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
         "s3": {**s3_settings.model_dump(mode="json"), "secret_key": s3_settings.secret_key},
         "run_id": connections.run_id,
         "model": str(model_folder),
     }
     command = [sys.executable, "-m", "tests.trainer.publishing.publish_kill", point]
-    ended = subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert_head_is(connections, committed)
     seen: list[int] = []

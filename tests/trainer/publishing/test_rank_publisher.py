@@ -48,7 +48,7 @@ def test_buckets_are_assigned_by_bytes() -> None:
 class TwoRanks:
     """Two ranks that publish together; rank 1 writes through its own proxy."""
 
-    def __init__(self, told: dict[str, Any], running: ExitStack) -> None:
+    def __init__(self, setup: dict[str, Any], running: ExitStack) -> None:
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )  # port chosen by the kernel, never freed in between
@@ -65,17 +65,17 @@ class TwoRanks:
             running.enter_context(process)
             running.callback(process.kill)
             self.processes.append(process)
-            s3 = told["s3"] if rank == 0 else told["s3_of_rank_1"]
-            self._tell(rank, json.dumps({**told, "s3": s3}))
+            s3 = setup["s3"] if rank == 0 else setup["s3_of_rank_1"]
+            self._send(rank, json.dumps({**setup, "s3": s3}))
 
     def publish(self, version: int) -> str:
         """Publish a version; returns "published" or the error."""
-        self._tell(0, str(version))
+        self._send(0, str(version))
         output = self.processes[0].stdout
         assert output is not None
         return json.loads(output.readline())
 
-    def _tell(self, rank: int, text: str) -> None:
+    def _send(self, rank: int, text: str) -> None:
         stdin = self.processes[rank].stdin
         assert stdin is not None
         stdin.write(text + "\n")
@@ -97,7 +97,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     write_model(tmp_path / "model", seed=0)
     proxy = running.enter_context(RefusingS3(s3_settings))
     secret = {"secret_key": s3_settings.secret_key}
-    told = {
+    setup = {
         "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
         "s3": {**s3_settings.model_dump(mode="json"), **secret},
         "s3_of_rank_1": {**proxy.settings.model_dump(mode="json"), **secret},
@@ -107,7 +107,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
         "kill_at": "object_stored:4@1",  # two buckets of version 0, the pack of version 1, a bucket of version 2
     }
     connections = Connections(ring_streams, bus, blobs)
-    ranks = TwoRanks(told, running)
+    ranks = TwoRanks(setup, running)
     assert ranks.publish(0) == "published"
     proxy.refusal = (507, "InsufficientStorage")
     problem = ranks.publish(1)
