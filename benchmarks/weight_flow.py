@@ -33,9 +33,9 @@ from penstock.rollout_service.weights.mirror import Mirror
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot
-from penstock.trainer.publishing.weight_buckets import part_of
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 RUN = "flow"
 _TENSORS = 32
@@ -88,15 +88,14 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     facts: dict[int, WeightsPublished] = {}
     subject = f"penstock.{RUN}.weights.published"
     bus.tail(f"{RUN}-weights", subject, WeightsPublished, lambda f: facts.__setitem__(f.version, f)).wait()
-    never = AnchorPolicy(max_ratio=1e9, max_versions=10**6)
+    never = FullSnapshotPolicy(max_ratio=1e9, max_versions=10**6)
     publisher = Publisher(Connections(RUN, bus, blobs), model_folder=model, policy=never, on_published=told.append)
     mirror = Mirror(blobs, folder / "w0", RUN)
     mirror_s, mirror_cpu_s, submit_s = [], [], []
     source = states(mb, density)
     for version in range(versions):
-        snapshot = Snapshot(
-            PolicyVersion(version), version, part_of(next(source), taken=version), "bfloat16", must_publish=True
-        )
+        weights = ModelWeights(copy_to_buckets(next(source), copy_id=version))
+        snapshot = Snapshot(PolicyVersion(version), version, weights, "bfloat16", must_publish=True)
         started = time.monotonic()
         publisher.submit(snapshot)
         submit_s.append(time.monotonic() - started)

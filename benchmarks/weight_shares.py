@@ -38,21 +38,23 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.connections import Connections
-from penstock.trainer.learner.policy import Policy, load_policy
+from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.snapshot import Snapshot
-from penstock.trainer.publishing.weight_buckets import Part, part_of
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.ranks import Ranks
 
 _BUCKET_BYTES = 16 * 1024**2
 _DENSITY = 0.009
-_NEVER = AnchorPolicy(max_ratio=1e9, max_versions=10**6)
+_NEVER = FullSnapshotPolicy(max_ratio=1e9, max_versions=10**6)
 
 
 def write_random_model(folder: Path, mb: int) -> None:
@@ -88,12 +90,12 @@ class _Watch:
         return int(high.split()[1]) / 1024 - self._start
 
 
-def _policy(model: Path, stage: int, ranks: Ranks) -> Policy:
+def _policy(model: Path, stage: int, dims: ParallelDims) -> Policy:
     how = Optimisation(
         num_steps=10, lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=0, schedule="constant", min_lr_ratio=0.1,
         max_grad_norm=1.0, zero_stage=stage, dtype="bfloat16", keep_whole_below=0,
     )  # fmt: skip
-    return load_policy(model, how, ranks, temperature=1.0)
+    return load_policy(model, how, dims, temperature=1.0)
 
 
 def _move(policy: Policy, version: int) -> None:
@@ -111,15 +113,16 @@ def rank(told: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     ranks = Ranks()
     blobs = Blobs(S3Settings.model_validate(told["s3"]))
-    policy = _policy(Path(told["model"]), told["stage"], ranks)
-    rank_group = RankGroup(policy, ranks, blobs, build_objective(AlgorithmSettings(name="grpo")))
+    dims = ParallelDims(ranks)
+    policy = _policy(Path(told["model"]), told["stage"], dims)
+    rank_group = RankGroup(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
     rank_group.bucket_bytes = _BUCKET_BYTES
-    share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
-    lines = Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None
+    own = RankPublisher(blobs, told["run_id"], dims.buckets)
+    channels = PublishChannels(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
-    leader = _Leader(told, rank_group, Shares(share, lines), blobs) if ranks.is_leader else None
-    if leader is None and lines is not None:
-        serve(share, lines)
+    leader = _Leader(told, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
+    if leader is None and channels is not None:
+        serve_requests(own, channels)
     for way in ("shares", "gathered"):
         ranks.barrier()
         watch.restart()
@@ -132,7 +135,7 @@ def rank(told: dict[str, Any]) -> None:
                 leader.publish(way, version)
                 rank_group.dismiss()
             else:
-                rank_group.follow(share)
+                rank_group.follow(own)
             cpu += time.process_time() - before if version else 0.0  # the first is whole
         ranks.barrier()
         peaks.append((watch.peak(), cpu / (told["versions"] - 1)))
@@ -148,7 +151,9 @@ def rank(told: dict[str, Any]) -> None:
 
 
 class _Leader:
-    def __init__(self, told: dict[str, Any], rank_group: RankGroup, shares: Shares, blobs: Blobs) -> None:
+    def __init__(
+        self, told: dict[str, Any], rank_group: RankGroup, coordinator: PublishCoordinator, blobs: Blobs
+    ) -> None:
         bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="benchmark")
         self._rank_group = rank_group
         self._publishers: dict[str, Publisher] = {}
@@ -156,30 +161,34 @@ class _Leader:
         self._waits: dict[str, list[float]] = {"shares": [], "gathered": []}
         self._wait_cpu: dict[str, list[float]] = {"shares": [], "gathered": []}
         self._part_bytes = 0
-        for way, run_id, of in (("shares", told["run_id"], shares), ("gathered", f"{told['run_id']}-gathered", None)):
+        for way, run_id, of in (
+            ("shares", told["run_id"], coordinator),
+            ("gathered", f"{told['run_id']}-gathered", None),
+        ):
             bootstrap(bus, blobs, run_id)
             self._publishers[way] = Publisher(
                 Connections(run_id, bus, blobs), model_folder=Path(told["model"]), policy=_NEVER,
-                on_published=self._told[way].append, shares=of,
+                on_published=self._told[way].append, coordinator=of,
             )  # fmt: skip
 
     def publish(self, way: str, version: int) -> None:
         """Publish a version in one of the two ways; what the training thread does is the wait."""
         publisher = self._publishers[way]
         started, cpu = time.monotonic(), time.thread_time()
-        part = self._copy(way, version)
-        publisher.submit(Snapshot(PolicyVersion(version), version, part, "bfloat16", must_publish=True))
+        weights = self._copy(way, version)
+        publisher.submit(Snapshot(PolicyVersion(version), version, weights, "bfloat16", must_publish=True))
         self._waits[way].append(time.monotonic() - started)
         self._wait_cpu[way].append(time.thread_time() - cpu)
-        del part
+        del weights
         publisher.wait_until_published(PolicyVersion(version), 300.0)
 
-    def _copy(self, way: str, version: int) -> Part:
+    def _copy(self, way: str, version: int) -> ModelWeights:
         if way == "shares":
-            part = self._rank_group.weights(wanted=self._publishers[way].make_room()).part
-            self._part_bytes = part.num_bytes
-            return part
-        return part_of(self._rank_group.snapshot(), taken=version, bucket_bytes=_BUCKET_BYTES)
+            weights = self._rank_group.weights(wanted=self._publishers[way].drop_overtaken())
+            assert isinstance(weights, ModelWeights)
+            self._part_bytes = sum(raw.size for raw in weights.buckets.raw.values())
+            return weights
+        return ModelWeights(copy_to_buckets(self._rank_group.snapshot(), copy_id=version, bucket_bytes=_BUCKET_BYTES))
 
     def figures(self, way: str) -> dict[str, Any]:
         """Medians over the patches."""

@@ -1,8 +1,7 @@
-"""Publishes versions with the trainer's own code, and can be told to store something else than it says."""
+"""Publishes versions with the trainer's own code; can store other bytes than the manifest says."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,19 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.publication import Publications
-from penstock.trainer.publishing.publish_coordinator import Shares
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.snapshot import Base, Snapshot
+from penstock.trainer.publishing.publication import VersionPublisher
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import VersionWriter
-from penstock.trainer.publishing.weight_buckets import part_of, read_part
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets, read_buckets
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
-NEVER = AnchorPolicy(max_ratio=1e9, max_versions=10**9)
+NEVER = FullSnapshotPolicy(max_ratio=1e9, max_versions=10**9)
 
 
 class _Store(Blobs):
@@ -45,7 +45,7 @@ class _Store(Blobs):
 
 
 class _Bus:
-    """A bus that remembers what was published, and keeps it to itself when it is told to be quiet."""
+    """A bus that records the last announcement, and sends none while it is ``quiet``."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -63,21 +63,27 @@ class _Bus:
         return self._bus.publish(subject, fact, **options)
 
 
+def adapter_base(tensors: Mapping[str, Tensor], config: AdapterConfig) -> AdapterBase:
+    """Return a model as the base of adapters."""
+    buckets = copy_to_buckets(tensors)
+    return AdapterBase(buckets, config, ModelWeights(buckets).root())
+
+
 def read_version(blobs: Blobs, run_id: str, version: int, manifest: BlobRef) -> dict[str, Tensor]:
-    """Put a version together from the object store, as a worker that starts from nothing does."""
+    """Read a version from the object store, as a worker without any version does."""
     reader = WeightReader(blobs, run_id)
-    part = read_part(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
+    buckets = read_buckets(reader.plan(reader.manifest(manifest, PolicyVersion(version)), None), reader)
     return {
         tensor.name: torch.frombuffer(
-            bytearray(part.raw[number][tensor.byte_offset : tensor.byte_offset + tensor.num_bytes].tobytes()),
+            bytearray(buckets.raw[number][tensor.byte_offset : tensor.byte_offset + tensor.num_bytes].tobytes()),
             dtype=getattr(torch, bucket.dtype),
         ).reshape(tensor.shape)
-        for number, bucket, tensor in part.layout.placed()
+        for number, bucket, tensor in buckets.layout.placed()
     }
 
 
 class WeightsSource:
-    """The publishing half of a trainer, without its thread."""
+    """What a trainer publishes with, without its thread."""
 
     def __init__(
         self,
@@ -86,7 +92,7 @@ class WeightsSource:
         run_id: str,
         model_folder: Path,
         *,
-        policy: AnchorPolicy = NEVER,
+        policy: FullSnapshotPolicy = NEVER,
         bucket_bytes: int = BUCKET_BYTES,
         epoch: int = 0,
     ) -> None:
@@ -94,10 +100,10 @@ class WeightsSource:
         self._bus: Any = _Bus(bus)
         connections = Connections(run_id, self._bus, self._store)
         self._bucket_bytes = bucket_bytes
-        self._shares = Shares(Share(self._store, run_id))
-        self._num_taken = 0
-        self.publications = Publications(
-            connections, VersionWriter(connections, model_folder), self._shares, policy=policy, epoch=epoch
+        coordinator = PublishCoordinator(RankPublisher(self._store, run_id))
+        self._num_copies = 0
+        self.publisher = VersionPublisher(
+            connections, VersionWriter(connections, model_folder), coordinator, policy=policy, epoch=epoch
         )
 
     def publish(
@@ -105,27 +111,29 @@ class WeightsSource:
         version: int,
         tensors: Mapping[str, Tensor],
         *,
-        base: Base | None = None,
+        base: AdapterBase | None = None,
         corrupt: tuple[str, ...] = (),
         announce: bool = True,
     ) -> WeightsPublished:
-        """Publish a version; ``corrupt`` names ends of keys whose stored bytes are not those that were promised.
+        """Publish a version; ``corrupt`` are ends of keys whose stored bytes differ from what the manifest says.
 
         With a ``base`` that was published before, the tensors are an adapter. Without ``announce`` only the head moves.
         """
         self._store.corrupt, self._bus.quiet = corrupt, not announce
-        self._num_taken += 1
-        part = part_of(
-            tensors, taken=self._num_taken, bucket_bytes=sys.maxsize if base is not None else self._bucket_bytes
-        )
+        self._num_copies += 1
         if base is None:
-            self._shares.hold(part)
-        self.publications.publish(Snapshot(PolicyVersion(version), version, part, "float32", base=base))
-        self.publications.anchors.close(20.0)
+            buckets = copy_to_buckets(tensors, copy_id=self._num_copies, bucket_bytes=self._bucket_bytes)
+            weights = ModelWeights(buckets)
+        else:
+            weights = AdapterWeights.of(tensors, base, copy_id=self._num_copies)
+        snapshot = Snapshot(PolicyVersion(version), version, weights, "float32")
+        self.publisher.hold(snapshot)
+        self.publisher.publish(snapshot)
+        self.publisher.close(20.0)
         self._store.corrupt, self._bus.quiet = (), False
         return self._bus.last
 
     def answer(self) -> WeightsPublished:
-        """Publish the newest version again, whole."""
-        assert self.publications.answer()
+        """Publish the newest version again, as the answer to a refusal."""
+        assert self.publisher.publish_again()
         return self._bus.last

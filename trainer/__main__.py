@@ -8,27 +8,33 @@ from importlib import import_module
 
 from penstock.protocol.errors import PenstockError
 
-COMMANDS = {
-    "config": "penstock.trainer.commands.show_config",
-    "data-check": "penstock.trainer.commands.data_check",
-    "data-rows": "penstock.trainer.commands.data_rows",
-    "train": "penstock.trainer.commands.train_command",
-    "replay": "penstock.trainer.commands.replay_command",
-    "sft": "penstock.trainer.commands.sft_command",
+COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
+    "train": ("RUN.TOML [SECTION.KEY=VALUE ...]", "train a run (one rank)"),
+    "replay": ("RUN [RUN.TOML] [--from A] [--to B]", "train a run again from its record and compare the weights"),
+    "sft": ("RUN.TOML [SECTION.KEY=VALUE ...]", "supervised fine-tuning into a model folder"),
+    "config": ("RUN.TOML [SECTION.KEY=VALUE ...] [--json]", "print every setting with its origin"),
+    "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
+    "data-rows": ("FILE [--number N]", "print rows of a data file as the input of a reward"),
 }
-MISTAKE = 2  # exit code of a refusal that is explained, as of argparse
+ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit code, 2 for a mistake that is explained on stderr."""
+    """Run one command; returns its exit code, 2 for an error that is explained on stderr."""
     if not arguments or arguments[0] not in COMMANDS:
-        sys.stderr.write(f"usage: python -m penstock.trainer {{{','.join(COMMANDS)}}} ...\n")
-        return MISTAKE
+        sys.stderr.write(usage())
+        return ERROR
     try:
-        return import_module(COMMANDS[arguments[0]]).main(arguments[1:])
+        return import_module(f"penstock.trainer.commands.{arguments[0].replace('-', '_')}").main(arguments[1:])
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
-        return MISTAKE
+        return ERROR
+
+
+def usage() -> str:
+    """Return the commands with their arguments."""
+    lines = [f"  {name} {arguments}\n      {about}\n" for name, (arguments, about) in COMMANDS.items()]
+    return "usage: python -m penstock.trainer COMMAND ...\n\n" + "".join(lines)
 
 
 if __name__ == "__main__":

@@ -37,16 +37,17 @@ from penstock.trainer.groups.group_source import Books, generated, stored
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Critic, Regression, load_critic
-from penstock.trainer.learner.policy import load_policy, load_reference
+from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.preflight import check_checkpoint_is_here, check_rewards, check_run_is_ours, open_doors
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, Retirement
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, WeightGc
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.group_gc import Expiry
@@ -70,7 +71,7 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
             f"trainer.num_ranks = {settings.trainer.num_ranks}, but {ranks.num_ranks} process(es) were started; "
-            "`penstock train` starts the right number (torchrun --nproc-per-node N -m trainer train ...)"
+            "`penstock train` starts the right number (torchrun --nproc-per-node N -m penstock.trainer train ...)"
         )
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
@@ -82,9 +83,9 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
 def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     blobs = Blobs(settings.s3)
     rank_group = build_rank_group(settings, ranks, blobs)
-    share = Share(blobs, settings.run.id, rank=ranks.rank, num_ranks=ranks.num_ranks)
-    serve(share, Lines(ranks.line(), ranks.line()))
-    rank_group.follow(share)
+    publisher = RankPublisher(blobs, settings.run.id, ParallelDims(ranks).buckets)
+    serve_requests(publisher, PublishChannels(ranks.line(), ranks.line()))
+    rank_group.follow(publisher)
 
 
 def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
@@ -120,8 +121,9 @@ def _live(life: _Life, ranks: Ranks) -> None:
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(life.config)
     rank_group = build_rank_group(settings, ranks, connections.blobs)
-    share = Share(connections.blobs, connections.run_id, num_ranks=ranks.num_ranks)
-    shares = Shares(share, Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None)
+    publisher = RankPublisher(connections.blobs, connections.run_id, ParallelDims(ranks).buckets)
+    channels = PublishChannels(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None
+    coordinator = PublishCoordinator(publisher, channels)
     if life.data.sets:
         check_rewards(connections, life.data.sets, define=settings.reward.define, clock=_EVENT_CLOCK)
     resumed = found[1] if found else None
@@ -130,7 +132,7 @@ def _live(life: _Life, ranks: Ranks) -> None:
         rank_group.load(found[0])
         log.info("resumed", checkpoint=str(found[0]), step=rank_group.policy.steps_done)
         record_writer.point(found[1], (found[0] / STATE_FILE).read_bytes())  # a crash may have come in between
-    with _training(life, rank_group, shares, record_writer, resumed) as training:
+    with _training(life, rank_group, coordinator, record_writer, resumed) as training:
         started = time.monotonic()
         try:
             loop.run(training)
@@ -183,7 +185,8 @@ def build_rank_group(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> R
         gradient_checkpointing=settings.model.gradient_checkpointing,
         lora=_lora(settings),
     )
-    policy = load_policy(settings.model.path, how, ranks, temperature=settings.rollout.temperature)
+    dims = ParallelDims(ranks)
+    policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
     algorithm, reference = settings.algorithm, None
     if algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
         reference = WithoutAdapter(policy)
@@ -191,8 +194,8 @@ def build_rank_group(settings: TrainerSettings, ranks: Ranks, blobs: Blobs) -> R
         device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
         folder = algorithm.reference_path or settings.model.path
         reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
-    critic = _critic(settings, how, ranks) if algorithm.has_critic else None
-    return RankGroup(policy, ranks, blobs, build_objective(algorithm), reference, critic)
+    critic = _critic(settings, how, dims) if algorithm.has_critic else None
+    return RankGroup(policy, dims, blobs, build_objective(algorithm), reference, critic)
 
 
 def _lora(settings: TrainerSettings) -> Lora | None:
@@ -200,7 +203,7 @@ def _lora(settings: TrainerSettings) -> Lora | None:
     return Lora(chosen.rank, chosen.alpha, chosen.dropout, tuple(chosen.targets)) if chosen.rank else None
 
 
-def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Critic:
+def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims) -> Critic:
     chosen = settings.critic
     how = replace(
         policy,
@@ -228,13 +231,17 @@ def _critic(settings: TrainerSettings, policy: Optimisation, ranks: Ranks) -> Cr
             kl_form=settings.algorithm.reward_kl_form,
             whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards,
         ),
-        ranks,
+        dims,
     )
 
 
 @contextlib.contextmanager
 def _training(
-    life: _Life, rank_group: RankGroup, shares: Shares, record_writer: RunRecordWriter, resumed: CheckpointState | None
+    life: _Life,
+    rank_group: RankGroup,
+    coordinator: PublishCoordinator,
+    record_writer: RunRecordWriter,
+    resumed: CheckpointState | None,
 ) -> Iterator[Training]:
     """Make the parts, resume them, start their threads, and stop these at the end."""
     settings, connections, data = life.settings, life.connections, life.data
@@ -261,9 +268,9 @@ def _training(
             connections,
             model_folder=settings.model.path,
             epoch=life.lease.epoch,
-            policy=AnchorPolicy(settings.trainer.anchor_ratio, settings.trainer.anchor_every),
+            policy=FullSnapshotPolicy(settings.trainer.anchor_ratio, settings.trainer.anchor_every),
             on_published=lambda publication: training.published(publication),  # noqa: PLW0108  bound below
-            shares=shares,
+            coordinator=coordinator,
         ),
         evaluator=None,
         recorder=recorder,
@@ -284,14 +291,14 @@ def _training(
         running.callback(recorder.close)
         if data.eval is not None:
             training.evaluator = running.enter_context(_evaluator(life, data.eval, training, books.account))
-        retirement = Retirement(
+        weight_gc = WeightGc(
             connections,
             Retention(settings.trainer.keep_versions, settings.trainer.weights_grace_s, ORPHAN_AGE_S),
             pinned=training.publisher.pinned,
             holder=life.lease.holder,
         )
         expiry = Expiry(connections, settings.retention, holder=life.lease.holder, clock=lambda: datetime.now(UTC))
-        for part in (training.heartbeat, *group_source.threads, retirement, expiry):
+        for part in (training.heartbeat, *group_source.threads, weight_gc, expiry):
             running.enter_context(part)
         yield training
 
@@ -329,7 +336,7 @@ def _write_summary(training: Training, *, wall_s: float) -> None:
         "tokens_trained": totals["tokens_trained"],
         "versions_published": training.publisher.num_published,
         "versions_skipped": training.publisher.num_skipped,
-        "anchors_written": training.publisher.num_anchors,
+        "anchors_written": training.publisher.num_full_snapshots,
         "evaluations": [asdict(result) for result in training.evaluations],
         "idle_share": idle_s / max(busy_s + idle_s, 1e-9),
         "wall_s": wall_s,

@@ -113,9 +113,9 @@ class Training:
         )
         if not is_published:
             self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
-            if weights.base is not None and not self.publisher.has_base(weights.base):
+            if (base := self.publisher.missing_base(weights)) is not None:
                 beside = next_version(self.version)
-                self.publisher.lay_base(weights.base, beside, self.num_steps_done, self.published_dtype)
+                self.publisher.store_base(base, beside, self.num_steps_done, self.published_dtype)
                 self.version = next_version(beside)
             self._submit(weights, must_publish=True)
             self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
@@ -317,7 +317,7 @@ class Training:
         """Copy the weights as they are published, each rank its part; threads begin to hash them."""
         chosen = self.settings.trainer.publish_dtype
         dtype = None if chosen == "as-trained" else getattr(torch, chosen)
-        wanted = self.publisher.make_room()
+        wanted = self.publisher.drop_overtaken()
         weights = self.rank_group.weights(dtype, as_adapter=self.settings.publishes_adapters, wanted=wanted)
         self.record_writer.weights(weights.root_later())
         return weights
@@ -328,10 +328,9 @@ class Training:
             Snapshot(
                 version=self.version,
                 step=self.num_steps_done,
-                part=weights.part,
+                weights=weights,
                 dtype=self.published_dtype,
                 must_publish=must_publish or is_last,
-                base=weights.base,
             )
         )
 

@@ -53,7 +53,8 @@ from penstock.protocol.record.lineage import LineageChapter, chapters
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.publishing.snapshot import ModelWeights
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
 
 REWARD_FILE = Path(__file__).with_name("chaos_reward.py")
 VICTIMS = (
@@ -164,7 +165,7 @@ class ChaosRun:
         else:
             outcome.replay = self._replay()
             outcome.failures = _failures(self, outcome, proof)
-            made = part_of(load_file(ring.folder / "model" / "model.safetensors")).state_root
+            made = ModelWeights(copy_to_buckets(load_file(ring.folder / "model" / "model.safetensors"))).root()
             if made != state.weights_digest:
                 outcome.failures.append(
                     f"the exported model is {made[:16]}…, the record says {state.weights_digest[:16]}…"

@@ -38,10 +38,10 @@ from penstock.protocol.weights.adapter_format import AdapterConfig, published_na
 from penstock.protocol.weights.export import export_version
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
-from penstock.trainer.publishing.snapshot import Base
+from penstock.trainer.publishing.snapshot import AdapterBase
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.servers import wait_for
-from tests.weights_source import WeightsSource
+from tests.weights_source import WeightsSource, adapter_base
 
 ADAPTER = AdapterConfig(r=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
@@ -88,9 +88,9 @@ class RingEnd:
         ends = (corrupt,) if corrupt else ()
         return self._source.publish(version, tensors, corrupt=ends, announce=announce)
 
-    def base(self) -> Base:
+    def base(self) -> AdapterBase:
         """The base model of all adapters of `publish_adapter`: version 0."""
-        return Base.of(self.tensors(0), ADAPTER)
+        return adapter_base(self.tensors(0), ADAPTER)
 
     def factors(self, version: int) -> dict[str, Tensor]:
         """The factors that `publish_adapter` gives a version, large enough to change completions."""

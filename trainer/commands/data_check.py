@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer data-check FILE`: what a data file is, what it can train, and which rows are wrong."""
+"""`python -m penstock.trainer data-check FILE`: format, usable algorithms and malformed rows of data files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BAD_ROWS_SHOWN = 10
 
 @dataclass(slots=True)
 class FileReport:
-    """What was found in one file; lengths are in tokens with a model, else in characters."""
+    """The report on one file; lengths are in tokens with a model, else in characters."""
 
     file: str
     length_unit: str
@@ -38,7 +38,7 @@ class FileReport:
     completion_lengths: list[int] = field(default_factory=list)
     num_repeated_prompts: int = 0
     num_bad: int = 0
-    bad_rows: list[str] = field(default_factory=list)  # the first of them, each with file, line and column
+    bad_rows: list[str] = field(default_factory=list)  # only the first, each with file, line and column
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
 
     def add_bad(self, text: str) -> None:
@@ -68,18 +68,20 @@ class FileReport:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check files and print a report; returns 1 when a row is bad."""
-    parser = argparse.ArgumentParser(prog="penstock data check", description="Say what data files can train.")
+    """Check files and print a report; returns 1 if a row is bad."""
+    parser = argparse.ArgumentParser(prog="penstock data check", description="Check what data files can train.")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
     parser.add_argument("--model", type=Path, help="model folder, to count tokens through its chat template")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
-    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of another name")
+    parser.add_argument(
+        "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each file")
     options = parser.parse_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     unknown = sorted(set(mapping) - set(COLUMNS))
     if unknown or not all(mapping.values()):
-        parser.error(f"--map takes OURS=THEIRS with OURS one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
+        parser.error(f"--map takes COLUMN=NAME with COLUMN one of {', '.join(COLUMNS)}; got {' '.join(options.map)}")
     data = DataSettings(format=options.format, map=mapping)
     tokenizer = ChatTokenizer.read(options.model) if options.model else None
     reports = [check_file(path, data, tokenizer) for path in options.files]
@@ -89,12 +91,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_file(path: Path, data: DataSettings, tokenizer: ChatTokenizer | None) -> FileReport:
-    """Read every row of a file as training would.
+    """Read every row of a file as training does, and return the report.
 
     Args:
         path: The file; an unreadable one is one bad row.
         data: Format and column names to use.
-        tokenizer: Counts tokens and tries the chat template; None counts characters.
+        tokenizer: Counts tokens through the chat template; None counts characters.
     """
     report = FileReport(str(path), "tokens" if tokenizer else "characters")
     try:
@@ -157,7 +159,7 @@ def _completion_lengths(turns: Iterable[TurnRow], tokenizer: ChatTokenizer | Non
 
 
 def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
-    """Return min, mean, median, 95th percentile and max; None of nothing."""
+    """Return min, mean, median, 95th percentile and max; None if there are no lengths."""
     if not lengths:
         return None
     values = np.asarray(lengths)
@@ -171,7 +173,7 @@ def length_statistics(lengths: Sequence[int]) -> dict[str, float] | None:
 
 
 def describe(report: FileReport) -> str:
-    """Return the report as lines for a person."""
+    """Return the report as text."""
     formats = ", ".join(
         f"{name} ({count})" if len(report.formats) > 1 else name for name, count in report.formats.items()
     )
@@ -204,7 +206,7 @@ def _sources(report: FileReport) -> list[str]:
     lines: list[str] = []
     for name, count in report.data_sources.most_common():
         truths = f"{count} rows, {report.num_ground_truths[name]} with a ground truth"
-        remedy = "" if name else "; reward.name must say who scores them"
+        remedy = "" if name else "; set reward.name, which scores them"
         lines.append(_line("data_source", f"{name or '(none)'}: {truths}{remedy}"))
     return lines
 

@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer data-rows FILE`: the first rows as a reward sees them, one JSON object each; for `penstock reward test`."""
+"""`python -m penstock.trainer data-rows FILE`: rows as the input of a reward, one JSON object each; used by `penstock reward test`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from penstock.trainer.settings import COLUMNS, Format
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print rows spread over the file; raises MalformedData naming file, line and column of one that is wrong."""
+    """Print rows spread over the file; raises MalformedData naming file, line and column of a malformed one."""
     parser = argparse.ArgumentParser(
-        prog="python -m penstock.trainer data-rows", description="Rows as a reward sees them."
+        prog="python -m penstock.trainer data-rows", description="Print rows of a data file as the input of a reward."
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="JSONL, JSON, CSV or Parquet")
     parser.add_argument("--number", type=int, default=20, help="how many rows, spread over the file (default: 20)")
     parser.add_argument("--format", choices=get_args(Format), default="auto", help="form of the rows (default: auto)")
-    parser.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="a column of another name")
+    parser.add_argument(
+        "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
+    )
     options = parser.parse_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     if unknown := sorted(set(mapping) - set(COLUMNS)):
-        parser.error(f"--map {unknown[0]}: no such column of ours; there are {', '.join(COLUMNS)}")
+        parser.error(f"--map {unknown[0]}: unknown column; use one of {', '.join(COLUMNS)}")
     rows = open_rows(options.file)
     step = max(1, len(rows) // max(1, options.number))
     for number in range(0, len(rows), step)[: options.number]:

@@ -1,9 +1,9 @@
-"""Chats to text to token ids: the door to `tokenizers` and `jinja2`, without transformers and torch.
+"""Renders chats to text and token ids: the adapter of `tokenizers` and `jinja2`, without transformers and torch.
 
 Reads a model folder as transformers 5 saves it: ``tokenizer.json``, ``tokenizer_config.json``, and the
-template in ``chat_template.jinja`` (or, as before, inside ``tokenizer_config.json``). The result equals
-``AutoTokenizer.from_pretrained(folder).apply_chat_template(...)``, which a test checks; as there, a
-control token written out in a message becomes that control token.
+template in ``chat_template.jinja`` (or, as older versions saved it, in ``tokenizer_config.json``). The result equals
+``AutoTokenizer.from_pretrained(folder).apply_chat_template(...)``, which a test checks. As there, the text of a
+control token in a message becomes that control token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ChatTokenizer:
     def __init__(
         self, tokenizer: Tokenizer, template: jinja2.Template, special_tokens: Mapping[str, str], eos_ids: Sequence[int]
     ) -> None:
-        """Hold the parts; use `read` to get them from a folder."""
+        """Hold the parts. Called by `read`."""
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = dict(special_tokens)
@@ -43,18 +43,18 @@ class ChatTokenizer:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTokenizer:
-        """Read a model folder; raises UnsupportedModel naming the file that is missing or wrong."""
+        """Read a model folder; raises UnsupportedModel naming the file that is missing or invalid."""
         if not folder.is_dir():
-            raise UnsupportedModel(f"model.path = {folder}: no such folder")
+            raise UnsupportedModel(f"model.path = {folder}: no such folder; set it to a Hugging Face model folder")
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedModel(
-                f"{path}: missing; save the model's tokenizer with transformers' save_pretrained, which writes it"
+                f"{path}: missing; save the model's tokenizer with `save_pretrained` of transformers, which writes it"
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as err:  # noqa: BLE001 - the Rust side raises plain Exception
-            raise UnsupportedModel(f"{path}: not a tokenizer ({err})") from None
+        except Exception as err:  # noqa: BLE001 - the Rust library raises plain Exception
+            raise UnsupportedModel(f"{path}: not a tokenizer ({err}); save it again with transformers") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
@@ -63,7 +63,7 @@ class ChatTokenizer:
         return cls(tokenizer, template, special_tokens, _eos_ids(folder, tokenizer, special_tokens.get("eos_token")))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Render a chat as text; raises MalformedData when the template refuses it."""
+        """Render a chat as text; raises MalformedData if the template refuses it."""
         try:
             return self._template.render(
                 messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
@@ -76,17 +76,13 @@ class ChatTokenizer:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; no special token is added that the text does not spell out."""
+        """Return the token ids of a text, without adding special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of several texts, on all cores."""
+        """Return the token ids of several texts, using all cores."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -95,9 +91,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as err:
-        raise UnsupportedModel(f"{path}: not JSON ({err})") from None
+        raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
     if not isinstance(content, dict):
-        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
     return content
 
 
@@ -115,7 +111,7 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
         template = named.get("default")
     if not isinstance(template, str):
         raise UnsupportedModel(
-            f"{folder}: no chat template; add chat_template.jinja, or take the instruction-tuned model's folder"
+            f"{folder}: no chat template; add chat_template.jinja, or use the folder of the instruction-tuned model"
         )
     return template
 
@@ -133,18 +129,18 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None) -> list[
     if not found:
         raise UnsupportedModel(
             f"{folder}: no end-of-sequence token in tokenizer_config.json, generation_config.json or config.json; "
-            "a completion could never end"
+            "a completion would never end; set eos_token_id in config.json"
         )
     return list(dict.fromkeys(found))
 
 
 class _GenerationBlocks(Extension):
-    """Accepts ``{% generation %}`` blocks, with which templates mark assistant turns, and renders what is inside."""
+    """Renders the content of ``{% generation %}`` blocks, with which templates mark assistant turns."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own way of naming tags
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares tags
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Replace the block by its body."""
+        """Return the statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -159,11 +155,11 @@ def _compile(text: str, folder: Path) -> jinja2.Template:
     try:
         return environment.from_string(text)
     except jinja2.TemplateError as err:
-        raise UnsupportedModel(f"{folder}: the chat template is not valid Jinja ({err})") from None
+        raise UnsupportedModel(f"{folder}: the chat template is not valid Jinja ({err}); fix or replace it") from None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # jinja2's own filter escapes HTML, which would change the prompt
+    # The filter of jinja2 escapes HTML, which would change the prompt.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

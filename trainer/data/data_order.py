@@ -1,9 +1,9 @@
-"""In which order prompts are used: a permutation for every epoch, computed where it is needed; pure.
+"""The order in which prompts are used: a permutation for every epoch, computed on demand; pure.
 
 A position counts prompts from the start of the run. Its prompt follows from the seed and the
-position alone, so the cursor of a checkpoint is one number, and nothing as long as the data set is
-ever shuffled or stored. The permutation is a Feistel network over the next power of four, walked
-until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
+position alone, so a checkpoint stores one number, and no list of the data set's length is
+shuffled or stored. The permutation is a Feistel network over the next power of four, walked
+until the value is in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MIN_HALF_BITS = 3  # a smaller network permutes badly
 
 
 class Place(NamedTuple):
-    """Which prompt a position stands for."""
+    """The epoch and prompt of a position."""
 
     epoch: int
     prompt: int

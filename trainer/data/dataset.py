@@ -1,8 +1,8 @@
-"""Prompts to train on and turns to imitate, checked as a whole before anything starts.
+"""Prompts to train on and turns to imitate, all checked before a run starts.
 
-Opening a set reads every row once: malformed rows are refused together, each with file, line and
-column, and rows that are too long are counted or refused. After that a `PromptSet` holds only where
-its rows stand and reads them again when they are asked for; a `TurnSet` holds its token ids.
+Opening a set reads every row once: malformed rows are refused together, each with file, line and column, and rows
+that are too long are counted or refused. After that a `PromptSet` holds the positions of its rows and reads a row
+again when it is accessed; a `TurnSet` holds its token ids.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from penstock.trainer.data.row_formats import Chat, PromptRow, prompt_row, renam
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import DataSettings
 
-MAX_MISTAKES_SHOWN = 20
+MAX_PROBLEMS_SHOWN = 20
 AUTO_REWARD = "auto"  # the reward service chooses by data_source
 
-_BATCH_ROWS = 512  # tokenised together
+_BATCH_ROWS = 512  # rows that are tokenised together
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, ready to be issued; ``index`` counts the prompts that were kept, in the files' order."""
+    """One prompt; ``index`` counts the prompts that were kept, in the files' order."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -56,8 +56,8 @@ class _Located:
     row_number: int
 
 
-class _Mistakes:
-    """Collects what is wrong with rows; only the first are kept as text."""
+class _Problems:
+    """Collects the problems of rows; only the first are kept as text."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -65,7 +65,7 @@ class _Mistakes:
 
     def add(self, place: str, text: str) -> None:
         self._count += 1
-        if len(self._texts) < MAX_MISTAKES_SHOWN:
+        if len(self._texts) < MAX_PROBLEMS_SHOWN:
             self._texts.append(f"{place}: {text}")
 
     def raise_if_any(self) -> None:
@@ -78,7 +78,7 @@ class PromptSet:
     """Prompts of one or several files, by index; immutable once opened."""
 
     def __init__(self, files: Sequence[RowFile], data: DataSettings, reward: RewardSettings, tokenizer: ChatTokenizer):
-        """Check every row; use `open`."""
+        """Check every row. Called by `open`."""
         self._files = files
         self._data = data
         self._reward = reward
@@ -90,7 +90,6 @@ class PromptSet:
         self.rows_by_reward: Counter[str] = Counter()
         """Prompts by the name of the reward that scores them."""
         self.num_tokens = 0
-        self.longest_tokens = 0
         self.fingerprint = fingerprint([file.path for file in files])
         """sha256 of the files' contents."""
         self._check()
@@ -99,7 +98,7 @@ class PromptSet:
     def open(
         cls, files: Sequence[Path], *, data: DataSettings, reward: RewardSettings, tokenizer: ChatTokenizer
     ) -> PromptSet:
-        """Open and check files; raises MalformedData listing the rows that are wrong, or when no prompt is left."""
+        """Open and check files; raises MalformedData listing the malformed rows, or if no prompt is left."""
         return cls([open_rows(path) for path in files], data, reward, tokenizer)
 
     def __len__(self) -> int:
@@ -111,8 +110,10 @@ class PromptSet:
         try:
             row = self._parse(file, number)
             text = self._tokenizer.render(row.chat, add_generation_prompt=True)
-        except MalformedData as err:  # the file was changed under our feet: opening had accepted it
-            raise MalformedData(f"{file.place(number)}: {err}; the file has changed since the start") from None
+        except MalformedData as err:  # accepted when the file was opened, so the file has changed
+            raise MalformedData(
+                f"{file.place(number)}: {err}; the file has changed since the start: restore it, or restart the trainer"
+            ) from None
         request = RewardRequest(
             name=reward_name(self._reward, row.data_source),
             data_source=row.data_source,
@@ -126,7 +127,7 @@ class PromptSet:
         return prompt_row(row, self._data.format, system_prompt=self._data.system_prompt)
 
     def _check(self) -> None:
-        mistakes = _Mistakes()
+        problems = _Problems()
         for batch in _batches(_located(self._files, self._data.max_samples)):
             kept: list[tuple[_Located, str, str]] = []
             for at in batch:
@@ -135,12 +136,12 @@ class PromptSet:
                     name = reward_name(self._reward, row.data_source)
                     kept.append((at, name, self._tokenizer.render(row.chat, add_generation_prompt=True)))
                 except MalformedData as err:
-                    mistakes.add(at.place, str(err))
+                    problems.add(at.place, str(err))
             lengths = [len(ids) for ids in self._tokenizer.encode_many([text for *_, text in kept])]
             for (at, name, _), length in zip(kept, lengths, strict=True):
-                if _fits(length, self._data, self._data.max_prompt_tokens, at.place, mistakes, self.dropped):
+                if _fits(length, self._data, self._data.max_prompt_tokens, at.place, problems, self.dropped):
                     self._keep(at, name, length)
-        mistakes.raise_if_any()
+        problems.raise_if_any()
         if not len(self):
             raise MalformedData(_nothing_left(self._files, self.dropped, self._data.max_prompt_tokens))
 
@@ -149,28 +150,27 @@ class PromptSet:
         self._row_numbers.append(at.row_number)
         self.rows_by_reward[name] += 1
         self.num_tokens += length
-        self.longest_tokens = max(self.longest_tokens, length)
 
 
 class TurnSet:
     """Assistant turns of one or several files, by index, as token ids."""
 
     def __init__(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int):
-        """Check and tokenise every row; use `open`."""
+        """Check and tokenise every row. Called by `open`."""
         self.dropped: Counter[str] = Counter()
         """Turns left out, by reason."""
         self.fingerprint = fingerprint([file.path for file in files])
         """sha256 of the files' contents."""
-        self._token_ids = array("i")  # all turns, one after the other
+        self._token_ids = array("i")  # of all turns, concatenated
         self._ends = array("q")
         self._num_prompt_tokens = array("l")
         self._check(files, data, tokenizer, max_tokens)
 
     @classmethod
     def open(cls, files: Sequence[Path], *, data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> TurnSet:
-        """Open and check files; a turn may have ``max_tokens`` with its prompt.
+        """Open and check files; a turn with its prompt has at most ``max_tokens``.
 
-        Raises MalformedData listing the rows that are wrong, or when no turn is left.
+        Raises MalformedData listing the malformed rows, or if no turn is left.
         """
         return cls([open_rows(path) for path in files], data, tokenizer, max_tokens)
 
@@ -183,10 +183,10 @@ class TurnSet:
         return Turn(token_ids, np.arange(end - start) >= self._num_prompt_tokens[index])
 
     def _check(self, files: Sequence[RowFile], data: DataSettings, tokenizer: ChatTokenizer, max_tokens: int) -> None:
-        mistakes = _Mistakes()
+        problems = _Problems()
         for batch in _batches(_located(files, data.max_samples)):
             places: list[str] = []
-            texts: list[str] = []  # prompt and completion in turn
+            texts: list[str] = []  # prompt, completion, prompt, completion, …
             for at in batch:
                 file = files[at.file_number]
                 try:
@@ -195,15 +195,15 @@ class TurnSet:
                         texts += _prompt_and_completion(turn.chat, tokenizer)
                         places.append(at.place)
                 except MalformedData as err:
-                    mistakes.add(at.place, str(err))
+                    problems.add(at.place, str(err))
             encoded = tokenizer.encode_many(texts)
             for place, prompt, completion in zip(places, encoded[::2], encoded[1::2], strict=True):
                 ended = _until_end(completion, tokenizer.eos_ids)
-                if _fits(len(prompt) + len(ended), data, max_tokens, place, mistakes, self.dropped):
+                if _fits(len(prompt) + len(ended), data, max_tokens, place, problems, self.dropped):
                     self._token_ids.extend((*prompt, *ended))
                     self._ends.append(len(self._token_ids))
                     self._num_prompt_tokens.append(len(prompt))
-        mistakes.raise_if_any()
+        problems.raise_if_any()
         if not len(self):
             raise MalformedData(_nothing_left(files, self.dropped, max_tokens))
 
@@ -212,21 +212,21 @@ def reward_name(reward: RewardSettings, data_source: str) -> str:
     """Return the name of the reward that scores rows of a data source.
 
     ``reward.by_source`` first, then ``reward.name``, then the reward service's own choice by
-    data_source. Raises MalformedData when nothing says how to score the row.
+    data_source. Raises MalformedData if the row has no data_source and the run file names no reward.
     """
     name = reward.by_source.get(data_source) or reward.name
     if name is None and not data_source:
-        raise MalformedData("column data_source: missing, and reward.name says no reward for all rows; set one of them")
+        raise MalformedData("column data_source: missing, and reward.name is not set; set one of them")
     return name or AUTO_REWARD
 
 
 def _located(files: Sequence[RowFile], max_samples: int | None) -> Iterator[_Located]:
-    everything = (
+    rows = (
         _Located(file.place(number), file_number, number)
         for file_number, file in enumerate(files)
         for number in range(len(file))
     )
-    return islice(everything, max_samples)
+    return islice(rows, max_samples)
 
 
 def _batches(rows: Iterator[_Located]) -> Iterator[list[_Located]]:
@@ -234,11 +234,11 @@ def _batches(rows: Iterator[_Located]) -> Iterator[list[_Located]]:
         yield batch
 
 
-def _fits(length: int, data: DataSettings, limit: int, place: str, mistakes: _Mistakes, dropped: Counter[str]) -> bool:
+def _fits(length: int, data: DataSettings, limit: int, place: str, problems: _Problems, dropped: Counter[str]) -> bool:
     if length <= limit:
         return True
     if data.overlong == "error":
-        mistakes.add(place, f'{length} tokens, the limit is {limit}; raise it, or set data.overlong = "drop"')
+        problems.add(place, f'{length} tokens, the limit is {limit}; raise it, or set data.overlong = "drop"')
     else:
         dropped["overlong"] += 1
     return False
@@ -246,7 +246,9 @@ def _fits(length: int, data: DataSettings, limit: int, place: str, mistakes: _Mi
 
 def _nothing_left(files: Sequence[RowFile], dropped: Counter[str], limit: int) -> str:
     names = ", ".join(str(file.path) for file in files)
-    return f"{names}: no row is left; all {dropped.total()} are longer than the limit of {limit} tokens"
+    return (
+        f"{names}: no row is left: all {dropped.total()} are longer than the limit of {limit} tokens; raise the limit"
+    )
 
 
 def _prompt_and_completion(chat: Chat, tokenizer: ChatTokenizer) -> tuple[str, str]:
@@ -255,13 +257,13 @@ def _prompt_and_completion(chat: Chat, tokenizer: ChatTokenizer) -> tuple[str, s
     if not whole.startswith(prompt):
         raise MalformedData(
             "the model's chat template renders the answer differently from its own generation prompt "
-            f"(…{prompt[-40:]!r}); imitating it would teach another format than inference uses"
+            f"(…{prompt[-40:]!r}), so training would teach another format than inference uses; use another template"
         )
     return prompt, whole[len(prompt) :]
 
 
 def _until_end(completion: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
-    """Cut behind the first end token; what a template writes after it, a newline, is never sampled."""
+    """Cut after the first end token: what a template adds after it, such as a newline, is never sampled."""
     for number, token in enumerate(completion):
         if token in eos_ids:
             return list(completion[: number + 1])

@@ -1,7 +1,7 @@
-"""Rows of JSONL, JSON, CSV and Parquet files, one at a time and by number, each with its place.
+"""Rows of JSONL, JSON, CSV and Parquet files, read one at a time by number, each with its file and line.
 
-JSONL rows stay on disk: only their byte offsets are held. CSV and JSON arrays are held as parsed,
-Parquet as an Arrow table, which is about the size of its uncompressed columns.
+JSONL rows stay on disk: only their byte offsets are in memory. CSV files and JSON arrays are held parsed,
+Parquet files as an Arrow table, which is about the size of the uncompressed columns.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ Row = dict[str, Any]
 
 
 class RowFile(Protocol):
-    """Rows by number, from 0. ``columns`` are the names every row may use, if the file declares them."""
+    """Rows by number, from 0."""
 
     path: Path
-    nested_texts: bool  # nested values arrive as JSON texts, as CSV has it
+    nested_texts: bool  # nested values are JSON texts, as in CSV
 
     def __len__(self) -> int: ...
     def place(self, number: int) -> str:
-        """Say where a row stands: file and line, or file and row."""
+        """Return the position of a row: file and line, or file and row."""
         ...
 
     def row(self, number: int) -> Row:
-        """Return one row; raises MalformedData without the place when it is not an object."""
+        """Return one row; raises MalformedData without the position if it is not an object."""
         ...
 
 
 def open_rows(path: Path) -> RowFile:
-    """Open a data file by its ending, or by its first bytes when the ending says nothing.
+    """Open a data file in the format of its suffix, or else of its first bytes.
 
-    Raises MalformedData when the file is missing, empty, or of no kind that is known.
+    Raises MalformedData if the file is missing, empty or of an unknown format.
     """
     try:
         with path.open("rb") as file:
             start = file.read(4096)
     except OSError as err:
-        raise MalformedData(f"{path}: not readable ({err.strerror})") from None
+        raise MalformedData(f"{path}: not readable ({err.strerror}); check the path") from None
     suffix = path.suffix.lower()
     stripped = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if not stripped:
-        raise MalformedData(f"{path}: the file is empty")
+        raise MalformedData(f"{path}: the file is empty; give a file with rows")
     if start.startswith(b"PAR1"):
         rows: RowFile = _ParquetRows(path)
     elif suffix in {".csv", ".tsv"}:
@@ -63,15 +63,15 @@ def open_rows(path: Path) -> RowFile:
     else:
         raise MalformedData(
             f"{path}: expected JSON lines, a JSON array, CSV or Parquet; it begins with {start[:12]!r}"
-            + ("; unpack it first" if start.startswith((b"\x1f\x8b", b"PK", b"\x28\xb5\x2f\xfd")) else "")
+            + ("; decompress it first" if start.startswith((b"\x1f\x8b", b"PK", b"\x28\xb5\x2f\xfd")) else "")
         )
     if not len(rows):
-        raise MalformedData(f"{path}: no rows")
+        raise MalformedData(f"{path}: no rows; give a file with rows")
     return rows
 
 
 def fingerprint(paths: Iterator[Path] | list[Path] | tuple[Path, ...]) -> str:
-    """Return the sha256 of the files' contents, so that a resumed run notices other data."""
+    """Return the sha256 of the files' contents, by which a resumed run detects changed data."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What the rows of verl, TRL and others mean: a row becomes a chat with its reward, or a chat to imitate; pure.
+"""Reads rows in the formats of verl, TRL and others: as a prompt with its reward, or as a chat to imitate; pure.
 
 | format            | columns                                                                   | can train |
 |-------------------|---------------------------------------------------------------------------|-----------|
@@ -8,9 +8,9 @@
 | `flat`            | prompt (text or chat), ground_truth, data_source                          | GRPO      |
 | `question_answer` | question, answer; the answer is the ground truth                          | both      |
 
-Every format may bring ground_truth, data_source, extra_info and system. Columns that mean nothing to
-us travel in extra_info, so that a reward sees the whole row. A wrong value raises MalformedData that
-begins with its column; the caller adds file and line.
+Every format may have ground_truth, data_source, extra_info and system. Other columns go into extra_info, so that a
+reward sees the whole row. An invalid value raises MalformedData that begins with its column; the caller adds file
+and line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _REQUIRED: dict[KnownFormat, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A chat to complete and what its reward needs; ``ground_truth`` and ``extra_info`` are JSON texts."""
+    """A chat to complete and the input of its reward; ``ground_truth`` and ``extra_info`` are JSON texts."""
 
     chat: Chat
     data_source: str
@@ -62,13 +62,13 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class TurnRow:
-    """A chat whose last message, an assistant's, is to be imitated."""
+    """A chat whose last message, of the assistant, is imitated."""
 
     chat: Chat
 
 
 def detect(row: Row) -> KnownFormat:
-    """Recognise a row's format by its columns, already renamed by `rename`."""
+    """Return the format of a row, by its columns after `rename`; raises MalformedData if there is none."""
     if "messages" in row:
         return "messages"
     if "prompt" in row:
@@ -79,26 +79,26 @@ def detect(row: Row) -> KnownFormat:
         return "question_answer"
     raise MalformedData(
         f"no format recognised from the columns {', '.join(sorted(row)) or '(none)'}; expected prompt, messages, or "
-        'question and answer; name other columns as data.map.prompt = "theirs"'
+        'question and answer; name other columns as data.map.prompt = "NAME"'
     )
 
 
 def rename(row: Row, mapping: Mapping[str, str], *, nested_texts: bool) -> Row:
-    """Give mapped columns our names; ``theirs`` may reach inside, as ``extra_info.answer``.
+    """Rename mapped columns; the file's name may be a path, such as ``extra_info.answer``.
 
-    ``nested_texts`` parses chats and objects that a file can only carry as JSON text.
+    ``nested_texts`` parses chats and objects that are JSON texts in the file.
     """
     renamed = dict(row)
-    for ours, theirs in mapping.items():
+    for column, source in mapping.items():
         value: Any = row
-        for part in [theirs] if theirs in row else theirs.split("."):
-            if not isinstance(value, Mapping) or part not in value:
+        for key in [source] if source in row else source.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 raise MalformedData(
-                    f"column {theirs}: missing (data.map.{ours}); the row has {', '.join(sorted(row)) or 'no columns'}"
+                    f"column {source}: missing (data.map.{column}); the row has {', '.join(sorted(row)) or 'no columns'}"
                 )
-            value = value[part]
-        renamed.pop(theirs, None)
-        renamed[ours] = value
+            value = value[key]
+        renamed.pop(source, None)
+        renamed[column] = value
     if nested_texts:
         for name in _CHATS & renamed.keys():
             renamed[name] = _chat_in_text(renamed[name])
@@ -128,9 +128,9 @@ def prompt_row(row: Row, form: Format, *, system_prompt: str) -> PromptRow:
 
 
 def turn_rows(row: Row, form: Format, *, system_prompt: str) -> list[TurnRow]:
-    """Read a row for imitation: one `TurnRow` for each assistant message, exactly what inference will see before it.
+    """Read a row for imitation: one `TurnRow` for each assistant message, with exactly the chat before it.
 
-    Raises MalformedData naming the column when there is nothing to imitate.
+    Raises MalformedData naming the column if there is nothing to imitate.
     """
     form = _checked(row, form)
     if form == "messages":
@@ -143,7 +143,7 @@ def turn_rows(row: Row, form: Format, *, system_prompt: str) -> list[TurnRow]:
         if not answers:
             raise MalformedData(
                 f"column response: missing, nothing to imitate; the row has {', '.join(sorted(row))}; "
-                'name the column as data.map.response = "theirs"'
+                'name the column as data.map.response = "NAME"'
             )
         chat = _chat(row, column) + _chat(row, answers[0], role="assistant")
     chat = _with_system(chat, row, system_prompt)
@@ -151,7 +151,7 @@ def turn_rows(row: Row, form: Format, *, system_prompt: str) -> list[TurnRow]:
 
 
 def can_imitate(row: Row) -> bool:
-    """Say whether a renamed row has something for SFT to imitate."""
+    """Return True if a renamed row has something for SFT to imitate."""
     if "messages" in row:
         messages = row["messages"]
         return isinstance(messages, list) and any(
@@ -166,7 +166,7 @@ def _checked(row: Row, form: Format) -> KnownFormat:
     if missing:
         raise MalformedData(
             f"column {missing[0]}: missing in a row of format {known}; the row has {', '.join(sorted(row)) or 'none'}; "
-            f'name it as data.map.{missing[0]} = "theirs", or set data.format'
+            f'name it as data.map.{missing[0]} = "NAME", or set data.format'
         )
     return known
 
@@ -256,7 +256,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chat_in_text(value: Any) -> Any:
-    """Read a chat written as JSON text; any other text, also one that looks like JSON, is a text."""
+    """Return the chat that a JSON text holds; any other text is returned as it is, even if it is JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             parsed = json.loads(value)

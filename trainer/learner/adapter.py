@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) inside a model: the door to peft.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) inside a model: the adapter of the peft library.
 
-A layer's weight W stays as it is and computes with ``W + (alpha / rank) B A``, where only A and B learn. B
-starts at 0: the first policy is the model, and with its adapters switched off it is the model at any time.
+A layer computes with ``W + (alpha / rank) B A``, where W is frozen and only A and B are trained. B is initially 0,
+so the first policy equals the model, and with adapters switched off it always does.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.trainer.errors import UnsupportedModel
 
-_NAME = "default"  # peft's name of an adapter that nobody named
-_SEED = 0  # of A: the same on every rank, and again after a restart
+_NAME = "default"  # peft's name of an adapter without a name
+_SEED = 0  # of A: the same on every rank and after a restart
 _BASE, _ADAPTER = ".base_layer.", ".lora_"
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What is adapted, and how."""
+    """Which layers are adapted, and how."""
 
     rank: int
     alpha: float
@@ -33,12 +33,12 @@ class Lora:
 
 
 def attach(model: nn.Module, lora: Lora) -> None:
-    """Put adapters into a `transformers` model and freeze the rest; raises UnsupportedModel where no layer fits."""
+    """Put adapters into a `transformers` model and freeze the rest; raises UnsupportedModel if no layer matches."""
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415  seconds of import, only where it is needed
 
     config = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  any number will do
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  peft accepts any number
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
         task_type="CAUSAL_LM",
@@ -49,19 +49,21 @@ def attach(model: nn.Module, lora: Lora) -> None:
         try:
             inject_adapter_in_model(config, model)
         except ValueError as err:
-            raise UnsupportedModel(f"model.lora.targets = {list(lora.targets)} do not fit the model: {err}") from None
+            raise UnsupportedModel(
+                f"model.lora.targets = {list(lora.targets)} do not match the model ({err}); set names of its linear layers"
+            ) from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     model.to(dtype)
 
 
 def is_adapter(name: str) -> bool:
-    """Say whether a parameter belongs to an adapter."""
+    """Return True if a parameter belongs to an adapter."""
     return _ADAPTER in name
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has in the model without adapters."""
+    """Return the name of a parameter in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
@@ -75,7 +77,7 @@ def factors(module: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter, fl
 
 
 def config(module: nn.Module) -> AdapterConfig | None:
-    """Return how the adapters of a module count, and which layers have them; None without adapters."""
+    """Return rank, alpha and layers of a module's adapters; None without adapters."""
     layers = dict(_layers(module))
     if not layers:
         return None
@@ -94,9 +96,9 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 @contextlib.contextmanager
 def switched_off(module: nn.Module) -> Iterator[None]:
-    """Compute without adapters for a while.
+    """Return a context in which the module computes without adapters.
 
-    peft's own switch also takes the gradients away, which the hooks that shard them do not survive.
+    peft's own switch also disables gradients, which breaks the hooks that shard them.
     """
     layers = [layer for _, layer in _layers(module)]
     for layer in layers:

@@ -1,8 +1,8 @@
-"""The critic of PPO: a network like the policy's whose head is one number, the reward still to come.
+"""The critic of PPO: a network like the policy's that predicts one number per position, the return from there on.
 
-It has an optimizer, a schedule and a DeepSpeed engine of its own, at the policy's ZeRO stage. Its value of
-a sampled token is that of the moment before the token: it is read where the policy predicts the token, so
-a prompt that completions share serves the critic as it serves the policy.
+It has its own optimizer, schedule and DeepSpeed engine, at the policy's ZeRO stage. The value of a sampled token is
+that of the state before the token. It is read at the position where the policy predicts the token, so the critic can
+use a shared prompt as the policy does.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from penstock.trainer.algorithm.kl import AnyKlForm
 from penstock.trainer.algorithm.losses.value import value_loss
 from penstock.trainer.algorithm.token_credit import CreditedBatch, TokenCredit, ValueTargets
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.policy import load_language_model
+from penstock.trainer.learner.load_model import load_language_model
 from penstock.trainer.learner.trainable import Optimisation, Trainable
-from penstock.trainer.ranks import Ranks
+from penstock.trainer.parallel_dims import ParallelDims
 
 _TAG = "critic"
 
 
 class ValueHead(nn.Module):
-    """From a hidden state to a value, in float32 whatever the body computes in; it starts at 0 everywhere."""
+    """Maps a hidden state to a value, in float32 for any dtype of the backbone; initially 0 everywhere."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
-        """Start with zeros: the first advantages are then those of no baseline at all."""
+        """Start with zeros: the first advantages are then the same as without a baseline."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
@@ -43,13 +43,13 @@ class ValueHead(nn.Module):
 
 
 class ValueScorer(nn.Module):
-    """The body of a causal language model with a value head instead of its output head."""
+    """A causal language model with a value head instead of its output head."""
 
     def __init__(self, language_model: Any) -> None:
-        """Take the body of a `transformers` causal language model."""
+        """Take the backbone of a `transformers` causal language model."""
         super().__init__()
         config = language_model.config.get_text_config()
-        self.body: Any = language_model.base_model
+        self.body: Any = language_model.base_model  # part of the parameter names in checkpoints
         self.value_head = ValueHead(config.hidden_size, next(language_model.parameters()).dtype)
 
     def forward(
@@ -75,39 +75,39 @@ class Regression:
     form: Literal["mse", "huber"] = "mse"
     coefficient: float = 1.0
     clip: float | None = None
-    head_start_steps: int = 0  # steps of the run in which the policy waits for the critic
+    head_start_steps: int = 0  # first steps of the run, in which only the critic learns
 
 
 class Critic:
     """A value network under DeepSpeed; `credit`, `learn`, `save` and `load` are called on all ranks together."""
 
-    def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, ranks: Ranks) -> None:
-        """Use `load_critic` instead."""
+    def __init__(self, trainable: Trainable, regression: Regression, credit: TokenCredit, dims: ParallelDims) -> None:
+        """Called by `load_critic`."""
         self._trainable = trainable
         self._regression = regression
         self._credit = credit
-        self._ranks = ranks
+        self._dims = dims
 
     @property
     def kl_form(self) -> AnyKlForm:
-        """How the KL to the reference in every token's reward is measured."""
+        """The form of the KL to the reference in every token's reward."""
         return self._credit.kl_form
 
-    def policy_waits(self, steps_done: int) -> bool:
-        """Say whether the policy stays as it is in the step after ``steps_done``."""
+    def learns_alone(self, steps_done: int) -> bool:
+        """Return True if the policy does not change in the step after ``steps_done``."""
         return steps_done < self._regression.head_start_steps
 
     def credit(self, micro_batches: Sequence[MicroBatch], kl_coefficient: float) -> CreditedBatch:
-        """Value every sampled token of this rank's micro-batches, and turn rewards into advantages by token.
+        """Compute values of every sampled token of this rank's micro-batches, and turn rewards into advantages by token.
 
-        Above 0, ``kl_coefficient`` takes the KL to the reference, which the micro-batches carry, off every reward.
+        Above 0, ``kl_coefficient`` times the KL to the reference, which the micro-batches hold, is subtracted from rewards.
         """
         with torch.no_grad():
             values = [self._values(batch).cpu() for batch in micro_batches]
-        return self._credit(micro_batches, values, self._ranks.sum, kl_coefficient=kl_coefficient)
+        return self._credit(micro_batches, values, self._dims.sum, kl_coefficient=kl_coefficient)
 
     def learn(self, batch: CreditedBatch) -> dict[str, float]:
-        """Make the updates on one batch; returns what it came to, with the loss before the first update."""
+        """Make the updates on one batch; returns its figures, with the loss before the first update."""
         losses, norm, lr = [], 0.0, 0.0
         num_micro_batches = len(batch.micro_batches)
         for _ in range(self._regression.updates):
@@ -120,7 +120,7 @@ class Critic:
             update = self._trainable.update()
             losses.append(loss)
             norm, lr = update.grad_norm, update.lr
-        (first,) = self._ranks.sum(losses[:1])
+        (first,) = self._dims.sum(losses[:1])
         return {"value_loss": first, "critic_grad_norm": norm, "critic_lr": lr, **batch.figures}
 
     def save(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class Critic:
         if not (folder / _TAG).is_dir():
             raise CheckpointError(
                 f"checkpoint {folder} has no critic: the run was started with another algorithm.advantage; "
-                "restore that, or start over with another run.id or trainer.resume = false"
+                "restore it, or start over with another run.id or trainer.resume = false"
             )
         self._trainable.load(folder, _TAG)
 
@@ -150,11 +150,11 @@ class Critic:
 
 
 def load_critic(
-    model_folder: Path, how: Optimisation, regression: Regression, credit: TokenCredit, ranks: Ranks
+    model_folder: Path, how: Optimisation, regression: Regression, credit: TokenCredit, dims: ParallelDims
 ) -> Critic:
-    """Load a model folder's body, give it a value head, and put both under DeepSpeed; on every rank.
+    """Load a model folder's backbone with a value head under DeepSpeed; on every rank.
 
     Raises UnsupportedModel and ConfigError as `load_policy` does.
     """
     scorer = ValueScorer(load_language_model(model_folder, how))
-    return Critic(Trainable(scorer, how, ranks), regression, credit, ranks)
+    return Critic(Trainable(scorer, how, dims), regression, credit, dims)

@@ -1,4 +1,4 @@
-"""From our settings to DeepSpeed's dictionary; pure."""
+"""Translates settings into DeepSpeed's configuration; pure."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
-    Gradient accumulation is 1 here whatever the number of micro-batches: the policy sets the
-    boundary itself, since that number varies from step to step, and the loss is already divided by
-    the whole batch's denominators. The optimizer is PyTorch's AdamW, so that no operator is compiled.
+    Gradient accumulation is 1 for any number of micro-batches: that number varies from step to step, so
+    `Trainable` sets the boundary itself, and the loss is already divided by the whole batch's denominators.
+    The optimizer is PyTorch's AdamW, so that no operator is compiled.
 
     Raises ConfigError for bfloat16 with stage 0, which drifts from a correct run within 20 steps.
     """

@@ -1,8 +1,8 @@
 """Log-probabilities of the sampled tokens under the model that is being trained.
 
-Only the positions that predict a sampled token go through the output head, in chunks: the logits
-``[tokens, vocabulary]``, which for a 150,000-token vocabulary are larger than everything else
-together, never exist whole, neither forward nor backward.
+Only the positions that predict a sampled token go through the output head, in chunks. The logits
+``[tokens, vocabulary]``, which for a 150,000-token vocabulary are larger than all other tensors
+together, are never held whole, neither forward nor backward.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from penstock.trainer.algorithm.kl import kl_full
 from penstock.trainer.algorithm.losses.supervised import entropy
 from penstock.trainer.errors import UnsupportedModel
 
-Logits = Callable[[int, int], Tensor]  # of the sampled tokens from one number to another, [n, V] float32, no gradient
+Logits = Callable[[int, int], Tensor]  # (start, end) -> logits of those sampled tokens, [n, V] float32, no gradient
 
 MAX_LOGITS = 32 * 1024 * 1024  # elements of one chunk: 128 MiB in float32
 
-# Settings of a model's config that change its logits after the output head; where one is active,
-# the engine's log-probabilities would differ from ours without any warning.
+# Settings of a model's config that change its logits after the output head. If one is active, the log-probabilities
+# of the engine differ from the trainer's without any warning.
 _HEAD_SETTINGS = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 
 
 class CompletionScorer(nn.Module):
-    """A causal language model that answers with log-probabilities instead of logits.
+    """A causal language model that returns log-probabilities instead of logits.
 
-    One module around the model, so that DeepSpeed's hooks see one forward call, output head included.
+    One module around the model, so that DeepSpeed's hooks see one forward call, with the output head.
     """
 
     language_model: Any  # a transformers causal language model; their classes are typed loosely
@@ -46,7 +46,7 @@ class CompletionScorer(nn.Module):
             if value is not None and value != neutral:
                 raise UnsupportedModel(
                     f"{type(language_model).__name__} has {name} = {value}: its logits are transformed after the "
-                    "output head, which the trainer's chunked log-probabilities do not do"
+                    "output head, which the trainer does not do; use another model"
                 )
         self.language_model = language_model
         self._temperature = temperature
@@ -71,7 +71,7 @@ class CompletionScorer(nn.Module):
             predictors: [N] int64, flat positions in ``input_ids`` whose output predicts the target.
             targets: [N] int64, the sampled tokens.
             position_ids: [R, T] int64, where completions share a prompt; None: 0, 1, 2, …
-            attention_mask: [R, 1, T, T] bool, who sees whom there; None: causal.
+            attention_mask: [R, 1, T, T] bool, which positions attend to which there; None: causal.
             with_entropy: Also return the entropy of every position's distribution, in nats.
             kl_to: Also return the exact KL of every position's distribution to the one with these logits.
             hidden_only: Return what the output head is given and nothing else, for `logits`.
@@ -95,16 +95,16 @@ class CompletionScorer(nn.Module):
         hiddens, some_targets = hiddens + [hidden[size:]] * missing, some_targets + [targets[size:]] * missing
         chunks, start = [], 0
         for pair in zip(hiddens, some_targets, strict=True):
-            theirs = kl_to and partial(kl_to, start, start + len(pair[1]))
-            chunks.append(checkpoint(self._score, *pair, with_entropy, theirs, use_reentrant=False))
+            reference_logits = kl_to and partial(kl_to, start, start + len(pair[1]))
+            chunks.append(checkpoint(self._score, *pair, with_entropy, reference_logits, use_reentrant=False))
             start += len(pair[1])
         return torch.cat(chunks, dim=-1)
 
     def _num_chunks(self, num_tokens: int, device: torch.device) -> int:
-        """Return in how many pieces the tokens go through the output head.
+        """Return the number of chunks in which the tokens go through the output head.
 
-        A head that ZeRO-3 shards is gathered by all ranks together, once for each piece: there they agree on the
-        largest number, and a rank with fewer tokens sends empty pieces.
+        A head that ZeRO-3 shards is gathered by all ranks together, once for each chunk. So they agree on the
+        largest number, and a rank with fewer tokens adds empty chunks.
         """
         count = max(1, -(-num_tokens // self._chunk_tokens))
         head = self.language_model.get_output_embeddings()
@@ -120,12 +120,12 @@ class CompletionScorer(nn.Module):
         return logits if self._temperature == 1.0 else logits / self._temperature
 
     def _score(
-        self, hidden: Tensor, targets: Tensor, with_entropy: bool, theirs: Callable[[], Tensor] | None
+        self, hidden: Tensor, targets: Tensor, with_entropy: bool, reference_logits: Callable[[], Tensor] | None
     ) -> Tensor:
         logits = self.logits(hidden)
         scores = [-F.cross_entropy(logits, targets, reduction="none")]
         if with_entropy:
             scores.append(entropy(logits))
-        if theirs is not None:
-            scores.append(kl_full(logits, theirs()))
+        if reference_logits is not None:
+            scores.append(kl_full(logits, reference_logits()))
         return torch.stack(scores) if len(scores) > 1 else scores[0]

@@ -1,4 +1,4 @@
-"""Plans the steps of one life of a run, with what the algorithm remembers from one to the next."""
+"""Plans the steps of a session, with the state that the algorithm keeps from one step to the next."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.trainer.settings import TrainerSettings
 
 
 class Planner:
-    """Rank 0's planner; `plan`, then `learned` with what the step came to."""
+    """Rank 0's planner; call `plan`, then `learned` with the step's figures."""
 
     def __init__(self, settings: TrainerSettings, rank_group: RankGroup, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's ``state``; empty: start.
+        """Continue from a checkpoint's ``state``; an empty one starts a run.
 
-        Raises CheckpointError when the state is of another kind.
+        Raises CheckpointError if the state is of another algorithm.
         """
         self._algorithm = settings.algorithm
         self._longest = settings.rollout.max_new_tokens
@@ -35,14 +35,14 @@ class Planner:
         self._num_rows = 0
 
     def plan(self, batch: Sequence[ReadyGroup], version: int) -> StepPlan:
-        """Plan the step on a batch at ``version``; looks at the reference first when the reward holds a KL."""
+        """Return the plan of a step on a batch at ``version``; first measures the KL if the reward has one."""
         gaps: list[float] = []
         algorithm = self._algorithm
         lengths = [count for group in batch for count in group.trained.lengths]
         self._num_rows = len(lengths)
         if algorithm.reward_kl_coefficient:
-            look = all_rows(batch, budget_tokens=self._budget, num_ranks=self._rank_group.num_ranks)
-            gaps = self._rank_group.reference_gaps(look, batch, algorithm.reward_kl_form)
+            every_row = all_rows(batch, budget_tokens=self._budget, num_shares=self._rank_group.num_row_shares)
+            gaps = self._rank_group.reference_gaps(every_row, batch, algorithm.reward_kl_form)
             self._reward_kl = fmean(gap / max(1, length) for gap, length in zip(gaps, lengths, strict=True))
         steers_loss = algorithm.kl_target is not None and algorithm.kl_coefficient > 0.0
         plan = make_plan(
@@ -51,7 +51,7 @@ class Planner:
             aggregation=algorithm.aggregation,
             max_completion_tokens=self._longest,
             budget_tokens=self._budget,
-            num_ranks=self._rank_group.num_ranks,
+            num_shares=self._rank_group.num_row_shares,
             version=version,
             sft_coefficient=algorithm.sft_coefficient,
         )
@@ -61,7 +61,7 @@ class Planner:
         return replace(plan, kl_coefficient=self._state.kl.coefficient) if steers_loss else plan
 
     def learned(self, figures: StepFigures) -> dict[str, Any]:
-        """Steer the KL coefficient by what the step measured; returns what the step reports about it."""
+        """Update the KL coefficient from the step's measured KL; returns the figures to report about it."""
         measured = self._reward_kl
         if "kl_reference" in figures.sums and measured is None:
             measured = figures.sums["kl_reference"] / max(1.0, figures.sums["tokens"])
@@ -73,13 +73,13 @@ class Planner:
         return found if self._reward_kl is None else {**found, "reward_kl": self._reward_kl}
 
     def document(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state that a checkpoint stores."""
         return self._state.to_document()
 
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """One optimizer step: what was planned, what it came to, what it reports beyond that."""
+    """One optimizer step: its plan, its figures, and what the planner reports."""
 
     plan: StepPlan
     figures: StepFigures
@@ -87,13 +87,13 @@ class Learned:
 
 
 def learn(planner: Planner, rank_group: RankGroup, batch: Sequence[ReadyGroup], version: int) -> Learned:
-    """Make the optimizer step on a batch at ``version``: all that changes weights, in a run and in its replay."""
+    """Make the optimizer step on a batch at ``version``; the only code that changes weights, in a run and its replay."""
     plan = planner.plan(batch, version)
     figures = rank_group.step(plan, batch)
     return Learned(plan, figures, planner.learned(figures))
 
 
 def _with_kl(groups: Sequence[Scored], gaps: Sequence[float]) -> list[Scored]:
-    """Give every trajectory the KL that was measured for it; ``gaps`` in the order of the batch, or none."""
+    """Return the groups with each trajectory's measured KL; ``gaps`` are in the order of the batch, or empty."""
     remaining = iter(gaps)
     return [replace(group, kl=list(islice(remaining, len(group.rewards)))) for group in groups]

@@ -1,7 +1,7 @@
 """The model that is being trained.
 
-One `Policy` on every rank; `train_step`, `snapshot`, `save` and `load` are called on all ranks
-together. The model's parameters keep their Hugging Face names from file to file.
+Every rank has one `Policy`; `train_step`, `snapshot`, `copy_to`, `save` and `load` are called on all ranks together.
+The model's parameters keep their Hugging Face names in everything that is exported or published.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.protocol.weights.adapter_format import AdapterConfig
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, build_layout
 from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.objective import Objective, Outcome
-from penstock.trainer.errors import CheckpointError, UnsupportedModel
+from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.logprobs import CompletionScorer, Logits
-from penstock.trainer.learner.reference import Reference, ReferencePolicy
-from penstock.trainer.learner.trainable import Optimisation, Trainable
-from penstock.trainer.publishing.weight_buckets import Part
-from penstock.trainer.ranks import Ranks
+from penstock.trainer.learner.reference import ReferencePolicy
+from penstock.trainer.learner.trainable import Trainable
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.publishing.weight_buckets import WeightBuckets
 
-_PREFIX = "language_model."  # what wrapping the model puts before its parameters' names
+_PREFIX = "language_model."  # of parameter names, added by wrapping the model
 _TAG = "engine"
 
 
@@ -39,24 +39,19 @@ class StepFigures:
     lr: float
     sums: dict[str, float]
     maxima: dict[str, float]
-    critic: Mapping[str, float] = field(default_factory=dict)  # what it reports, where there is one
+    critic: Mapping[str, float] = field(default_factory=dict)  # its figures, in a run with a critic
 
 
 class Policy:
     """A causal language model under DeepSpeed."""
 
-    def __init__(self, trainable: Trainable, scorer: CompletionScorer, ranks: Ranks) -> None:
-        """Use `load_policy` instead."""
+    def __init__(self, trainable: Trainable, scorer: CompletionScorer, dims: ParallelDims) -> None:
+        """Called by `load_policy`."""
         self._trainable = trainable
         self._scorer = scorer
-        self._ranks = ranks
+        self._dims = dims
         self.steps_done = 0
         self.device = trainable.device
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters, tied ones once."""
-        return self._trainable.num_parameters
 
     @property
     def dtype(self) -> str:
@@ -70,15 +65,15 @@ class Policy:
 
         The weights in the micro-batches already divide by the whole batch, so the gradients of all
         ranks and micro-batches simply add up. The objective may scale the step's learning rate by what
-        all micro-batches came to. One with a KL over the whole vocabulary needs the reference.
+        the sums over all micro-batches. One with a KL over the whole vocabulary needs the reference.
         """
-        counters = _StepTally()
+        sums_of_step = _StepSums()
         for number, batch in enumerate(micro_batches, start=1):
             self._trainable.begin(is_last=number == len(micro_batches))
             outcome = self._outcome(batch.to(self.device), objective, reference)
             self._trainable.backward(outcome.loss)
-            counters.add(outcome)
-        loss, sums, maxima = counters.over(self._ranks)
+            sums_of_step.add(outcome)
+        loss, sums, maxima = sums_of_step.over(self._dims)
         update = self._trainable.update(objective.lr_factor(sums))
         self.steps_done += 1
         return StepFigures(loss, update.grad_norm, update.lr, sums, maxima)
@@ -86,29 +81,29 @@ class Policy:
     def measure_step(
         self, micro_batches: Sequence[MicroBatch], objective: Objective, reference: ReferencePolicy | None = None
     ) -> StepFigures:
-        """Let a step go by without moving: report what it would minimise. The schedule waits too."""
-        counters = _StepTally()
+        """Report what a step would minimise without making it. The learning-rate schedule does not advance either."""
+        sums_of_step = _StepSums()
         with torch.no_grad():
             for batch in micro_batches:
-                counters.add(self._outcome(batch.to(self.device), objective, reference))
+                sums_of_step.add(self._outcome(batch.to(self.device), objective, reference))
         self.steps_done += 1
-        loss, sums, maxima = counters.over(self._ranks)
+        loss, sums, maxima = sums_of_step.over(self._dims)
         return StepFigures(loss, 0.0, 0.0, sums, maxima)
 
     def snapshot(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on the other ranks.
+        """Copy the whole model to the CPU under its Hugging Face names, adapters merged; empty on ranks that write no files.
 
         Collective under ZeRO-3, which gathers one parameter at a time. Floating-point tensors are rounded to
-        ``dtype`` on the way, where they are, so that only the smaller copy travels.
+        ``dtype`` on their device first, so that only the smaller copy is transferred.
         """
         copies: dict[str, Tensor] = {}
-        self._show(
-            lambda _: self._ranks.is_leader, lambda name, tensor: copies.__setitem__(name, _to_cpu(tensor, dtype))
+        self._visit(
+            lambda _: self._dims.writes_files, lambda name, tensor: copies.__setitem__(name, _to_cpu(tensor, dtype))
         )
         return copies
 
     def layout(self, dtype: torch.dtype | None = None, *, bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-        """Lay out the model as `copy_to` copies it; the same on every rank, and nothing is gathered."""
+        """Return the layout of the model as `copy_to` copies it; the same on every rank, without gathering tensors."""
         specs = []
         for name, tensor, _ in self._published():
             rounded = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -116,27 +111,27 @@ class Policy:
             specs.append(TensorSpec(name, str(rounded).removeprefix("torch."), shape))
         return build_layout(specs, bucket_bytes=bucket_bytes)
 
-    def copy_to(self, part: Part, *, merge: bool = True) -> None:
-        """Copy those tensors that belong to a part into it. Collective under ZeRO-3, as `snapshot`.
+    def copy_to(self, buckets: WeightBuckets, *, merge: bool = True) -> None:
+        """Copy the tensors of some buckets into them. Collective under ZeRO-3, as `snapshot`.
 
-        Adapters are merged, or left away when ``merge`` says so.
+        Adapters are merged, or omitted if ``merge`` is False.
         """
-        self._show(part.names.__contains__, part.put, merge=merge)
+        self._visit(buckets.names.__contains__, buckets.put, merge=merge)
 
     def adapter_config(self) -> AdapterConfig | None:
-        """Return how the adapters count; None without adapters."""
+        """Return the adapters' configuration; None without adapters."""
         return adapter.config(self._scorer)
 
     def adapter_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Copy the adapters to the CPU, by their layer's name with ``lora_A.weight`` or ``lora_B.weight`` behind it.
+        """Copy the adapters to the CPU, by their layer's name followed by ``lora_A.weight`` or ``lora_B.weight``.
 
-        Rounded to ``dtype``, if there is one. Empty without adapters and on the other ranks; collective under ZeRO-3.
+        Rounded to ``dtype``, if given. Empty without adapters and on ranks that write no files; collective under ZeRO-3.
         """
         copies: dict[str, Tensor] = {}
         for name, (down, up, _) in adapter.factors(self._scorer).items():
             layer = name.removeprefix(_PREFIX).removesuffix(".base_layer.weight")
             with self._trainable.whole(down, up):
-                if self._ranks.is_leader:
+                if self._dims.writes_files:
                     copies |= {
                         f"{layer}.lora_A.weight": _to_cpu(down, dtype),
                         f"{layer}.lora_B.weight": _to_cpu(up, dtype),
@@ -144,7 +139,7 @@ class Policy:
         return copies
 
     def _published(self, *, merge: bool = True) -> Iterator[tuple[str, Tensor, tuple[Any, ...] | None]]:
-        """Yield what is published, in the order that all ranks share: name, tensor, and the adapter merged into it."""
+        """Yield what is published, in the same order on all ranks: name, tensor, and the adapter to merge into it."""
         adapted = adapter.factors(self._scorer) if merge else {}
         for name, parameter in self._scorer.named_parameters():
             if not adapter.is_adapter(name):
@@ -154,8 +149,8 @@ class Policy:
             if name in persistent:
                 yield name.removeprefix(_PREFIX), buffer, None
 
-    def _show(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
-        """Show whole tensors, one after another, to whoever wants them; every rank passes every tensor."""
+    def _visit(self, wanted: Callable[[str], bool], take: Callable[[str, Tensor], None], *, merge: bool = True) -> None:
+        """Call ``take`` with each wanted tensor, whole; every rank iterates over every tensor, wanted or not."""
         for name, tensor, low_rank in self._published(merge=merge):
             with self._trainable.whole(tensor, *(low_rank[:2] if low_rank else ())):
                 if wanted(name):
@@ -165,14 +160,14 @@ class Policy:
         """Write model, optimizer, scheduler and this rank's random state below ``folder``; collective."""
         self._trainable.save(folder, _TAG, {"steps_done": self.steps_done})
         random_state = torch.get_rng_state().numpy().tobytes()
-        (folder / f"random_state_{self._ranks.rank}.bin").write_bytes(random_state)
-        self._ranks.barrier()
+        (folder / f"random_state_{self._dims.ranks.rank}.bin").write_bytes(random_state)
+        self._dims.ranks.barrier()
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; raises CheckpointError for another number of ranks or a broken folder."""
         state = self._trainable.load(folder, _TAG)
         try:
-            random_state = (folder / f"random_state_{self._ranks.rank}.bin").read_bytes()
+            random_state = (folder / f"random_state_{self._dims.ranks.rank}.bin").read_bytes()
             torch.set_rng_state(torch.frombuffer(bytearray(random_state), dtype=torch.uint8))
         except (OSError, ValueError, RuntimeError) as err:
             raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
@@ -190,12 +185,12 @@ class Policy:
             return self._read(moved, kl_to=reference.logits(moved))[1]
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch as the model that training started from would; [N] float32."""
+        """Score a micro-batch under the model that training started from; [N] float32."""
         with adapter.switched_off(self._scorer):
             return self.logprobs(batch)
 
     def logits_without_adapter(self, batch: MicroBatch) -> Logits:
-        """Read a micro-batch as the model that training started from would."""
+        """Return the logits of a micro-batch under the model that training started from."""
         with torch.no_grad(), adapter.switched_off(self._scorer):
             hidden = self._read(batch.to(self.device), hidden_only=True)
 
@@ -209,7 +204,7 @@ class Policy:
         logits = None
         if objective.needs_full_kl:
             if reference is None:
-                raise ValueError("the objective holds a KL to a reference, and none was given")
+                raise ValueError("the objective has a KL to a reference, and no reference was given")
             logits = reference.logits(batch)
         scores = iter(torch.atleast_2d(self._read(batch, with_entropy=objective.needs_entropy, kl_to=logits)))
         logprobs = next(scores)
@@ -217,7 +212,7 @@ class Policy:
         return objective(logprobs, batch, entropies, next(scores, None))
 
     def _read(self, batch: MicroBatch, **what: Any) -> Tensor:
-        """Return what `CompletionScorer` does; ``what`` is wanted of it."""
+        """Return the output of `CompletionScorer`; ``what`` are its options."""
         return self._trainable(
             batch.input_ids,
             batch.predictors,
@@ -229,8 +224,8 @@ class Policy:
 
 
 @dataclass(slots=True)
-class _StepTally:
-    """Adds up what the micro-batches of a step report."""
+class _StepSums:
+    """Adds up the figures of the micro-batches of a step."""
 
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
@@ -243,55 +238,10 @@ class _StepTally:
         for name, value in outcome.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, float("-inf")), float(value))
 
-    def over(self, ranks: Ranks) -> tuple[float, dict[str, float], dict[str, float]]:
-        loss, *sums = ranks.sum([self.loss, *self.sums.values()])
-        top = ranks.maximum(list(self.maxima.values()))
+    def over(self, dims: ParallelDims) -> tuple[float, dict[str, float], dict[str, float]]:
+        loss, *sums = dims.sum([self.loss, *self.sums.values()])
+        top = dims.maximum(list(self.maxima.values()))
         return loss, dict(zip(self.sums, sums, strict=True)), dict(zip(self.maxima, top, strict=True))
-
-
-def load_policy(model_folder: Path, how: Optimisation, ranks: Ranks, *, temperature: float) -> Policy:
-    """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
-
-    Args:
-        model_folder: Folder with config.json and safetensors.
-        how: Optimizer, schedule, ZeRO stage and dtype.
-        ranks: The processes that train together.
-        temperature: What logits are divided by, the rollouts' sampling temperature.
-
-    Raises:
-        UnsupportedModel: The folder is missing or holds no causal language model.
-        ConfigError: The dtype does not go with the ZeRO stage.
-    """
-    model: Any = load_language_model(model_folder, how)
-    if how.lora is not None:
-        adapter.attach(model, how.lora)
-        if how.gradient_checkpointing:  # or nothing that a checkpointed layer reads would want a gradient
-            model.enable_input_require_grads()
-    scorer = CompletionScorer(model, temperature)
-    return Policy(Trainable(scorer, how, ranks), scorer, ranks)
-
-
-def load_reference(folder: Path, how: Optimisation, device: torch.device, *, temperature: float) -> Reference:
-    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does."""
-    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device)
-
-
-def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
-    """Load a causal language model for training; raises UnsupportedModel."""
-    if not (folder / "config.json").is_file():
-        raise UnsupportedModel(f"model.path = {folder}: no config.json there; give a Hugging Face model folder")
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import, only where it is needed
-    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
-
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, how.dtype))
-    except (OSError, ValueError, KeyError, RuntimeError) as err:
-        raise UnsupportedModel(f"model.path = {folder} is not a usable causal language model: {err}") from None
-    model.config.use_cache = False
-    if how.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def _to_cpu(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The frozen reference policy: the distance to it is a penalty in the loss."""
+"""The frozen reference policy, from which the KL in loss or reward is measured."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.trainer.learner.logprobs import CompletionScorer, Logits
 
 
 class ReferencePolicy(Protocol):
-    """What a KL term looks at."""
+    """The policy that a KL term compares with."""
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Score a micro-batch; [N] float32 on the batch's device."""
         ...
 
     def logits(self, batch: MicroBatch) -> Logits:
-        """Read a micro-batch; returns what gives the logits of some of its tokens, on the batch's device."""
+        """Return a function for the logits of some of a micro-batch's tokens, on the batch's device."""
         ...
 
 
@@ -27,19 +27,19 @@ class Adapted(Protocol):
     """A policy whose adapters can be switched off."""
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> Tensor:
-        """Score a micro-batch as the model that training started from would; [N] float32."""
+        """Score a micro-batch under the model that training started from; [N] float32."""
         ...
 
     def logits_without_adapter(self, batch: MicroBatch) -> Logits:
-        """Read a micro-batch as the model that training started from would."""
+        """Return the logits of a micro-batch under the model that training started from."""
         ...
 
 
 class WithoutAdapter:
-    """The policy itself with its adapters switched off: the model it started from, at no memory of its own."""
+    """The policy with its adapters switched off: the model that it started from, without extra memory."""
 
     def __init__(self, policy: Adapted) -> None:
-        """Look at a policy that trains adapters."""
+        """Wrap a policy that trains adapters."""
         self._policy = policy
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -47,15 +47,15 @@ class WithoutAdapter:
         return self._policy.logprobs_without_adapter(batch).to(batch.input_ids.device)
 
     def logits(self, batch: MicroBatch) -> Logits:
-        """Read a micro-batch; collective under ZeRO-3."""
+        """Return the logits of a micro-batch; collective under ZeRO-3."""
         return self._policy.logits_without_adapter(batch)
 
 
 class Reference:
-    """A copy of a model that never changes and has no optimizer; every rank holds its own."""
+    """A frozen model without optimizer; every rank has its own copy."""
 
     def __init__(self, scorer: CompletionScorer, device: torch.device) -> None:
-        """Put the model on its device and freeze it; see `trainer.policy.load_reference`."""
+        """Put the model on its device and freeze it. Called by `load_reference`."""
         self._scorer = scorer.to(device).requires_grad_(False).eval()
         self._device = device
 
@@ -65,7 +65,7 @@ class Reference:
             return self._read(batch).to(batch.input_ids.device)
 
     def logits(self, batch: MicroBatch) -> Logits:
-        """Read a micro-batch; its hidden states are held, logits exist for the tokens that are asked for."""
+        """Return the logits of a micro-batch; holds its hidden states, and computes logits for the requested tokens only."""
         with torch.no_grad():
             hidden = self._read(batch, hidden_only=True)
 

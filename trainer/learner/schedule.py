@@ -8,10 +8,10 @@ from penstock.trainer.settings import Schedule
 
 
 def lr_factor(step: int, *, schedule: Schedule, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
-    """Return what the peak learning rate is multiplied by for optimizer step ``step`` (0 is the first).
+    """Return the factor of the peak learning rate at optimizer step ``step`` (0 is the first).
 
-    Warm-up grows linearly to 1, already above 0 at the first step; then the schedule falls from 1 to
-    ``min_lr_ratio`` at the last step (`constant`: it stays at 1).
+    Warm-up rises linearly to 1, starting above 0 at the first step; then the schedule falls from 1 to
+    ``min_lr_ratio`` at the last step (`constant`: stays at 1).
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

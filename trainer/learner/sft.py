@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: the same data path, the same policy, no services; the result is a model folder.
+"""Supervised fine-tuning with the same data and policy code, but without services; writes a model folder.
 
-The loss is the cross-entropy of the completions' tokens, normalised by their number in the whole step,
-over all micro-batches and ranks. Every rank reads the same data and computes the same plan.
+The loss is the cross-entropy of the completions' tokens, divided by their number in the whole step, over all
+micro-batches and ranks. Every rank reads the same data and computes the same plan.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from penstock.trainer.algorithm.objective import CrossEntropy
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import Turn, TurnSet
-from penstock.trainer.learner.policy import Policy, StepFigures, load_policy
+from penstock.trainer.learner.load_model import load_policy
+from penstock.trainer.learner.policy import Policy, StepFigures
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.progress import ProgressLine
 from penstock.trainer.publishing.model_folder import write_model_folder
 from penstock.trainer.ranks import Ranks
@@ -31,7 +33,7 @@ log = structlog.get_logger("trainer.sft")
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """What the warm-up came to."""
+    """The result of the fine-tuning."""
 
     folder: Path
     num_steps: int
@@ -41,7 +43,7 @@ class SftResult:
 
 
 def output_folder(settings: TrainerSettings) -> Path:
-    """Return where the result goes."""
+    """Return the folder that the model is written to."""
     return settings.sft.output or settings.run.folder / "sft"
 
 
@@ -49,22 +51,23 @@ def run(settings: TrainerSettings, ranks: Ranks) -> SftResult:
     """Fine-tune ``model.path`` on the assistant turns of ``sft.data`` and write the result; on every rank."""
     turns = open_turns(settings)
     order = DataOrder(len(turns), settings.run.seed)
-    policy = load_policy(settings.model.path, _optimisation(settings), ranks, temperature=1.0)
-    line = ProgressLine("sft", settings.sft.steps)
+    dims = ParallelDims(ranks)
+    policy = load_policy(settings.model.path, _optimisation(settings), dims, temperature=1.0)
+    progress = ProgressLine("sft", settings.sft.steps)
     losses: list[float] = []
     num_tokens, started = 0, time.monotonic()
     for step in range(settings.sft.steps):
         first = step * settings.sft.batch_size
         batch = [turns[order.at(first + offset).prompt] for offset in range(settings.sft.batch_size)]
-        figures = train_on(policy, batch, budget_tokens=settings.trainer.micro_batch_tokens, ranks=ranks)
+        figures = train_on(policy, batch, budget_tokens=settings.trainer.micro_batch_tokens, dims=dims)
         losses.append(figures.loss)
         num_tokens += int(figures.sums["tokens"])
-        if ranks.is_leader:
+        if dims.writes_files:
             seconds = time.monotonic() - started
-            line.show(step + 1, loss=figures.loss, lr=figures.lr, tokens_per_s=num_tokens / seconds)
+            progress.show(step + 1, loss=figures.loss, lr=figures.lr, tokens_per_s=num_tokens / seconds)
     folder = output_folder(settings)
     tensors = policy.snapshot()
-    if ranks.is_leader:
+    if dims.writes_files:
         write_model_folder(folder, tensors, like=settings.model.path, dtype=policy.dtype)
         log.info("fine-tuned", folder=str(folder), num_turns=len(turns), dropped=dict(turns.dropped))
     return SftResult(folder, settings.sft.steps, num_tokens, losses[0], losses[-1])
@@ -77,8 +80,8 @@ def open_turns(settings: TrainerSettings) -> TurnSet:
     return TurnSet.open(files, data=settings.data, tokenizer=tokenizer, max_tokens=settings.trainer.micro_batch_tokens)
 
 
-def train_on(policy: Policy, turns: list[Turn], *, budget_tokens: int, ranks: Ranks) -> StepFigures:
-    """Make one step on turns, this rank's part of them."""
+def train_on(policy: Policy, turns: list[Turn], *, budget_tokens: int, dims: ParallelDims) -> StepFigures:
+    """Make one step on turns, of which this rank computes its share."""
     counts = [int(turn.loss_mask.sum()) for turn in turns]
     batch = Denominators(sum(counts), len(turns), max(counts))
     rows = [
@@ -92,9 +95,9 @@ def train_on(policy: Policy, turns: list[Turn], *, budget_tokens: int, ranks: Ra
         for turn, count in zip(turns, counts, strict=True)
     ]
     plan = plan_micro_batches(
-        [len(row.token_ids) for row in rows], budget_tokens=budget_tokens, num_ranks=ranks.num_ranks
+        [len(row.token_ids) for row in rows], budget_tokens=budget_tokens, num_ranks=dims.rows.count
     )
-    micro_batches = [build([rows[number] for number in part]) for part in plan[ranks.rank]]
+    micro_batches = [build([rows[number] for number in part]) for part in plan[dims.rows.index]]
     return policy.train_step(micro_batches, CrossEntropy())
 
 

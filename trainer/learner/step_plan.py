@@ -1,8 +1,7 @@
 """What one step trains on, as rank 0 decided it: which rows of which packs, with what advantage; pure.
 
-A plan holds no tokens. Every rank reads the rows of its own micro-batches from the packs, so the plan
-of a thousand ranks is as easy to send as the plan of two; and a stored plan with the packs it names
-is all it takes to make the same step again.
+A plan holds no tokens: every rank reads the rows of its own micro-batches from the packs, so a plan is small for any
+number of ranks. A plan and the packs that it names are enough to make the same step again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class ReadyGroup:
 
     @property
     def trained(self) -> Scored:
-        """What may be trained on, as credit sees it: without the baseline, which stands beside it."""
+        """The trajectories that are trained on, as `credit` takes them, with the baseline apart."""
         summary, rewards = self.scored.generated, self.scored.rewards
         num = summary.num_trained
         return Scored(
@@ -62,8 +61,8 @@ class PlannedRow:
     row_group: int
     trajectory: int
     advantage: float
-    weight: float  # of each of its sampled tokens in the loss
-    sft_weight: float = 0.0  # of each of them in the cross-entropy that is mixed in
+    weight: float  # in the loss, of each of its sampled tokens
+    sft_weight: float = 0.0  # in the added cross-entropy, of each of its sampled tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +71,19 @@ class StepPlan:
 
     packs: tuple[BlobRef, ...]
     rows: tuple[PlannedRow, ...]
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [rank][micro-batch] = row numbers
-    version: int = 0  # of the weights that are trained; tokens of older ones have an age
-    skipped: tuple[tuple[str, int], ...] = ()  # trajectories that filters left out, by reason
-    token_kl: float = 0.0  # coefficient of the KL in every token's reward, where a critic credits tokens
-    least_age: int = 0  # of any token: 1 where no version of this run sampled it
-    kl_coefficient: float | None = None  # of the KL in the loss, where it is steered; None: as the objective has it
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [share][micro-batch] = row numbers
+    version: int = 0  # of the weights that are trained; a token's age is counted from it
+    skipped: tuple[tuple[str, int], ...] = ()  # number of trajectories that filters removed, by reason
+    token_kl: float = 0.0  # coefficient of the KL in every token's reward, in a run with a critic
+    least_age: int = 0  # of any token: 1 if no version of this run sampled it
+    kl_coefficient: float | None = None  # of the KL in the loss, if it is adaptive; None: that of the objective
 
     def to_wire(self) -> list[Any]:
         """Return the plan as MessagePack types."""
         return [
             [[ref.key, ref.size_bytes, ref.sha256] for ref in self.packs],
             [[r.pack, r.row_group, r.trajectory, r.advantage, r.weight, r.sft_weight] for r in self.rows],
-            [[list(rows) for rows in rank] for rank in self.micro_batches],
+            [[list(rows) for rows in share] for share in self.micro_batches],
             self.version,
             [list(pair) for pair in self.skipped],
             self.kl_coefficient,
@@ -99,7 +98,7 @@ class StepPlan:
         return cls(
             packs=tuple(BlobRef(key=key, size_bytes=size, sha256=sha256) for key, size, sha256 in packs),
             rows=tuple(PlannedRow(*row) for row in rows),
-            micro_batches=tuple(tuple(tuple(rows) for rows in rank) for rank in micro_batches),
+            micro_batches=tuple(tuple(tuple(rows) for rows in share) for share in micro_batches),
             version=version,
             skipped=tuple((reason, count) for reason, count in skipped),
             kl_coefficient=kl_coefficient,
@@ -115,20 +114,20 @@ def make_plan(
     aggregation: Aggregation,
     max_completion_tokens: int,
     budget_tokens: int,
-    num_ranks: int,
+    num_shares: int,
     version: int = 0,
     sft_coefficient: float = 0.0,
 ) -> StepPlan:
-    """Plan one step: what every trajectory counts, weights over the whole batch, rows over the ranks.
+    """Return the plan of one step: advantages, weights over the whole batch, and rows split over the ranks.
 
     Args:
         groups: The batch; the order of the plan's rows follows it.
         credit: Advantages, filters and sample weights (`trainer/algorithm/credit.py`).
-        aggregation: How tokens and sequences are weighed.
+        aggregation: How tokens and sequences are weighted.
         max_completion_tokens: The constant L of `seq-mean-token-sum-norm`.
-        budget_tokens: Most tokens of a micro-batch.
-        num_ranks: Number of ranks.
-        version: Of the weights that are trained.
+        budget_tokens: Maximum tokens of a micro-batch.
+        num_shares: Number of shares that the rows are split into, one for each rank that computes rows.
+        version: Version of the weights that are trained.
         sft_coefficient: Weight of the cross-entropy on rewarded trajectories.
 
     Raises:
@@ -148,50 +147,52 @@ def make_plan(
     rows: list[PlannedRow] = []
     lengths: list[int] = []
     prompts: list[Prompt | None] = []
-    place = 0
+    position = 0
     for group_number, (group, prompt_tokens) in enumerate(zip(groups, by_group, strict=True)):
         if group.pack.key not in packs:
             packs[group.pack.key] = len(references)
             references.append(group.pack)
         summary = group.scored.generated
         for number in range(summary.num_trained):
-            factor, reward = found.weights[place], found.rewards[place]
+            factor, reward = found.weights[position], found.rewards[position]
             if factor > 0.0:
                 weight = factor * sequence_weight(
-                    aggregation, max(1, kept[place]), denominators, prompt_tokens=max(1, prompt_tokens)
+                    aggregation, max(1, kept[position]), denominators, prompt_tokens=max(1, prompt_tokens)
                 )
                 sft = sft_coefficient / success_tokens if sft_coefficient and reward > 0 and success_tokens else 0.0
-                row = PlannedRow(packs[group.pack.key], summary.row_group, number, found.advantages[place], weight, sft)
+                row = PlannedRow(
+                    packs[group.pack.key], summary.row_group, number, found.advantages[position], weight, sft
+                )
                 rows.append(row)
                 trajectory = group.group.trajectories[number]
                 lengths.append(len(trajectory.token_ids))
                 prompts.append(prompt_of(trajectory.loss_mask, group_number))
-            place += 1
-    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_ranks, prompts=prompts)
-    micro_batches = tuple(tuple(tuple(mb) for mb in rank) for rank in cut)
+            position += 1
+    cut = plan_micro_batches(lengths, budget_tokens=budget_tokens, num_ranks=num_shares, prompts=prompts)
+    micro_batches = tuple(tuple(tuple(mb) for mb in share) for share in cut)
     skipped = tuple(sorted((str(reason), count) for reason, count in found.skipped.items()))
     return StepPlan(tuple(references), tuple(rows), micro_batches, version, skipped)
 
 
-def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_ranks: int) -> StepPlan:
-    """Plan to look at every trajectory of a batch, in its order, before anything is decided about it."""
+def all_rows(groups: Sequence[ReadyGroup], *, budget_tokens: int, num_shares: int) -> StepPlan:
+    """Return a plan with every trajectory of a batch, in its order, to measure them before `make_plan`."""
     return make_plan(
         groups,
-        credit=_nothing,
+        credit=_equal_credit,
         aggregation="token-sum",
         max_completion_tokens=1,
         budget_tokens=budget_tokens,
-        num_ranks=num_ranks,
+        num_shares=num_shares,
     )
 
 
-def _nothing(groups: Sequence[Scored]) -> Credit:
+def _equal_credit(groups: Sequence[Scored]) -> Credit:
     rewards = [reward for group in groups for reward in group.rewards]
     return Credit([0.0] * len(rewards), [1.0] * len(rewards), rewards, Counter())
 
 
 def _sums(groups: Sequence[Scored], counts: Sequence[int]) -> list[int]:
-    """Add up one count per trajectory by group."""
+    """Return the sum of each group's counts; ``counts`` has one per trajectory."""
     remaining = iter(counts)
     return [sum(next(remaining) for _ in group.lengths) for group in groups]
 
@@ -217,7 +218,7 @@ def rows_of(plan: StepPlan, micro_batch: Sequence[int], groups: Mapping[tuple[in
 
 
 def _ages(trajectory: Trajectory, version: int, least: int) -> npt.NDArray[np.int32]:
-    """Return how many versions old each token is, [T]; 0 where the policy did not sample it."""
+    """Return each token's age in versions, [T]; 0 where the policy did not sample it."""
     ages = np.zeros(len(trajectory.token_ids), dtype=np.int32)
     for run in trajectory.version_runs:
         ages[run.start : run.end] = max(least, version - run.version)

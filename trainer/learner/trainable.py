@@ -1,7 +1,7 @@
-"""A module under DeepSpeed, whatever it computes: the door to DeepSpeed, and the only file that imports it.
+"""A module under DeepSpeed: the adapter of the library, and the only file that imports it.
 
-One `Trainable` on every rank for each network that learns (policy, critic); what changes or gathers
-weights is called on all ranks together.
+Every rank has one `Trainable` for each network that learns (policy, critic). The methods that change or gather
+weights are called on all ranks together.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.trainer.errors import CheckpointError
-from penstock.trainer.learner.adapter import Lora, is_adapter
+from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
 from penstock.trainer.learner.schedule import lr_factor
-from penstock.trainer.ranks import Ranks
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Optimisation:
-    """How weights move."""
+    """How weights are optimised."""
 
     num_steps: int
     lr: float
@@ -56,8 +56,8 @@ class Update:
 class Trainable:
     """A module with its optimizer, sharded as the ZeRO stage says."""
 
-    def __init__(self, module: nn.Module, how: Optimisation, ranks: Ranks) -> None:
-        """Put a module under DeepSpeed; raises ConfigError where the dtype does not go with the ZeRO stage."""
+    def __init__(self, module: nn.Module, how: Optimisation, dims: ParallelDims) -> None:
+        """Put a module under DeepSpeed; raises ConfigError if the dtype does not work with the ZeRO stage."""
         config = deepspeed_config(
             zero_stage=how.zero_stage,
             dtype=how.dtype,
@@ -82,15 +82,10 @@ class Trainable:
             model=module, optimizer=optimizer, lr_scheduler=lambda wrapped: LambdaLR(wrapped, factor), config=config
         )
         self._engine.train()
-        self._ranks = ranks
+        self._dims = dims
         self._has_frozen = any(not p.requires_grad for p in module.parameters())
         self.module = module
         self.device: torch.device = self._engine.device
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of parameters, tied ones once and adapters not at all: those are merged where the model goes out."""
-        return sum(getattr(p, "ds_numel", p.numel()) for n, p in self.module.named_parameters() if not is_adapter(n))
 
     @property
     def dtype(self) -> str:
@@ -102,24 +97,24 @@ class Trainable:
         return self._engine(*args, **kwargs)
 
     def begin(self, *, is_last: bool) -> None:
-        """Say, before its forward pass, whether a micro-batch is the last one before the update."""
+        """Tell DeepSpeed, before a forward pass, whether the micro-batch is the last one before the update."""
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradient; the losses of all micro-batches and ranks simply add up."""
-        self._engine.backward(loss * self._ranks.num_ranks)  # DeepSpeed averages over ranks
+        """Add a micro-batch's gradient; the losses of all micro-batches and shares of the rows add up."""
+        self._engine.backward(loss * self._dims.rows.count)  # DeepSpeed averages over them
         if not self._engine.is_gradient_accumulation_boundary():
             self._engine.step()
 
     def update(self, lr_scale: float = 1.0) -> Update:
         """Make the optimizer step after the last backward pass, with its learning rate multiplied by ``lr_scale``."""
-        by_hand = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
+        own_norm = self._plain_grad_norm() if self._engine.zero_optimization_stage() == 0 else 0.0
         for group in self._engine.optimizer.param_groups:
             group["lr"] *= lr_scale
         lr = self._engine.get_lr()[0]
         self._engine.step()  # the scheduler sets the next step's rate
         norm = self._engine.get_global_grad_norm()
-        return Update(by_hand if norm is None else float(norm), lr)
+        return Update(own_norm if norm is None else float(norm), lr)
 
     def whole(self, *parameters: Tensor) -> Any:
         """Return a context in which parameters are whole on every rank; collective under ZeRO-3."""
@@ -128,8 +123,8 @@ class Trainable:
         return deepspeed.zero.GatheredParameters(list(parameters), enabled=any(hasattr(p, "ds_id") for p in parameters))
 
     def save(self, folder: Path, tag: str, state: dict[str, Any]) -> None:
-        """Write module, optimizer and scheduler to ``folder/tag`` with a little state; collective."""
-        state = {**state, "num_ranks": self._ranks.num_ranks}
+        """Write module, optimizer and scheduler to ``folder/tag``, with ``state``; collective."""
+        state = {**state, "num_ranks": self._dims.ranks.num_ranks}
         self._engine.save_checkpoint(
             str(folder), tag=tag, client_state=state, save_latest=False, exclude_frozen_parameters=self._has_frozen
         )
@@ -141,12 +136,14 @@ class Trainable:
         """
         try:
             found, state = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._has_frozen)
-        except Exception as err:  # DeepSpeed and torch raise whatever their reader meets
-            raise CheckpointError(f"checkpoint {folder} is not readable ({type(err).__name__}: {err})") from err
-        if found is None or state.get("num_ranks") != self._ranks.num_ranks:
+        except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
+            raise CheckpointError(
+                f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); remove its folder to resume from the one before it"
+            ) from err
+        if found is None or state.get("num_ranks") != self._dims.ranks.num_ranks:
             raise CheckpointError(
                 f"checkpoint {folder} was written by {(state or {}).get('num_ranks', 'an unknown number of')} rank(s), "
-                f"this run has {self._ranks.num_ranks}; start it with the same trainer.num_ranks"
+                f"this run has {self._dims.ranks.num_ranks}; start it with the same trainer.num_ranks"
             )
         return state
 
@@ -165,7 +162,7 @@ def _import_deepspeed() -> Any:
     logger.setLevel(logging.WARNING)
     # DeepSpeed 0.19 calls torch 2.13's collectives by their old names, once per step and rank.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # Serves tensor-parallel inference only; DeepSpeed would compile it with g++ for minutes at the
-    # first start, and wait for ever on the lock of a build that was killed.
+    # Used by tensor-parallel inference only; DeepSpeed would compile it with g++ for minutes at the
+    # first start, and wait without a deadline for the lock of a build that was killed.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

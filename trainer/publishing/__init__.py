@@ -1,4 +1,4 @@
-"""Weights out of the trainer: snapshot, compare, store, announce, collect garbage.
+"""Publishes weights: snapshot, compare, store, announce; and collects the garbage.
 
 May import only the trainer's root.
 """

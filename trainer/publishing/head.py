@@ -21,18 +21,18 @@ def read_head(state: KeyValue) -> Head | None:
 
 
 class HeadKey:
-    """The head as this trainer knows it."""
+    """The head as this trainer has read or moved it last."""
 
     def __init__(self, bus: Bus, run_id: str) -> None:
-        """Read where the run stands; raises MissingStream when it was not bootstrapped."""
+        """Read the run's head; raises MissingStream if the run was not bootstrapped."""
         self._run_id = run_id
         self._state = bus.key_value(streams.state_bucket(run_id).bucket).wait()
         self.value = read_head(self._state)
 
     def move(self, head: Head) -> None:
-        """Move the head; a swap whose answer was lost is recognised as our own.
+        """Move the head; a swap whose answer was lost is recognised by its value.
 
-        Raises PublicationFailed when another trainer moved it, BusUnreachable after two minutes.
+        Raises PublicationFailed if another trainer moved it, BusUnreachable after two minutes.
         """
         value = encode(head)
         deadline = time.monotonic() + _SWAP_DEADLINE_S
@@ -48,7 +48,7 @@ class HeadKey:
                 if not self._is(value, deadline):
                     raise PublicationFailed(
                         f"another trainer moved the head of run {self._run_id} while this one published version "
-                        f"{head.version}; only one trainer may run, stop one of them or give it another run.id"
+                        f"{head.version}; stop one of the two, or give it another run.id"
                     ) from None
                 break
         self.value = head
@@ -66,13 +66,13 @@ class HeadKey:
         return entry is not None and entry.value == value
 
     def _expected_revision(self, deadline: float) -> int | None:
-        """Return the revision of the head we know; None before the first version."""
+        """Return the revision of the head in `value`, None before the first version; raises PublicationFailed."""
         entry = self._read(deadline)
         if entry is None:
             return None
         if self.value is None or decode(entry.value, Head) != self.value:
             raise PublicationFailed(
-                f"the head of run {self._run_id} is not the version this trainer published last; another trainer is "
-                "at work, stop one of them or give it another run.id"
+                f"the head of run {self._run_id} is not the version that this trainer published last: another trainer "
+                "publishes to the run; stop one of the two, or give it another run.id"
             )
         return entry.revision

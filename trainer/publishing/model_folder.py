@@ -1,6 +1,6 @@
-"""A Hugging Face model folder, piece by piece: shards of safetensors, their index, and the small files.
+"""Writes a Hugging Face model folder: shards of safetensors, their index, and the small files.
 
-The small files are the same in what a worker downloads and in what a run leaves behind, so both are made here.
+The small files are the same in a published version and in the exported model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Shards = dict[str, dict[str, Tensor]]
 
 
 def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES) -> Shards:
-    """Share tensors out over files of at most ``max_bytes`` (a larger tensor stands alone), in order.
+    """Return tensors split in order over files of at most ``max_bytes``; a larger tensor has its own file.
 
-    Returns file name -> tensors; one file is called ``model.safetensors``, several carry numbers.
+    The keys are file names: ``model.safetensors`` for a single file, numbered names for several.
     """
     parts: list[dict[str, Tensor]] = [{}]
     filled = 0
@@ -42,9 +42,9 @@ def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES
 
 
 def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
-    """Return everything of a model folder but the weights and their index: config, tokenizer, templates.
+    """Return all files of a model folder except the weights and their index: config, tokenizer, templates.
 
-    ``config.json`` says the dtype of the weights it is for, whatever the folder was stored in.
+    ``config.json`` gets the ``dtype`` of the new weights.
     """
     files = {
         path.name: path.read_bytes()
@@ -62,7 +62,7 @@ def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
 
 
 def _index(shards: Shards) -> dict[str, bytes]:
-    """Return the index of several shards; nothing for a single one."""
+    """Return the index of several shards; empty for a single one."""
     if len(shards) == 1:
         return {}
     weight_map = {name: file for file, shard in shards.items() for name in shard}
@@ -72,12 +72,12 @@ def _index(shards: Shards) -> dict[str, bytes]:
 
 
 def write_model_folder(folder: Path, tensors: Mapping[str, Tensor], *, like: Path, dtype: str) -> None:
-    """Write a model folder that `transformers` loads, whole or not at all; an older one is replaced.
+    """Write a model folder that `transformers` loads, atomically; an older one is replaced.
 
     Args:
-        folder: Where to.
+        folder: The folder to write.
         tensors: Parameters under their Hugging Face names.
-        like: The folder that training started from, for config and tokenizer.
+        like: The folder that training started from, with config and tokenizer.
         dtype: Name of the tensors' dtype.
     """
     partial = folder.with_name(folder.name + ".partial")

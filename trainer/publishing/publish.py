@@ -1,17 +1,17 @@
-"""Publishes versions in a thread of its own; the training thread only hands over a snapshot and never waits.
+"""Publishes versions in a thread of its own; the training thread submits a snapshot and never waits.
 
-When storage is slower than the steps, a snapshot that nobody has begun to publish is replaced by the next
-one (its version is skipped and counted; the next patch covers both), unless somebody needs exactly that version.
+If storage is slower than the steps, a snapshot whose publication has not begun is replaced by the next one: its
+version is skipped and counted, and the next patch covers both. A snapshot that must be published is never skipped.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -20,21 +20,21 @@ from penstock.protocol.facts import Head, WeightsPublished, WeightsRefused, deco
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
-from penstock.trainer.publishing.full_snapshots import answer_is_due
-from penstock.trainer.publishing.publication import Publication, Publications
-from penstock.trainer.publishing.publish_coordinator import Shares
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.snapshot import Base, Snapshot, Weights
+from penstock.trainer.publishing.publication import Publication, VersionPublisher
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.refusals import Refusals
+from penstock.trainer.publishing.snapshot import AdapterBase, Snapshot, Weights
 from penstock.trainer.publishing.version_writer import Label, VersionWriter
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 log = structlog.get_logger("trainer.publish")
 
-_ANCHOR_DEADLINE_S = 60.0  # at the end of the run
+_FULL_SNAPSHOT_DEADLINE_S = 60.0  # at the end of the run
 
 
 class Publisher:
-    """Publishes snapshots in a thread of its own. Errors surface at the next call of the training thread."""
+    """Publishes snapshots in a thread of its own. Its errors are raised at the next call of the training thread."""
 
     def __init__(
         self,
@@ -42,35 +42,34 @@ class Publisher:
         *,
         model_folder: Path,
         epoch: int = 0,
-        policy: AnchorPolicy | None = None,
+        policy: FullSnapshotPolicy | None = None,
         on_published: Callable[[Publication], None] = lambda _: None,
-        shares: Shares | None = None,
+        coordinator: PublishCoordinator | None = None,
     ) -> None:
-        """Read where the run stands and start the thread; raises MissingStream when it was not bootstrapped.
+        """Read the run's head and start the thread; raises MissingStream if the run was not bootstrapped.
 
         Args:
             connections: The run, NATS and the object store.
             model_folder: Where config and tokenizer come from.
             epoch: Of the trainer's lease.
-            policy: When an anchor is due.
+            policy: When a full snapshot is due.
             on_published: Called on the publisher's thread for every version that has been announced.
-            shares: Of all ranks; None where one process trains alone.
+            coordinator: Of all ranks; None where one process trains alone.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._epoch = epoch
         writer = VersionWriter(connections, model_folder)
-        self._shares = shares or Shares(Share(connections.blobs, connections.run_id))
-        self._publications = Publications(
-            connections, writer, self._shares, policy=policy or AnchorPolicy(), epoch=epoch
+        self._coordinator = coordinator or PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
+        self._versions = VersionPublisher(
+            connections, writer, self._coordinator, policy=policy or FullSnapshotPolicy(), epoch=epoch
         )
         self._on_published = on_published
         head = self.head
         self._published = {PolicyVersion(head.version)} if head else set[PolicyVersion]()
         self._pinned: set[PolicyVersion] = set()
-        self._waiting: list[Snapshot] = []
-        self._under_way: Snapshot | None = None
-        self._refused: dict[str, set[str]] = {}  # sha256 of a manifest -> workers that cannot use it
-        self._num_answers: Counter[int] = Counter()  # by version
+        self._waiting: list[Snapshot[Any]] = []
+        self._publishing: Snapshot[Any] | None = None
+        self._refusals = Refusals()
         self._failure: Exception | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -78,65 +77,64 @@ class Publisher:
         self.num_skipped = 0
         self.publish_s = 0.0  # of the newest publication
         refused = subjects.weights_refused(connections.run_id)
-        connections.bus.tail(f"{connections.run_id}-weights", refused, WeightsRefused, self._hear_refusal).wait()
+        connections.bus.tail(f"{connections.run_id}-weights", refused, WeightsRefused, self._on_refusal).wait()
         self._thread = threading.Thread(target=self._work, name="publisher", daemon=True)
         self._thread.start()
 
     @property
     def head(self) -> Head | None:
         """The newest complete version of the run, None before the first."""
-        return self._publications.head.value
+        return self._versions.head.value
 
     @property
-    def num_anchors(self) -> int:
-        """Anchors written beside versions, in this life."""
-        return self._publications.anchors.num_written
+    def num_full_snapshots(self) -> int:
+        """Full snapshots written in the background of patches, in this session."""
+        return self._versions.num_full_snapshots
 
     def resume(self, weights: Weights, dtype: str) -> bool:
-        """Say whether these weights are bit for bit those of the head, before anything was submitted."""
-        return self._publications.resume(weights, dtype)
+        """Return True if these weights equal the head's bit for bit. Call before the first `submit`."""
+        return self._versions.resume(weights, dtype)
 
-    def has_base(self, base: Base) -> bool:
-        """Say whether the model that adapters are to sit upon is stored, before anything was submitted."""
-        return self._publications.has_base(base)
+    def missing_base(self, weights: Weights) -> AdapterBase | None:
+        """Return the base that these weights need and that is not stored, else None. Call before the first `submit`."""
+        return self._versions.missing_base(weights)
 
-    def lay_base(self, base: Base, version: PolicyVersion, step: int, dtype: str) -> None:
-        """Store the model that adapters are to sit upon under a number that no head names, before anything was submitted.
+    def store_base(self, base: AdapterBase, version: PolicyVersion, step: int, dtype: str) -> None:
+        """Store the base of adapters under a version number that no head names. Call before the first `submit`.
 
-        Raises BlobError when the store is away, PublicationFailed when it does not list what it took.
+        Raises BlobError if the object store does not answer, PublicationFailed if it does not list what it stored.
         """
-        self._publications.lay_base(base, Label(version, step, self._epoch), dtype)
+        self._versions.store_base(base, Label(version, step, self._epoch), dtype)
 
     def pinned(self) -> set[PolicyVersion]:
-        """Return the versions that somebody still needs whole."""
+        """Return the versions that garbage collection must keep."""
         with self._changed:
             return set(self._pinned)
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """Hand over a snapshot; raises PublicationFailed when an earlier one failed."""
+    def submit(self, snapshot: Snapshot[Any]) -> None:
+        """Queue a snapshot; raises PublicationFailed if an earlier one failed."""
         with self._changed:
             self._raise_failure()
             if snapshot.must_publish:
                 self._pinned.add(snapshot.version)
             self._drop_overtaken()
-            if snapshot.base is None:
-                self._shares.hold(snapshot.part)
+            self._versions.hold(snapshot)
             self._waiting.append(snapshot)
             self._changed.notify_all()
 
-    def make_room(self) -> list[int]:
-        """Let go of the snapshots that the next one overtakes; returns the copies that are still wanted."""
+    def drop_overtaken(self) -> list[int]:
+        """Drop the snapshots that the next one replaces; returns the ids of the copies that are still wanted."""
         with self._changed:
             self._drop_overtaken()
             return self._wanted()
 
     def check(self) -> None:
-        """Raise PublicationFailed when a publication has failed."""
+        """Raise PublicationFailed if a publication has failed."""
         with self._changed:
             self._raise_failure()
 
     def is_published(self, version: PolicyVersion) -> bool:
-        """Say whether a version is complete and announced; raises PublicationFailed."""
+        """Return True if a version is complete and announced; raises PublicationFailed."""
         with self._changed:
             self._raise_failure()
             return version in self._published
@@ -149,18 +147,18 @@ class Publisher:
                 self._raise_failure()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     raise PublicationFailed(
-                        f"version {version} was not published within {deadline_s:.0f} s; waited for the object store "
-                        f"(bucket {self._blobs.bucket}) and NATS at {self._bus.url}"
+                        f"version {version} was not published within {deadline_s:.0f} s; check that the object store "
+                        f"(bucket {self._blobs.bucket}) and NATS at {self._bus.url} answer"
                     )
 
     def pin(self, version: PolicyVersion) -> None:
-        """Keep a version that an earlier life published and announced, until `unpin`."""
+        """Keep a version that an earlier session published and announced, until `unpin`."""
         with self._changed:
             self._pinned.add(version)
             self._published.add(version)
 
     def stored_steps(self, versions: Collection[PolicyVersion]) -> dict[PolicyVersion, int]:
-        """Return which of these versions workers can still have, by the step that made each: announced, and stored.
+        """Return which of these versions workers can still fetch (announced and stored), by the step that made each.
 
         Raises BusError or BlobError.
         """
@@ -178,31 +176,34 @@ class Publisher:
         }
 
     def unpin(self, version: PolicyVersion) -> None:
-        """Allow garbage collection of a version that had to be published."""
+        """Allow garbage collection of a version again."""
         with self._changed:
             self._pinned.discard(version)
 
     def close(self, deadline_s: float = 120.0) -> None:
-        """Finish what was submitted and end the thread; raises what it raised."""
+        """Publish what was submitted and stop the thread; raises PublicationFailed."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(deadline_s)
-        self._publications.anchors.close(_ANCHOR_DEADLINE_S)
+        self._versions.close(_FULL_SNAPSHOT_DEADLINE_S)
         with self._changed:
             self._raise_failure()
         if self._thread.is_alive():
-            raise PublicationFailed(f"the last version was not published within {deadline_s:.0f} s of the run's end")
+            raise PublicationFailed(
+                f"the last version was not published within {deadline_s:.0f} s of the end of the run; check that the "
+                f"object store (bucket {self._blobs.bucket}) and NATS at {self._bus.url} answer"
+            )
 
     def _drop_overtaken(self) -> None:
         must = [snapshot for snapshot in self._waiting if snapshot.must_publish]
         self.num_skipped += len(self._waiting) - len(must)
         self._waiting = must
-        self._shares.discard(self._wanted())
+        self._coordinator.discard(self._wanted())
 
     def _wanted(self) -> list[int]:
-        under_way = [] if self._under_way is None else [self._under_way]
-        return [snapshot.part.taken for snapshot in (*under_way, *self._waiting)]
+        publishing = [] if self._publishing is None else [self._publishing]
+        return [snapshot.weights.buckets.copy_id for snapshot in (*publishing, *self._waiting)]
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -211,16 +212,16 @@ class Publisher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing or self._must_answer())
-                self._under_way = snapshot = self._waiting.pop(0) if self._waiting else None
-                answers = self._must_answer()
-                if snapshot is None and not answers:
+                self._changed.wait_for(lambda: self._waiting or self._closing or self._is_refused())
+                self._publishing = snapshot = self._waiting.pop(0) if self._waiting else None
+                is_refused = self._is_refused()
+                if snapshot is None and not is_refused:
                     return
             try:
-                if answers:
-                    self._answer()
+                if is_refused:
+                    self._publish_again()
                 if snapshot is not None:
-                    self._note(self._publications.publish(snapshot))
+                    self._record(self._versions.publish(snapshot))
             except Exception as err:  # noqa: BLE001  the training thread raises it
                 log.error("publication failed", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
                 with self._changed:
@@ -228,7 +229,7 @@ class Publisher:
                     self._changed.notify_all()
                 return
 
-    def _note(self, publication: Publication) -> None:
+    def _record(self, publication: Publication) -> None:
         log.info("published", **{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(publication).items()})
         with self._changed:
             self.publish_s = publication.publish_s
@@ -237,27 +238,22 @@ class Publisher:
             self._changed.notify_all()
         self._on_published(publication)
 
-    def _hear_refusal(self, fact: WeightsRefused) -> None:
-        """Take note of a worker that cannot use a version (called on the bus's thread)."""
+    def _on_refusal(self, fact: WeightsRefused) -> None:
+        """Record that a worker cannot use a version (called on the bus's thread)."""
         log.warning(
             "a worker refused a version", worker_id=fact.worker_id, policy_version=fact.version, reason=fact.reason
         )
         with self._changed:
-            self._refused.setdefault(fact.manifest.sha256, set()).add(fact.worker_id)
+            self._refusals.add(fact)
             self._changed.notify_all()
 
-    def _must_answer(self) -> bool:
-        newest = self._publications.newest
-        if newest is None:
-            return False
-        workers = self._refused.get(newest.reference.sha256, set())
-        return answer_is_due(newest.manifest.kind, workers, self._num_answers[newest.manifest.version])
+    def _is_refused(self) -> bool:
+        return self._refusals.need_republication(self._versions.newest)
 
-    def _answer(self) -> None:
-        newest = self._publications.newest
+    def _publish_again(self) -> None:
+        newest = self._versions.newest
         assert newest is not None
         with self._changed:
-            del self._refused[newest.reference.sha256]
-            self._num_answers[newest.manifest.version] += 1
-        if not self._publications.answer():
-            log.warning("the next version will be published whole")
+            self._refusals.clear(newest)
+        if not self._versions.publish_again():
+            log.warning("the refused version cannot be published again: the next version will be a full snapshot")

@@ -1,6 +1,6 @@
-"""Makes a version of what the ranks have stored: the manifest, written last, then a look at the listing.
+"""Makes a version of what the ranks have stored: writes its manifest last, then checks the store's listing.
 
-Every attempt has keys of its own, so nothing is ever overwritten and a crash leaves only objects that
+Every attempt has its own keys, so nothing is ever overwritten and a crash leaves only objects that
 no head leads to.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from penstock.protocol import blob_keys
 from penstock.protocol.errors import BlobCorrupt, BlobMissing
@@ -23,25 +24,25 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.model_folder import small_files
-from penstock.trainer.publishing.publish_coordinator import Assembled
+from penstock.trainer.publishing.publish_coordinator import StoredObjects
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A complete version in the object store, which nobody has been told of."""
+    """A complete version in the object store, not announced yet."""
 
     manifest: VersionManifest
     reference: BlobRef
 
     @property
     def as_ancestor(self) -> Ancestor:
-        """What the next version says of it."""
+        """The reference to it in the next version's manifest."""
         m = self.manifest
         return Ancestor(version=m.version, manifest=self.reference, state_root=m.state_root)
 
     @property
     def as_anchor(self) -> AnchorRef:
-        """What the patches that build on it say of it."""
+        """The reference to this full snapshot in the manifests of patches and adapters that need it."""
         m = self.manifest
         return AnchorRef(version=m.version, manifest=self.reference, state_root=m.state_root, num_bytes=m.num_bytes)
 
@@ -55,6 +56,16 @@ class Label:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a version consists of, all of it stored except the layout."""
+
+    layout: WeightLayout
+    files: tuple[ModelFile, ...]
+    stored: StoredObjects
+    state_root: str
+
+
 class VersionWriter:
     """Stores versions of one run; thread-safe."""
 
@@ -65,78 +76,61 @@ class VersionWriter:
         self._small: dict[str, tuple[ModelFile, ...]] = {}  # by dtype
         self._layouts: dict[str, BlobRef] = {}
 
-    def patch(
+    def patch(self, label: Label, content: Content, *, parent: Ancestor, full_snapshot: AnchorRef) -> Written:
+        """Write the manifest of a patch, whose objects hold what changed since its parent."""
+        crash_points.reach(CrashPoint.SHARDS_STORED)
+        return self._write("patch", label, content, parent=parent, anchor=full_snapshot)
+
+    def full_snapshot(
         self,
         label: Label,
-        layout: WeightLayout,
-        files: tuple[ModelFile, ...],
-        stored: Assembled,
+        content: Content,
         *,
-        state_root: str,
-        parent: Ancestor,
-        anchor: AnchorRef,
+        parent: Ancestor | None,
+        point: CrashPoint = CrashPoint.SHARDS_STORED,
     ) -> Written:
-        """Make a version of what changed since its parent, which is stored already."""
+        """Write the manifest of a full snapshot, whose objects hold whole buckets."""
+        crash_points.reach(point)
+        return self._write("anchor", label, content, parent=parent, anchor=None)
+
+    def adapter(self, label: Label, content: Content, *, parent: Ancestor | None, base: AnchorRef) -> Written:
+        """Write the manifest of an adapter of one bucket, applied to a base."""
         crash_points.reach(CrashPoint.SHARDS_STORED)
+        return self._write("adapter", label, content, parent=parent, anchor=base)
+
+    def _write(
+        self,
+        kind: Literal["anchor", "patch", "adapter"],  # "anchor" is the manifest's word for a full snapshot
+        label: Label,
+        content: Content,
+        *,
+        parent: Ancestor | None,
+        anchor: AnchorRef | None,
+    ) -> Written:
+        """Write a manifest, and compare its objects with the store's listing; raises PublicationFailed."""
         manifest = VersionManifest(
-            kind="patch",
+            kind=kind,
             run_id=self._run_id,
             version=label.version,
             step=label.step,
             epoch=label.epoch,
             parent=parent,
             anchor=anchor,
-            layout=self._layout(layout),
-            objects=stored.objects,
-            buckets=stored.buckets,
-            state_root=state_root,
-            model_files=files,
+            layout=self._layout(content.layout),
+            objects=content.stored.objects,
+            buckets=content.stored.buckets,
+            state_root=content.state_root,
+            model_files=content.files,
         )
-        return self._finish(manifest, stored.attempt)
-
-    def whole(
-        self,
-        label: Label,
-        layout: WeightLayout,
-        files: tuple[ModelFile, ...],
-        stored: Assembled,
-        *,
-        state_root: str,
-        parent: Ancestor | None,
-        base: AnchorRef | None = None,
-        point: CrashPoint = CrashPoint.SHARDS_STORED,
-    ) -> Written:
-        """Make a version of whole buckets, which are stored already.
-
-        It is an anchor, or with a ``base`` the adapter of one bucket that sits upon it.
-        """
-        crash_points.reach(point)
-        manifest = VersionManifest(
-            kind="adapter" if base else "anchor",
-            run_id=self._run_id,
-            version=label.version,
-            step=label.step,
-            epoch=label.epoch,
-            parent=parent,
-            anchor=base,
-            layout=self._layout(layout),
-            objects=stored.objects,
-            buckets=stored.buckets,
-            state_root=state_root,
-            model_files=files,
-        )
-        return self._finish(manifest, stored.attempt)
-
-    def _finish(self, manifest: VersionManifest, attempt: str) -> Written:
-        version = PolicyVersion(manifest.version)
-        key = blob_keys.weights_manifest(self._run_id, version, attempt)
+        key = blob_keys.weights_manifest(self._run_id, label.version, content.stored.attempt)
         reference = self._blobs.put(key, manifest.to_json())
-        stored = {s.key: s.size_bytes for s in self._blobs.list(blob_keys.weights_prefix(self._run_id, version))}
+        stored = {s.key: s.size_bytes for s in self._blobs.list(blob_keys.weights_prefix(self._run_id, label.version))}
         for blob in (*manifest.objects, reference):
             if stored.get(blob.key) != blob.size_bytes:
                 raise PublicationFailed(
                     f"{blob.key}: stored {blob.size_bytes} bytes, the object store lists "
-                    f"{stored.get(blob.key, 'no such object')}; version {version} is not announced"
+                    f"{stored.get(blob.key, 'no such object')}; version {label.version} is not announced; "
+                    "check that the object store lists what it has acknowledged"
                 )
         return Written(manifest, reference)
 
@@ -148,14 +142,14 @@ class VersionWriter:
         return self._layouts[digest]
 
     def small_files(self, dtype: str, *, again: bool = False) -> tuple[ModelFile, ...]:
-        """Store config and tokenizer for weights of a dtype, and return where they are; ``again``: look once more."""
+        """Return config and tokenizer for weights of a dtype, stored if missing; ``again`` checks the store once more."""
         if again or dtype not in self._small:
             found = small_files(self._model_folder, dtype)
             self._small[dtype] = tuple(self._small_file(name, data) for name, data in found.items())
         return self._small[dtype]
 
     def adapter_files(self, config: bytes) -> tuple[ModelFile, ...]:
-        """Store how an adapter counts, and return where that is."""
+        """Return an adapter's configuration file, stored if missing."""
         return (self._small_file(ADAPTER_CONFIG, config),)
 
     def _small_file(self, name: str, data: bytes) -> ModelFile:
@@ -163,7 +157,7 @@ class VersionWriter:
         return ModelFile(name=name, blob=self._put_once(key, data))
 
     def _put_once(self, key: str, data: bytes) -> BlobRef:
-        """Store an object whose key is made of its content, unless it is there whole; a damaged one is left alone."""
+        """Store an object whose key is derived from its content, unless it is intact; a damaged one is not overwritten."""
         reference = BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
         try:
             self._blobs.get(reference)

@@ -1,7 +1,7 @@
-"""One rank's part of a version: some of its buckets, each as the contiguous bytes that are published.
+"""Some or all buckets of one version, each as the contiguous bytes that are published.
 
-A model is copied straight into its buckets, so what is compared, hashed, stored and kept as the base of the
-next patch is one and the same memory: nobody writes to it once it is sealed.
+A model is copied straight into its buckets. The same memory is compared, hashed, stored and kept as the base of
+the next patch, so it is never written to once it is sealed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.weights.bucket_codec import bucket_xxh3
-from penstock.protocol.weights.digest import TensorDigest, weights_digest
+from penstock.protocol.weights.digest import TensorDigest
 from penstock.protocol.weights.layout import BUCKET_BYTES, TensorSpec, WeightLayout, bucket_digests, build_layout
 from penstock.protocol.weights.manifest_chain import CatchUp
 from penstock.protocol.weights.patch_segment import Bytes
 from penstock.protocol.weights.version_reader import WeightReader, for_buckets
 
 
-class Part:
+class WeightBuckets:
     """Buckets ``numbers`` of a layout. Written by one thread, then sealed, then read by any."""
 
-    def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, taken: int = 0) -> None:
-        """Make room; ``taken`` is what the ranks call this copy of the weights, the same on all of them."""
+    def __init__(self, layout: WeightLayout, numbers: Iterable[int], *, copy_id: int = 0) -> None:
+        """Allocate memory; ``copy_id`` names this copy of the weights, the same on all ranks."""
         self.layout = layout
-        self.taken = taken
+        self.copy_id = copy_id
         self.raw: dict[int, Bytes] = {n: np.empty(layout.buckets[n].num_bytes, np.uint8) for n in numbers}
         self._places = {t.name: (n, t) for n in self.raw for t in layout.buckets[n].tensors}
         self._digests: Future[list[TensorDigest]] | None = None
@@ -35,23 +35,18 @@ class Part:
 
     @property
     def names(self) -> Collection[str]:
-        """The tensors that belong here."""
+        """Names of the tensors in these buckets."""
         return self._places.keys()
 
-    @property
-    def num_bytes(self) -> int:
-        """Raw bytes of these buckets."""
-        return sum(raw.size for raw in self.raw.values())
-
     def put(self, name: str, tensor: Tensor) -> None:
-        """Copy a whole tensor to its place, rounded to the layout's dtype where the tensor is."""
+        """Copy a whole tensor to its place, rounded to the layout's dtype on the tensor's device."""
         place, source = self._place(name), tensor.detach()
         if source.device.type != "cpu":
-            source = source.to(place.dtype)  # so that only the smaller copy travels
+            source = source.to(place.dtype)  # so that only the smaller copy is transferred
         place.copy_(source)
 
     def seal(self) -> None:
-        """Say that all is written; hashing begins in a thread."""
+        """Mark all buckets as written, and start to hash them in a thread."""
         pool = ThreadPoolExecutor(1, "digest")
         self._digests = pool.submit(self._hash)
         pool.shutdown(wait=False)
@@ -59,7 +54,7 @@ class Part:
     @property
     def hashed(self) -> Future[list[TensorDigest]]:
         """The digest of every tensor, from the hashing thread."""
-        assert self._digests is not None, "a part is sealed before it is read"
+        assert self._digests is not None, "buckets are sealed before they are read"
         return self._digests
 
     def digests(self) -> list[TensorDigest]:
@@ -67,26 +62,21 @@ class Part:
         return self.hashed.result()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are here, in place: nobody writes to them."""
+        """Return the tensors as views of the buckets; they must not be written to."""
         return {name: self._place(name) for name in self._places}
 
-    @property
-    def state_root(self) -> str:
-        """Root over the tensors that are here: that of the version, where all are."""
-        return weights_digest(self.digests())
-
     def xxh3(self, number: int) -> str:
-        """The xxh3-128 of a raw bucket; computed once."""
+        """Return the xxh3-128 of a raw bucket; computed once."""
         if number not in self._xxh3:
             self._xxh3[number] = bucket_xxh3(self.raw[number])
         return self._xxh3[number]
 
-    def know_xxh3(self, number: int, found: str | None) -> None:
-        """Note the xxh3-128 of a raw bucket that is known from elsewhere, or compute it now."""
-        if found is None:
+    def set_xxh3(self, number: int, known: str | None) -> None:
+        """Store the xxh3-128 of a raw bucket, computed here if it is not ``known``."""
+        if known is None:
             self.xxh3(number)
         else:
-            self._xxh3[number] = found
+            self._xxh3[number] = known
 
     def _place(self, name: str) -> Tensor:
         number, placed = self._places[name]
@@ -97,48 +87,51 @@ class Part:
         return [d for n, raw in self.raw.items() for d in bucket_digests(self.layout.buckets[n], raw.data)]
 
 
-def split(layout: WeightLayout, num_ranks: int) -> list[list[int]]:
-    """Share buckets out over ranks, as equally by bytes as whole buckets allow: the largest first, to who has least.
+def assign_buckets(layout: WeightLayout, num_shares: int) -> list[list[int]]:
+    """Return the bucket numbers of each share, as equal in bytes as whole buckets allow.
 
-    Everybody who knows the layout computes the same.
+    The largest bucket goes first, to the share with the fewest bytes. Depends on nothing but the layout, so every
+    rank computes the same result.
     """
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    filled = [0] * num_ranks
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    filled = [0] * num_shares
     for number in sorted(range(len(layout.buckets)), key=lambda n: (-layout.buckets[n].num_bytes, n)):
-        rank = min(range(num_ranks), key=lambda r: (filled[r], r))
-        shares[rank].append(number)
-        filled[rank] += layout.buckets[number].num_bytes
+        index = min(range(num_shares), key=lambda i: (filled[i], i))
+        shares[index].append(number)
+        filled[index] += layout.buckets[number].num_bytes
     return [sorted(share) for share in shares]
 
 
 def layout_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
-    """Lay tensors out."""
+    """Return the layout of tensors in buckets."""
     return build_layout(
         [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()],
         bucket_bytes=bucket_bytes,
     )
 
 
-def part_of(tensors: Mapping[str, Tensor], *, taken: int = 0, bucket_bytes: int = BUCKET_BYTES) -> Part:
-    """Copy all of these tensors into a part of their own layout, sealed."""
+def copy_to_buckets(
+    tensors: Mapping[str, Tensor], *, copy_id: int = 0, bucket_bytes: int = BUCKET_BYTES
+) -> WeightBuckets:
+    """Copy tensors into all buckets of their own layout, sealed."""
     layout = layout_of(tensors, bucket_bytes)
-    part = Part(layout, range(len(layout.buckets)), taken=taken)
+    buckets = WeightBuckets(layout, range(len(layout.buckets)), copy_id=copy_id)
     for name, tensor in tensors.items():
-        part.put(name, tensor)
-    part.seal()
-    return part
+        buckets.put(name, tensor)
+    buckets.seal()
+    return buckets
 
 
-def read_part(plan: CatchUp, reader: WeightReader, numbers: Iterable[int] | None = None) -> Part:
-    """Put buckets of a version together from its anchor and chain, all by default.
+def read_buckets(plan: CatchUp, reader: WeightReader, numbers: Iterable[int] | None = None) -> WeightBuckets:
+    """Read buckets of a version from its full snapshot and the patches after it; all buckets by default.
 
-    Raises one of `weight_reader.UNUSABLE`, and what a store that is away raises.
+    Raises one of `version_reader.UNUSABLE`, and BlobStoreUnreachable if the object store does not answer.
     """
     layout = reader.layout(plan.target)
-    part = Part(layout, range(len(layout.buckets)) if numbers is None else numbers)
-    for raw in part.raw.values():
+    buckets = WeightBuckets(layout, range(len(layout.buckets)) if numbers is None else numbers)
+    for raw in buckets.raw.values():
         raw[:] = 0
-    if part.raw:
-        for_buckets(list(part.raw), lambda number: reader.bring(plan, number, part.raw[number]))
-    part.seal()
-    return part
+    if buckets.raw:
+        for_buckets(list(buckets.raw), lambda number: reader.bring(plan, number, buckets.raw[number]))
+    buckets.seal()
+    return buckets

@@ -1,9 +1,9 @@
-"""Garbage collection of published weights, by whoever holds the lease for it; never in the training loop.
+"""Garbage collection of published weights, in a thread of the process that holds the lease for it.
 
-First it is said below which version nothing is kept (the *floor*, a key of the state bucket), and the
-manifests below it go: no new plan can start there. What they named goes after a grace period longer than
-any catch-up that had begun. What no manifest names, because a publisher was killed, goes when it is old.
-A worker that loses the race nevertheless finds an object gone, and starts again from the newest anchor.
+First it publishes the *floor*, a key of the state bucket: the version below which nothing is kept. It deletes the
+manifests below the floor, so that no new plan can start there, and the objects that they named after a grace period
+longer than any catch-up that had begun. Objects that no manifest names, because a publisher was killed, are deleted
+when they are old. A worker that is slower still finds an object missing, and starts again from the newest full snapshot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.weight_retention import expired, orphans, retired, retirement_floor
 
-log = structlog.get_logger("trainer.retire")
+log = structlog.get_logger("trainer.weight_gc")
 
 SWEEP_S = 30.0
 ORPHAN_AGE_S = 3600.0  # no publication takes so long from its first object to its manifest
@@ -36,15 +36,15 @@ _MANIFEST = "/manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long what is not needed stays; times in seconds."""
+    """How long what is not needed is kept; times in seconds."""
 
     keep_versions: int
     grace_s: float
     orphan_s: float
 
 
-class Retirement:
-    """Sweeps every half minute in a thread of its own; use as a context manager."""
+class WeightGc:
+    """Collects every half minute in a thread of its own; use as a context manager."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Retirement:
         pinned: Callable[[], Iterable[PolicyVersion]],
         holder: str,
     ) -> None:
-        """``pinned`` are versions that an evaluation needs; raises MissingStream when the run was not bootstrapped."""
+        """``pinned`` returns the versions that an evaluation needs; raises MissingStream if the run was not bootstrapped."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._retention = retention
         self._pinned = pinned
@@ -66,22 +66,22 @@ class Retirement:
         self._manifests: dict[str, VersionManifest] = {}
         self._retired_at: dict[PolicyVersion, float] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="retirement", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="weight-gc", daemon=True)
 
-    def __enter__(self) -> Retirement:
-        """Begin to sweep."""
+    def __enter__(self) -> WeightGc:
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End after the sweep under way."""
+        """Stop after the current sweep."""
         self._stop.set()
         self._thread.join(SWEEP_S)
 
     def sweep(self, now: float) -> PolicyVersion | None:
-        """Do one round, ``now`` in seconds of a clock that only this process reads; returns the floor.
+        """Collect once, and return the floor; ``now`` is in seconds of a clock that only this process reads.
 
-        Raises BlobError or BusError when a server is away: the next round tries again.
+        Raises BlobError or BusError if a server does not answer: the next sweep tries again.
         """
         head = read_head(self._state)
         if head is None:
@@ -92,7 +92,7 @@ class Retirement:
         starts = {PolicyVersion(m.version): m.start for m in chain}
         newest = sorted(starts)[-self._retention.keep_versions :]
         wanted = [*self._needed_by_workers(), *self._pinned(), *newest]
-        bases = _bases(chain)  # stay as long as what sits upon them, and lower no floor
+        bases = _bases(chain)  # kept as long as their adapters, and do not lower the floor
         needed = [starts.get(version, version) for version in wanted if version not in bases]
         floor = retirement_floor(set(starts.values()) - bases, head=PolicyVersion(head.version), needed=needed)
         if floor is not None:
@@ -106,10 +106,10 @@ class Retirement:
                 if self._has_lease():
                     self.sweep(time.monotonic())
             except PenstockError as err:
-                log.warning("garbage was not collected; tried again", error=str(err))
+                log.warning("garbage collection failed; trying again in half a minute", error=str(err))
 
     def _has_lease(self) -> bool:
-        """Take or renew the right to collect; False when somebody else has it."""
+        """Take or renew the lease; return False if another process holds it."""
         entry = self._leases.get(streams.GARBAGE_LEASE).wait()
         if entry is not None and entry.value != self._holder:
             return False
@@ -120,17 +120,17 @@ class Retirement:
         return True
 
     def _read_manifests(self, stored: Iterable[BlobStat]) -> None:
-        """Read what is new; an object that is no manifest of ours names nothing."""
+        """Read new manifests; one that cannot be read names nothing."""
         keys = {stat.key for stat in stored if stat.key.endswith(_MANIFEST)}
         self._manifests = {key: manifest for key, manifest in self._manifests.items() if key in keys}
         for key in keys - self._manifests.keys():
             try:
                 self._manifests[key] = VersionManifest.from_json(self._blobs.get_unverified(key))
             except (BlobMissing, WireError) as err:
-                log.warning("an unreadable manifest is left alone", key=key, error=str(err))
+                log.warning("unreadable manifest skipped", key=key, error=str(err))
 
     def _chain(self, key: str | None) -> list[VersionManifest]:
-        """Follow the head's parents as far as they are stored."""
+        """Return the head's manifest and its parents, as far as they are stored."""
         chain: list[VersionManifest] = []
         while key is not None and (manifest := self._manifests.get(key)) is not None:
             chain.append(manifest)
@@ -142,12 +142,12 @@ class Retirement:
         return [PolicyVersion(b.needs_version) for b in beats if b is not None and b.needs_version is not None]
 
     def _raise_floor(self, floor: PolicyVersion) -> PolicyVersion:
-        """Say the floor, and return it; one that was said before is not taken back."""
+        """Publish the floor, and return it; it never falls below one that was published before."""
         entry = self._state.get(streams.FLOOR_KEY).wait()
         if entry is not None:
-            said = PolicyVersion(decode(entry.value, RetirementFloor).version)
-            if not is_newer(floor, said):
-                return said
+            published = PolicyVersion(decode(entry.value, RetirementFloor).version)
+            if not is_newer(floor, published):
+                return published
         self._state.put(streams.FLOOR_KEY, encode(RetirementFloor(version=floor))).wait()
         return floor
 
@@ -157,24 +157,24 @@ class Retirement:
         manifests = [key for key in version_of if key.endswith(_MANIFEST) and version_of[key] in old]
         self._delete(manifests, "below the floor")
         self._retired_at = {version: self._retired_at.get(version, now) for version in old}
-        gone = expired(self._retired_at, now=now, grace_s=self._retention.grace_s)
+        past_grace = expired(self._retired_at, now=now, grace_s=self._retention.grace_s)
         named = {ref.key for m in self._manifests.values() for ref in m.references()} | self._manifests.keys()
         today = datetime.now(UTC)
         kept = {stat.key: (today - stat.modified).total_seconds() for stat in stored if version_of[stat.key] not in old}
         self._delete(
-            [key for key, version in version_of.items() if version in gone and key not in manifests], "retired"
+            [key for key, version in version_of.items() if version in past_grace and key not in manifests], "retired"
         )
-        self._delete(orphans(kept, named, min_age_s=self._retention.orphan_s), "named by nothing")
+        self._delete(orphans(kept, named, min_age_s=self._retention.orphan_s), "orphan")
 
-    def _delete(self, keys: Iterable[str], why: str) -> None:
-        doomed = sorted(keys)
-        if doomed:
-            self._blobs.delete(doomed)
-            log.info("deleted", num_objects=len(doomed), why=why, first=doomed[0])
+    def _delete(self, keys: Iterable[str], reason: str) -> None:
+        unneeded = sorted(keys)
+        if unneeded:
+            self._blobs.delete(unneeded)
+            log.info("deleted", num_objects=len(unneeded), reason=reason, first=unneeded[0])
 
 
 def _bases(manifests: Iterable[VersionManifest]) -> set[PolicyVersion]:
-    """Return the models that adapters among these versions sit upon."""
+    """Return the bases of the adapters among these versions."""
     return {PolicyVersion(m.base.version) for m in manifests if m.base is not None}
 
 

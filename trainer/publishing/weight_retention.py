@@ -1,11 +1,10 @@
-"""Which versions' objects may go, and when the next anchor is due. Pure rules; whoever holds the lease acts.
+"""Which versions' objects can be deleted, and when the next full snapshot is due. Pure rules; `weight_gc` applies them.
 
-A late joiner starts from an anchor and follows the chain to the head. So everything from a *floor* on is
-kept: the floor is an anchor, old enough for the head, for the anchor before it (a reader may be half way
-through it), and for every version that a living worker holds or fetches. Adapters are whole, so each may be the
-floor; the models that they sit upon stay, however old they are. Deletion comes in two acts: a
-version below the floor is *retired* (no new plan may start there), and its objects go after a grace period
-longer than any catch-up.
+A worker that joins late starts from a full snapshot and follows the chain to the head. So everything from a *floor*
+on is kept. The floor is a full snapshot, old enough for the head, for the full snapshot before it (a reader may have
+read half of it), and for every version that a live worker holds or fetches. Adapters are whole, so each can be the
+floor; their bases are kept, however old they are. Deletion has two steps: a version below the floor is *retired*
+(no new plan can start there), and its objects are deleted after a grace period longer than any catch-up.
 """
 
 from __future__ import annotations
@@ -15,40 +14,40 @@ from dataclasses import dataclass
 
 from penstock.protocol.versions import PolicyVersion, is_newer
 
-KEEP_ANCHORS = 2
+KEEP_FULL_SNAPSHOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorPolicy:
-    """When to write an anchor: patches since the last have grown to a share of it, or are many.
+class FullSnapshotPolicy:
+    """When to write a full snapshot: the patches since the last one reach a share of its size, or a number.
 
-    Both bound what a late joiner reads: at most ``1 + max_ratio`` anchors, at most ``max_versions`` patches.
+    Both bound what a late worker reads: at most ``1 + max_ratio`` times a full snapshot, ``max_versions`` patches.
     """
 
     max_ratio: float = 0.5
     max_versions: int = 64
 
-    def is_due(self, *, patch_bytes: int, anchor_bytes: int, num_versions: int) -> bool:
-        """Say whether an anchor is due, given what was published since the last one."""
-        return num_versions >= self.max_versions or patch_bytes > self.max_ratio * anchor_bytes
+    def is_due(self, *, patch_bytes: int, full_bytes: int, num_versions: int) -> bool:
+        """Return True if a full snapshot is due, given what was published since the last one of ``full_bytes``."""
+        return num_versions >= self.max_versions or patch_bytes > self.max_ratio * full_bytes
 
 
 def retirement_floor(
-    anchors: Iterable[PolicyVersion], *, head: PolicyVersion, needed: Iterable[PolicyVersion]
+    starts: Iterable[PolicyVersion], *, head: PolicyVersion, needed: Iterable[PolicyVersion]
 ) -> PolicyVersion | None:
-    """Return the oldest version that must stay; None when nothing may go.
+    """Return the oldest version that must be kept; None if nothing can be deleted.
 
     Args:
-        anchors: Versions that have an anchor, or are adapters.
+        starts: Versions that have a full snapshot, or are adapters.
         head: The newest complete version.
-        needed: Versions that living workers hold or fetch, or that an evaluation is pinned to.
+        needed: Versions that live workers hold or fetch, or that an evaluation has pinned.
     """
-    known = sorted(anchor for anchor in anchors if not is_newer(anchor, head))
+    known = sorted(start for start in starts if not is_newer(start, head))
     if not known:
         return None
-    floors = [known[-KEEP_ANCHORS] if len(known) >= KEEP_ANCHORS else known[0]]
+    floors = [known[-KEEP_FULL_SNAPSHOTS] if len(known) >= KEEP_FULL_SNAPSHOTS else known[0]]
     for version in needed:
-        below = [anchor for anchor in known if not is_newer(anchor, version)]
+        below = [start for start in known if not is_newer(start, version)]
         floors.append(below[-1] if below else known[0])
     return min(floors)
 
@@ -56,9 +55,9 @@ def retirement_floor(
 def retired(
     versions: Iterable[PolicyVersion], floor: PolicyVersion | None, bases: Collection[PolicyVersion] = ()
 ) -> set[PolicyVersion]:
-    """Return the versions below the floor: their manifests go at once, their objects after the grace period.
+    """Return the versions below the floor: their manifests are deleted at once, their objects after the grace period.
 
-    ``bases`` are the models that adapters from the floor on sit upon.
+    ``bases`` are the bases of adapters from the floor on.
     """
     if floor is None:
         return set()
@@ -66,7 +65,7 @@ def retired(
 
 
 def expired(retired_at: Mapping[PolicyVersion, float], *, now: float, grace_s: float) -> set[PolicyVersion]:
-    """Return the retired versions whose objects may go; times in seconds of one clock."""
+    """Return the retired versions whose objects can be deleted; times in seconds of one clock."""
     return {version for version, since in retired_at.items() if now - since >= grace_s}
 
 

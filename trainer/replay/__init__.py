@@ -1,1 +1,1 @@
-"""Trains again from the stored groups of a run and compares every version; may import everything but commands."""
+"""Trains a run again from its stored groups and compares every version; may import every package except commands."""

@@ -1,4 +1,4 @@
-"""The settings that a life of a run had, read back from its record, and held against others; pure."""
+"""Reads the settings of a session from the run's record, and compares them with others; pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic import ValidationError
 from penstock.protocol.errors import ConfigError
 from penstock.trainer.settings import TrainerSettings
 
-_CONNECTIONS = ("nats", "s3")  # where servers are today is no part of what a run is
-# What a step's weights do not depend on: when the run waits, saves, publishes, stops, tests its own crashes.
-_NO_MATTER = frozenset(
+_CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run and its replay
+# A step's weights do not depend on these: when the run waits, saves, publishes, stops, or kills itself in tests.
+_WITHOUT_EFFECT = frozenset(
     f"trainer.{key}"
     for key in (
         "kill_at", "lease_s", "resume", "checkpoint_every", "keep_checkpoints", "keep_versions", "collect_deadline_s",
         "max_mismatch", "mismatch_patience",
     )
 )  # fmt: skip
-_SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # that a step reads
+_SECTIONS = ("model", "rollout", "algorithm", "critic", "trainer")  # read by a step
 
 Flat = dict[str, Any]
 
@@ -28,7 +28,7 @@ Flat = dict[str, Any]
 def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat]:
     """Return the settings of a `config_document`, and the same by dotted key.
 
-    Raises ConfigError when this build cannot read them; ``where`` names them in the text.
+    Raises ConfigError if this build cannot read them; ``where`` names them in the text.
     """
     try:
         values = json.loads(document)["settings"]
@@ -37,11 +37,13 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
         first = err.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"{where}: this build does not read it as a run's settings: {key or 'settings'}: {first['msg']}; "
+            f"{where}: these settings are not valid in this build: {key or 'settings'}: {first['msg']}; "
             "replay with the version of penstock that made the run"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ConfigError(f"{where} is not the settings of a run ({type(err).__name__}: {err})") from None
+        raise ConfigError(
+            f"{where} does not hold the settings of a run ({type(err).__name__}: {err}); restore the file"
+        ) from None
     return settings, flat(values)
 
 
@@ -59,7 +61,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:
 
 
 def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) -> list[str]:
-    """Return one line for each setting that differs; a key that only one side knows differs, too."""
+    """Return one line for each setting that differs, also if only one side has it."""
     keys = sorted((recorded.keys() | other.keys()) - set(ignoring))
     return [
         f"{key} = {json.dumps(other.get(key))}, recorded {json.dumps(recorded.get(key))}"
@@ -69,9 +71,9 @@ def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) ->
 
 
 def what_steps_read(settings: Flat) -> Flat:
-    """Return the settings that the weights of a step depend on: lives that agree in them can be one."""
+    """Return the settings that a step's weights depend on: sessions that agree in them are replayed as one."""
     return {
         key: value
         for key, value in settings.items()
-        if (key.split(".")[0] in _SECTIONS and key not in _NO_MATTER) or key == "data.from_run"
+        if (key.split(".")[0] in _SECTIONS and key not in _WITHOUT_EFFECT) or key == "data.from_run"
     }

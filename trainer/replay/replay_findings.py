@@ -1,4 +1,4 @@
-"""What is wrong with what a replay reads, in words: settings that drifted, packs that are gone, other figures."""
+"""Describes problems with the input of a replay: changed settings, missing packs, different figures."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _SHOWN_IDS = 4
 
 
 def config_findings(path: Path, recorded: Flat) -> list[str]:
-    """Hold ``config.json`` of a run's folder against the settings that the record says its last life had.
+    """Return one line for every setting in which ``config.json`` differs from the record of the last session.
 
-    None where there is no such file.
+    Empty if the file does not exist.
     """
     if not path.is_file():
         return []
     try:
         here = flat(json.loads(path.read_bytes())["settings"])
     except (ValueError, KeyError, TypeError, AttributeError) as err:
-        return [f"{path} is not the settings of a run ({type(err).__name__}: {err})"]
+        return [f"{path} does not hold the settings of a run ({type(err).__name__}: {err})"]
     return [f"{path}: {line}" for line in differences(recorded, here, ignoring={"run.dir"})]
 
 
 def drift(run_files: Sequence[Path], recorded: Flat) -> list[str]:
-    """Return one line for every setting of run files that is not what the run's last life had.
+    """Return one line for every setting of run files that differs from the run's last session.
 
     Raises ConfigError for run files that the trainer would refuse.
     """
@@ -40,16 +40,16 @@ def drift(run_files: Sequence[Path], recorded: Flat) -> list[str]:
         return []
     loaded = load(TrainerSettings, files=run_files)
     now = flat(config_document(loaded)["settings"])
-    told = {key: value for key, value in now.items() if loaded.origins[key].startswith(tuple(map(str, run_files)))}
+    given = {key: value for key, value in now.items() if loaded.origins[key].startswith(tuple(map(str, run_files)))}
     return [
         f"{loaded.origins[key]}: {line}"
-        for key in sorted(told)
-        for line in differences({key: recorded.get(key)}, {key: told[key]}, ignoring={"run.dir"})
+        for key in sorted(given)
+        for line in differences({key: recorded.get(key)}, {key: given[key]}, ignoring={"run.dir"})
     ]
 
 
 def missing_packs(steps: Sequence[RecordedStep], blobs: Blobs) -> list[str]:
-    """Name every pack that is not in the object store, with the groups that cannot be trained without it."""
+    """Return one line for every pack that is not in the object store, with the groups that need it."""
     packs = {pack.key: pack for step in steps for pack in step.packs}
     stored: set[str] = set()
     for owner in sorted({blob_keys.owner_of_pack(key) for key in packs}):
@@ -64,11 +64,15 @@ def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
     return f"step {uses[0][0]} needs its groups {', '.join(ids[:_SHOWN_IDS])}{more}"
 
 
-def figure_differences(metrics: Path, step: int | None, figures: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return one line for every figure of a step that ``metrics.jsonl`` has otherwise; none where it has no such step."""
+def figure_differences(metrics: Path, step: int | None, replayed: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return one line for every figure of a step that differs in ``metrics.jsonl``; none if it has no such step."""
     try:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     except (OSError, ValueError):
         return ()
-    then = next((row for row in rows if row.get("kind") == "step" and row.get("step") == step), {})
-    return tuple(f"{k}: {then[k]} then, {v} now" for k, v in figures.items() if k in then and then[k] != v)
+    recorded = next((row for row in rows if row.get("kind") == "step" and row.get("step") == step), {})
+    return tuple(
+        f"{name}: recorded {recorded[name]}, replayed {value}"
+        for name, value in replayed.items()
+        if name in recorded and recorded[name] != value
+    )

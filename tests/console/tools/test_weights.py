@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.weights_source import WeightsSource
+from tests.weights_source import WeightsSource, adapter_base
 from transformers import AutoModelForCausalLM
 
 from penstock.console.tools.weights import export, print_versions
@@ -22,11 +22,11 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.adapter_format import AdapterConfig, published_name
 from penstock.trainer.connections import Connections
-from penstock.trainer.publishing.publish_coordinator import Shares
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.snapshot import Base
-from penstock.trainer.publishing.version_writer import Label, VersionWriter
-from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import ModelWeights
+from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
 
 State = dict[str, torch.Tensor]
 
@@ -111,10 +111,10 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     folder = tmp_path / "model"
     write_model(folder, seed=0)
     source = WeightsSource(bus, blobs, ring_streams, folder)
-    base = Base.of(
+    base = adapter_base(
         load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",))
     )
-    source.publish(0, base.tensors)
+    source.publish(0, base.buckets.tensors())
     layer = "model.layers.0.self_attn.q_proj"
     factors = {
         published_name(f"{layer}.lora_A.weight"): torch.randn(2, 64),
@@ -133,7 +133,7 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     down, up = factors.values()
     torch.testing.assert_close(
-        loaded[f"{layer}.weight"], base.tensors[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
+        loaded[f"{layer}.weight"], base.buckets.tensors()[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
     )
     assert export(ring_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -147,12 +147,12 @@ def test_what_a_dead_trainer_left_is_not_taken_for_the_version(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A whole version under a number that the head's chain has otherwise is neither listed nor exported."""
-    connections, part = Connections(ring_streams, bus, blobs), part_of(states[3])
-    shares = Shares(Share(blobs, ring_streams))
-    shares.hold(part)
-    stored = shares.store_whole(part.taken, PolicyVersion(2))
-    VersionWriter(connections, tmp_path / "model").whole(
-        Label(PolicyVersion(2), 2, 0), part.layout, (), stored, state_root=part.state_root, parent=None
+    connections, buckets = Connections(ring_streams, bus, blobs), copy_to_buckets(states[3])
+    coordinator = PublishCoordinator(RankPublisher(blobs, ring_streams))
+    coordinator.hold(buckets)
+    stored = coordinator.store_whole(buckets.copy_id, PolicyVersion(2))
+    VersionWriter(connections, tmp_path / "model").full_snapshot(
+        Label(PolicyVersion(2), 2, 0), Content(buckets.layout, (), stored, ModelWeights(buckets).root()), parent=None
     )
     assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)

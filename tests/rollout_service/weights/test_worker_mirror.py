@@ -25,7 +25,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.rollout_service.errors import WeightsUnusable
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 OpenMirror = Callable[..., Mirror]
 BUCKET_BYTES = 4096
@@ -149,7 +149,7 @@ def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_m
 
 def test_a_new_worker_starts_at_the_newest_full_snapshot(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
     """A worker without weights starts at the newest full snapshot that the head names."""
-    run = Run(bus, blobs, ring_streams, model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=5))
+    run = Run(bus, blobs, ring_streams, model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=5))
     for version in range(13):
         run.publish(version)
     anchor = run.manifest(12).anchor

@@ -73,7 +73,7 @@ def ready(number: int, rewards: tuple[float, ...], *, version: int = 0) -> Ready
 def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float) -> StepPlan:
     return make_plan(
         groups, credit=credit_rule(settings, longest=10), aggregation=settings.aggregation,
-        max_completion_tokens=10, budget_tokens=120, num_ranks=1, **more,  # type: ignore[arg-type]
+        max_completion_tokens=10, budget_tokens=120, num_shares=1, **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

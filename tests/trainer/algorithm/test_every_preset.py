@@ -158,7 +158,7 @@ class Trained:
 def plan_of(groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget: int, num_ranks: int, version: int) -> StepPlan:  # fmt: skip
     return make_plan(
         groups, credit=credit_rule(section, longest=LONGEST), aggregation=section.aggregation,
-        max_completion_tokens=LONGEST, budget_tokens=budget, num_ranks=num_ranks, version=version,
+        max_completion_tokens=LONGEST, budget_tokens=budget, num_shares=num_ranks, version=version,
         sft_coefficient=section.sft_coefficient,
     )  # fmt: skip
 

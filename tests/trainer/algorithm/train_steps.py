@@ -17,27 +17,28 @@ from tests.trainer.learner.rank_check import how
 from penstock.protocol.config.run_file import load
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.learner.load_model import load_policy, load_reference
 from penstock.trainer.learner.planning import Planner
-from penstock.trainer.learner.policy import load_policy, load_reference
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import TrainerSettings
 
 NUM_STEPS = 3
 
 
-def figures(model: str, overrides: list[str], ranks: Ranks) -> list[dict[str, Any]]:
-    """Train a fresh policy and return the figures of each step."""
+def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[str, Any]]:
+    """Train a fresh policy and say what each step did."""
     given = [f"model.path={model}", "trainer.micro_batch_tokens=120", "data.max_prompt_tokens=100"]
     loaded = load(TrainerSettings, overrides=[*given, "rollout.max_new_tokens=10", *overrides]).settings
     settings = loaded.algorithm
-    policy = load_policy(Path(model), how(1, "float32"), ranks, temperature=1.0)
+    policy = load_policy(Path(model), how(1, "float32"), dims, temperature=1.0)
     reference = None
     if settings.needs_reference:
         reference = load_reference(Path(model), how(1, "float32"), policy.device, temperature=1.0)
     nothing: Any = None  # a rank that is given its groups fetches none
-    rank_group = RankGroup(policy, ranks, nothing, build_objective(settings), reference)
+    rank_group = RankGroup(policy, dims, nothing, build_objective(settings), reference)
     pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
     groups = []
     for number in range(3):
@@ -57,7 +58,11 @@ def main() -> None:
     model, cases = sys.argv[1:]
     torch.set_num_threads(1)
     ranks = Ranks()
-    print(json.dumps({name: figures(model, overrides, ranks) for name, overrides in json.loads(cases).items()}))
+    print(
+        json.dumps(
+            {name: figures(model, overrides, ParallelDims(ranks)) for name, overrides in json.loads(cases).items()}
+        )
+    )
     ranks.leave(0)
 
 

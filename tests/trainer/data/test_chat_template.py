@@ -47,7 +47,7 @@ CHATS = [
 
 
 def write_folder(folder: Path, template: str, **config: object) -> Path:
-    """Write a byte-level BPE tokenizer with a template as transformers lays it out."""
+    """Write a byte-level BPE tokenizer with a template, in the files that transformers writes."""
     folder.mkdir(exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,28 +95,28 @@ def reference(folders: dict[str, Path]) -> dict[str, object]:
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_tokens_equal_those_of_transformers(folders, reference, name, chat, add_generation_prompt):
-    """Rendering and encoding agree with apply_chat_template, text for text and id for id."""
-    ours = ChatTokenizer.read(folders[name])
-    text = ours.render(chat, add_generation_prompt=add_generation_prompt)
-    theirs = reference[name]
+    """Texts and token ids equal those of apply_chat_template."""
+    tokenizer = ChatTokenizer.read(folders[name])
+    text = tokenizer.render(chat, add_generation_prompt=add_generation_prompt)
+    expected = reference[name]
     kwargs = {"add_generation_prompt": add_generation_prompt}
-    assert text == theirs.apply_chat_template(chat, tokenize=False, **kwargs)
-    assert ours.encode(text) == theirs.apply_chat_template(chat, tokenize=True, return_dict=False, **kwargs)
-    assert ours.encode_many([text, "x"])[0] == ours.encode(text)
+    assert text == expected.apply_chat_template(chat, tokenize=False, **kwargs)
+    assert tokenizer.encode(text) == expected.apply_chat_template(chat, tokenize=True, return_dict=False, **kwargs)
+    assert tokenizer.encode_many([text, "x"])[0] == tokenizer.encode(text)
 
 
-def test_text_comes_back_from_its_tokens(folders):
-    """Decoding the ids of a byte-level tokenizer gives the text back."""
+def test_tokens_decode_to_their_text(folders):
+    """Decoding the ids of a byte-level tokenizer returns the text."""
     tokenizer = ChatTokenizer.read(folders["qwen_like"])
 
     @given(st.text(max_size=40))
     def check(text: str) -> None:
-        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+        assert tokenizer._tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
     check()
 
 
-def test_template_file_wins_over_the_configuration(tmp_path: Path):
+def test_the_template_file_overrides_the_configuration(tmp_path: Path):
     """chat_template.jinja is preferred, and of several named templates the default one is used."""
     folder = write_folder(tmp_path / "m", [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}])  # type: ignore[arg-type]
     assert ChatTokenizer.read(folder).render(CHATS[0], add_generation_prompt=True) == "d"
@@ -134,7 +134,7 @@ def test_end_tokens_come_from_all_three_files(tmp_path: Path):
     write_folder(folder, PLAIN, eos_token=None)
     assert ChatTokenizer.read(folder).eos_ids == (2,)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedModel, match="a completion could never end"):
+    with pytest.raises(UnsupportedModel, match="a completion would never end"):
         ChatTokenizer.read(folder)
 
 
@@ -150,7 +150,7 @@ def test_end_tokens_come_from_all_three_files(tmp_path: Path):
     ],
 )
 def test_an_unusable_folder_is_named_with_its_file(tmp_path: Path, spoil, reply: str):
-    """Every file that is missing or wrong is named, with what to do."""
+    """The error names every missing or invalid file, with a fix."""
     folder = write_folder(tmp_path / "m", PLAIN)
     spoil(folder)
     with pytest.raises(UnsupportedModel) as caught:
@@ -160,8 +160,8 @@ def test_an_unusable_folder_is_named_with_its_file(tmp_path: Path, spoil, reply:
         ChatTokenizer.read(tmp_path / "nowhere")
 
 
-def test_a_chat_the_template_refuses_is_malformed_data(folders):
-    """What the template raises is reported as a mistake of the row."""
+def test_a_chat_that_the_template_refuses_is_malformed_data(folders):
+    """An error of the template is reported as malformed data."""
     tokenizer = ChatTokenizer.read(folders["plain"])
     with pytest.raises(MalformedData, match="chat template refuses the chat: no robots"):
         tokenizer.render([{"role": "robot", "content": "beep"}], add_generation_prompt=True)
@@ -169,13 +169,13 @@ def test_a_chat_the_template_refuses_is_malformed_data(folders):
 
 @pytest.mark.parametrize("template", ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}"])
 def test_templates_run_in_a_sandbox(tmp_path: Path, template: str):
-    """A template from elsewhere can neither reach Python's internals nor change the chat."""
+    """A template can neither access Python's internals nor change the chat."""
     tokenizer = ChatTokenizer.read(write_folder(tmp_path / "m", template))
     with pytest.raises(MalformedData):
         tokenizer.render(CHATS[0], add_generation_prompt=True)
 
 
 def test_the_tokenizer_needs_neither_torch_nor_transformers():
-    """The door imports in a process that never sees torch or transformers."""
+    """The module imports in a process that loads neither torch nor transformers."""
     code = "import sys, penstock.trainer.data.chat_template; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

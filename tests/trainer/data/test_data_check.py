@@ -1,4 +1,4 @@
-"""`data-check` and `config`: what they print, what they return, and that neither loads torch."""
+"""`data-check` and `config`: output, exit codes, and no import of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_good_file_is_described(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """Format, what it trains, data sources and token lengths are printed; the exit code is 0."""
+    """Format, usable algorithms, data sources and token lengths are printed; the exit code is 0."""
     assert main(["data-check", str(folder / "train.jsonl"), "--model", str(folder / "m")]) == 0
     printed = capsys.readouterr().out
     assert f"{folder / 'train.jsonl'}: 5 rows, format flat" in printed
@@ -33,7 +33,7 @@ def test_a_good_file_is_described(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """With --json every file is one object on a line of its own."""
+    """With --json every file is one object on its own line."""
     files = [str(folder / "sft.jsonl"), str(folder / "train.jsonl")]
     assert main(["data-check", *files, "--json"]) == 0
     sft, train = map(json.loads, capsys.readouterr().out.splitlines())
@@ -45,14 +45,14 @@ def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Bad rows are shown with file, line and column, and the exit code is 1; the good ones still count."""
+    """Bad rows are shown with file, line and column, and the exit code is 1; good rows still count."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a"}\n' * 2 + '{"prompt": 3}\n' * 12)
     assert main(["data-check", str(path)]) == 1
     printed = capsys.readouterr().out
     assert "grpo with 2 rows" in printed
     assert "1 rows repeat an earlier prompt" in printed
-    assert "(none): 2 rows, 0 with a ground truth; reward.name must say who scores them" in printed
+    assert "(none): 2 rows, 0 with a ground truth; set reward.name, which scores them" in printed
     assert f"    {path}:3: column prompt: expected a text or a list of messages, got 3" in printed
     assert f"and {12 - MAX_BAD_ROWS_SHOWN} more" in printed
     assert main(["data-check", str(tmp_path / "nowhere")]) == 1
@@ -60,7 +60,7 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """--map and --format mean what data.map and data.format mean; a wrong one is refused."""
+    """--map and --format work as data.map and data.format do; invalid values are refused."""
     path = tmp_path / "x.csv"
     path.write_text("instruction,output,gold\na,b,c\n")
     arguments = ["data-check", str(path), "--map", "prompt=instruction", "--map", "response=output"]
@@ -72,8 +72,8 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
             main(["data-check", str(path), *wrong])
 
 
-def test_rows_that_only_sft_can_use_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A row that answers itself is fine for SFT; the report says why GRPO cannot use it."""
+def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A row without a prompt to answer is good for SFT; the report says why GRPO cannot use it."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "response": "b", "data_source": 3}\n')
     assert main(["data-check", str(path)]) == 0
@@ -82,14 +82,14 @@ def test_rows_that_only_sft_can_use_are_not_bad(tmp_path: Path, capsys: pytest.C
     assert "sft with 1 rows" in printed
 
 
-def test_statistics_of_nothing_are_nothing():
-    """No lengths, no statistics."""
+def test_no_lengths_have_no_statistics():
+    """The statistics of no lengths are None."""
     assert length_statistics([]) is None
     assert length_statistics([3, 1]) == {"min": 1, "mean": 2.0, "median": 2, "p95": 2, "max": 3}
 
 
 def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """File, line and override are named beside the values; --json gives the same to machines."""
+    """Every value has its origin: file and line, preset or override; --json prints the same."""
     file = tmp_path / "run.toml"
     file.write_text("[model]\npath = 'm'\n")
     assert main(["config", str(file), "trainer.lr=0.5"]) == 0
@@ -104,8 +104,8 @@ def test_config_shows_every_value_with_its_origin(tmp_path: Path, capsys: pytest
     assert document["origins"]["model.path"] == f"{file}:2"
 
 
-def test_mistakes_end_with_their_text_and_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A refusal is a sentence on stderr, never a traceback."""
+def test_a_refusal_exits_with_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A refusal is one message on stderr, without a traceback."""
     assert main(["config", "model.pth=x"]) == 2
     assert "unknown key model.pth; did you mean model.path?" in capsys.readouterr().err
     assert main(["data-check", "x", "--model", str(tmp_path / "no")]) == 2
@@ -113,7 +113,7 @@ def test_mistakes_end_with_their_text_and_code_two(tmp_path: Path, capsys: pytes
     assert main([]) == 2
     assert main(["dance"]) == 2
     usage = capsys.readouterr().err
-    assert usage.count("usage: python -m penstock.trainer {") == 2
+    assert usage.count("usage: python -m penstock.trainer COMMAND") == 2
     assert "data-check" in usage
 
 

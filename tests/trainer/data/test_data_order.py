@@ -12,8 +12,8 @@ from penstock.trainer.data.data_order import DataOrder, Place
 
 
 @given(st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 5), st.booleans())
-def test_every_prompt_comes_once_in_every_epoch(num_prompts: int, seed: int, epoch: int, shuffle: bool):
-    """The positions of an epoch hit every prompt exactly once, and can be found back."""
+def test_every_prompt_is_used_once_in_every_epoch(num_prompts: int, seed: int, epoch: int, shuffle: bool):
+    """The positions of an epoch are a permutation of the prompts, and `position_of` inverts it."""
     order = DataOrder(num_prompts, seed, shuffle)
     positions = range(epoch * num_prompts, (epoch + 1) * num_prompts)
     places = [order.at(position) for position in positions]
@@ -23,7 +23,7 @@ def test_every_prompt_comes_once_in_every_epoch(num_prompts: int, seed: int, epo
 
 
 def test_order_depends_on_seed_and_epoch():
-    """Seeds and epochs give orders of their own; without shuffling the file's order stays."""
+    """Every seed and epoch has its own order; without shuffling it is the file's."""
     orders = {
         tuple(DataOrder(100, seed).at(epoch * 100 + i).prompt for i in range(100))
         for seed in (0, 1)
@@ -34,19 +34,19 @@ def test_order_depends_on_seed_and_epoch():
 
 
 def test_order_never_changes():
-    """The order is part of every checkpoint: these values stay as they are in every later build."""
+    """The order is part of every checkpoint: every later build returns these values."""
     assert [DataOrder(10, 0).at(i).prompt for i in range(10)] == [0, 4, 2, 9, 5, 7, 1, 8, 6, 3]
 
 
-def test_neighbours_do_not_stay_together():
-    """A shuffled order looks random: neighbours of the file are on average a third of the file apart."""
+def test_neighbours_are_separated():
+    """A shuffled order is close to random: neighbours are on average a third of the file apart."""
     order = DataOrder(1000, 3)
     prompts = [order.at(i).prompt for i in range(1000)]
     jumps = [abs(a - b) for a, b in pairwise(prompts)]
     assert 290 < sum(jumps) / len(jumps) < 380
 
 
-def test_an_order_of_nothing_is_refused():
-    """No prompts, no order."""
+def test_an_order_without_prompts_is_refused():
+    """Zero prompts raise ValueError."""
     with pytest.raises(ValueError, match="at least one prompt"):
         DataOrder(0, 0)

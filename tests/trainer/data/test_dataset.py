@@ -1,4 +1,4 @@
-"""Data files of every form become prompts and turns; what is wrong with them is named by file, line and column."""
+"""Data files of every format become prompts and turns; malformed rows are reported by file, line and column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.examples import examples
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.trainer.data.chat_template import ChatTokenizer
-from penstock.trainer.data.dataset import MAX_MISTAKES_SHOWN, PromptSet, TurnSet, reward_name
+from penstock.trainer.data.dataset import MAX_PROBLEMS_SHOWN, PromptSet, TurnSet, reward_name
 from penstock.trainer.data.row_files import fingerprint, open_rows
 from penstock.trainer.data.row_formats import detect, prompt_row, rename, turn_rows
 from penstock.trainer.errors import MalformedData
@@ -42,6 +42,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, seed=0)
     return ChatTokenizer.read(folder)
+
+
+def text_of(tokenizer: ChatTokenizer, token_ids: Any) -> str:
+    return tokenizer._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
 def write(folder: Path, rows: list[Any], kind: str = "jsonl") -> Path:
@@ -88,7 +92,7 @@ def turns(path: Path, tokenizer: ChatTokenizer, *, max_tokens: int = 1000, **dat
         ({"question": "sort 21", "answer": "12"}, '"12"', ""),
     ],
 )
-def test_every_form_in_every_kind_of_file_gives_the_same_prompt(
+def test_every_format_in_every_kind_of_file_gives_the_same_prompt(
     tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, truth: str | None, source: str
 ):
     """verl, TRL, messages, flat and question/answer rows are recognised in JSONL, JSON, CSV and Parquet."""
@@ -99,7 +103,7 @@ def test_every_form_in_every_kind_of_file_gives_the_same_prompt(
     assert prompt.text == "<|im_start|>user\nsort 21<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.token_ids == tuple(tokenizer.encode(prompt.text))
     assert (prompt.reward.name, prompt.reward.ground_truth, prompt.reward.data_source) == ("r", truth, source)
-    assert loaded.longest_tokens == len(prompt.token_ids) == loaded.num_tokens / 2
+    assert loaded.num_tokens == 2 * len(prompt.token_ids)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
@@ -115,30 +119,28 @@ def test_every_form_in_every_kind_of_file_gives_the_same_prompt(
         (FLAT, {"map": {"response": "ground_truth"}}),
     ],
 )
-def test_every_form_gives_the_same_turn(tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, data: dict):
-    """Rows with an answer teach exactly the answer and its end token, whatever their form."""
+def test_every_format_gives_the_same_turn(tmp_path: Path, tokenizer: ChatTokenizer, kind: str, row: dict, data: dict):
+    """The loss mask of a row covers exactly the answer and its end token, in every format."""
     turn = turns(write(tmp_path, [row], kind), tokenizer, **data)[0]
     text = "<|im_start|>user\nsort 21<|im_end|>\n<|im_start|>assistant\n12<|im_end|>"
     assert turn.token_ids.dtype == np.int32
     assert turn.token_ids.tolist() == tokenizer.encode(text)
-    assert tokenizer.decode(turn.token_ids[turn.loss_mask], skip_special_tokens=False) == "12<|im_end|>"
+    assert text_of(tokenizer, turn.token_ids[turn.loss_mask]) == "12<|im_end|>"
 
 
-def test_every_assistant_turn_is_taught_once(tmp_path: Path, tokenizer: ChatTokenizer):
+def test_every_assistant_turn_is_trained_once(tmp_path: Path, tokenizer: ChatTokenizer):
     """A conversation becomes one turn per answer, each after exactly the chat that inference would see."""
     chat = [*ANSWERED, {"role": "user", "content": "sort 43"}, {"role": "assistant", "content": "34"}]
     loaded = turns(write(tmp_path, [{"messages": chat}]), tokenizer, system_prompt="be brief")
-    taught = [
-        tokenizer.decode(t.token_ids[t.loss_mask], skip_special_tokens=False) for t in map(loaded.__getitem__, (0, 1))
-    ]
-    assert taught == ["12<|im_end|>", "34<|im_end|>"]
-    before = tokenizer.decode(loaded[1].token_ids[~loaded[1].loss_mask], skip_special_tokens=False)
+    trained = [text_of(tokenizer, t.token_ids[t.loss_mask]) for t in map(loaded.__getitem__, (0, 1))]
+    assert trained == ["12<|im_end|>", "34<|im_end|>"]
+    before = text_of(tokenizer, loaded[1].token_ids[~loaded[1].loss_mask])
     assert before.startswith("<|im_start|>system\nbe brief<|im_end|>")
     assert before.endswith("12<|im_end|>\n<|im_start|>user\nsort 43<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_other_columns_reach_the_reward(tmp_path: Path, tokenizer: ChatTokenizer):
-    """extra_info carries what the row says besides, its own entries first; dates and decimals as text."""
+    """extra_info holds the row's other columns and its own entries, which take precedence; dates and decimals as text."""
     row = {**FLAT, "level": 3, "index": 1, "price": Decimal("1.50"), "extra_info": {"index": 7}}
     request = prompts(write(tmp_path, [row], "parquet"), tokenizer)[0].reward
     assert json.loads(request.extra_info) == {"level": 3, "index": 7, "price": "1.50"}
@@ -146,8 +148,8 @@ def test_other_columns_reach_the_reward(tmp_path: Path, tokenizer: ChatTokenizer
     assert json.loads(verl.extra_info) == {"ability": "math", "split": "train", "index": 3}
 
 
-def test_columns_of_other_names_are_mapped(tmp_path: Path, tokenizer: ChatTokenizer):
-    """data.map names columns, also nested ones, and a system prompt stands before chats without one."""
+def test_columns_with_other_names_are_mapped(tmp_path: Path, tokenizer: ChatTokenizer):
+    """data.map names columns, also nested ones, and a system prompt is put before chats without one."""
     row = {"q": "sort 21", "info": {"gold": [1, 2]}, "kind": "s"}
     mapping = {"prompt": "q", "ground_truth": "info.gold", "data_source": "kind"}
     prompt = prompts(write(tmp_path, [row]), tokenizer, map=mapping, system_prompt="be brief")[0]
@@ -158,7 +160,7 @@ def test_columns_of_other_names_are_mapped(tmp_path: Path, tokenizer: ChatTokeni
 
 
 def test_reward_names_follow_source_then_name_then_service():
-    """by_source wins over name; without either the reward service chooses by data_source."""
+    """by_source overrides name; without either the reward service chooses by data_source."""
     both = RewardSettings(name="mine", by_source={"gsm8k": "special"})
     assert reward_name(both, "gsm8k") == "special"
     assert reward_name(both, "other") == "mine"
@@ -191,8 +193,8 @@ def test_reward_names_follow_source_then_name_then_service():
         ({**FLAT, "extra_info": "x"}, "column extra_info: expected an object, got 'x'"),
     ],
 )
-def test_a_malformed_row_is_named_with_line_and_column(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
-    """The message of a malformed row begins with file and line and says column, expected and got."""
+def test_a_malformed_row_is_reported_with_line_and_column(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
+    """The error of a malformed row has file, line, column, expected and got."""
     path = write(tmp_path, [FLAT, FLAT, row])
     with pytest.raises(MalformedData) as caught:
         prompts(path, tokenizer)
@@ -208,7 +210,7 @@ def test_a_malformed_row_is_named_with_line_and_column(tmp_path: Path, tokenizer
     ],
 )
 def test_a_row_without_an_answer_cannot_be_imitated(tmp_path: Path, tokenizer: ChatTokenizer, row, reply: str):
-    """SFT says which column it misses and how to name it."""
+    """The error names the missing column and how to map it."""
     with pytest.raises(MalformedData) as caught:
         turns(write(tmp_path, [row]), tokenizer)
     assert f":1: {reply}" in str(caught.value)
@@ -238,8 +240,10 @@ def test_a_row_without_an_answer_cannot_be_imitated(tmp_path: Path, tokenizer: C
         ("a.jsonl", b" \n", ": the file is empty"),
     ],
 )
-def test_a_broken_file_is_named_with_its_place(tmp_path: Path, tokenizer: ChatTokenizer, name, content, reply: str):
-    """Damaged files are refused with the line where reading stopped."""
+def test_a_broken_file_is_reported_with_its_position(
+    tmp_path: Path, tokenizer: ChatTokenizer, name, content, reply: str
+):
+    """Damaged files are refused with the line at which reading stopped."""
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(MalformedData) as caught:
@@ -247,32 +251,32 @@ def test_a_broken_file_is_named_with_its_place(tmp_path: Path, tokenizer: ChatTo
     assert str(caught.value).startswith(f"{path}{reply}")
 
 
-def test_a_parquet_row_is_named_by_its_number(tmp_path: Path, tokenizer: ChatTokenizer):
-    """Parquet has no lines: the row counts from 1."""
+def test_a_parquet_row_is_reported_by_its_number(tmp_path: Path, tokenizer: ChatTokenizer):
+    """Parquet has no lines: rows are counted from 1."""
     path = write(tmp_path, [VERL, {**VERL, "prompt": []}], "parquet")
     with pytest.raises(MalformedData, match=r"data\.parquet: row 2: column prompt: expected"):
         prompts(path, tokenizer)
 
 
 def test_all_malformed_rows_are_refused_together(tmp_path: Path, tokenizer: ChatTokenizer):
-    """The first twenty are shown, the rest counted, over all files."""
+    """The first twenty are shown and the rest counted, over all files."""
     bad = write(tmp_path, [{"prompt": n} for n in range(30)])
     good = write(tmp_path, [FLAT], "json")
     with pytest.raises(MalformedData) as caught:
         prompts([good, bad], tokenizer)
     lines = str(caught.value).split("\n")
-    assert len(lines) == MAX_MISTAKES_SHOWN + 1
+    assert len(lines) == MAX_PROBLEMS_SHOWN + 1
     assert lines[-1] == "and 10 more"
 
 
 def test_a_missing_file_is_refused(tmp_path: Path, tokenizer: ChatTokenizer):
-    """A file that is not there is named."""
+    """The error names a missing file."""
     with pytest.raises(MalformedData, match=r"nowhere\.jsonl: not readable \(No such file"):
         prompts(tmp_path / "nowhere.jsonl", tokenizer)
 
 
-def test_a_mapped_column_that_is_missing_is_named(tmp_path: Path, tokenizer: ChatTokenizer):
-    """The message says which mapping asked for the column, and which columns there are."""
+def test_a_missing_mapped_column_is_reported(tmp_path: Path, tokenizer: ChatTokenizer):
+    """The error names the mapping and the columns that exist."""
     with pytest.raises(MalformedData, match=r":1: column q: missing \(data.map.prompt\); the row has prompt"):
         prompts(write(tmp_path, [{"prompt": "x"}]), tokenizer, map={"prompt": "q"})
     with pytest.raises(MalformedData, match=r"column reward_model: missing in a row of format verl"):
@@ -280,7 +284,7 @@ def test_a_mapped_column_that_is_missing_is_named(tmp_path: Path, tokenizer: Cha
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokenizer: ChatTokenizer):
-    """data.overlong decides; a set of which nothing is left is refused in any case."""
+    """data.overlong decides; a set without remaining rows is refused in any case."""
     path = write(tmp_path, [FLAT, {**FLAT, "prompt": "sort 12345678"}, FLAT])
     loaded = prompts(path, tokenizer, max_prompt_tokens=16)
     assert len(loaded) == 2
@@ -288,10 +292,10 @@ def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path: Path, tokeniz
     assert [loaded[i].index for i in (0, 1)] == [0, 1]
     with pytest.raises(MalformedData, match=r":2: 21 tokens, the limit is 16; raise it, or set data.overlong"):
         prompts(path, tokenizer, max_prompt_tokens=16, overlong="error")
-    with pytest.raises(MalformedData, match="no row is left; all 3 are longer than the limit of 3 tokens"):
+    with pytest.raises(MalformedData, match="no row is left: all 3 are longer than the limit of 3 tokens"):
         prompts(path, tokenizer, max_prompt_tokens=3)
     answered = write(tmp_path, [{"prompt": "sort 21", "response": "12"}] * 2, "json")
-    with pytest.raises(MalformedData, match="no row is left; all 2 are longer than the limit of 10 tokens"):
+    with pytest.raises(MalformedData, match="no row is left: all 2 are longer than the limit of 10 tokens"):
         turns(answered, tokenizer, max_tokens=10)
 
 
@@ -303,8 +307,8 @@ def test_only_the_first_samples_are_read(tmp_path: Path, tokenizer: ChatTokenize
     assert "user\nb" in loaded[3].text
 
 
-def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path, tokenizer: ChatTokenizer):
-    """A row that was fine at the start and is not any more is refused, and other content has another fingerprint."""
+def test_a_file_that_changes_during_the_run_is_detected(tmp_path: Path, tokenizer: ChatTokenizer):
+    """A row that has become malformed since the start is refused, and other content has another fingerprint."""
     path = write(tmp_path, [FLAT, FLAT])
     loaded = prompts(path, tokenizer)
     before = path.read_text()
@@ -316,8 +320,8 @@ def test_a_file_that_changes_during_the_run_is_noticed(tmp_path: Path, tokenizer
     assert fingerprint([path]) == loaded.fingerprint
 
 
-def test_a_template_that_renders_answers_otherwise_is_refused(tmp_path: Path):
-    """SFT would teach a format that inference never asks for, so it refuses such a template."""
+def test_a_template_that_renders_answers_differently_is_refused(tmp_path: Path):
+    """A template whose answers do not start with its own generation prompt is refused for SFT."""
     write_model(tmp_path, seed=0)
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -328,18 +332,18 @@ def test_a_template_that_renders_answers_otherwise_is_refused(tmp_path: Path):
 
 
 def test_a_completion_always_ends(tmp_path: Path):
-    """Where the template writes no end token, one is added."""
+    """If the template writes no end token, one is added."""
     write_model(tmp_path, seed=0)
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = ChatTokenizer.read(tmp_path)
     turn = turns(write(tmp_path, [{"prompt": "a", "response": "b"}]), tokenizer)[0]
-    assert tokenizer.decode(turn.token_ids, skip_special_tokens=False) == "user:aassistant:b<|im_end|>"
+    assert text_of(tokenizer, turn.token_ids) == "user:aassistant:b<|im_end|>"
 
 
-def test_the_quickstarts_files_are_ordinary_ones(tmp_path: Path, tokenizer: ChatTokenizer):
-    """The data path reads what the quickstart writes, warm-up and prompts alike."""
+def test_the_quickstarts_files_are_readable(tmp_path: Path, tokenizer: ChatTokenizer):
+    """The files of the quickstart open as turns and as prompts."""
     write_data(tmp_path, seed=0, num_sft=5, num_train=7, num_eval=3)
     assert len(turns(tmp_path / "sft.jsonl", tokenizer)) == 5
     loaded = prompts(tmp_path / "train.jsonl", tokenizer, reward=None)
@@ -364,7 +368,7 @@ column_names = st.sampled_from(
 
 @given(st.dictionaries(column_names, json_values))
 def test_any_row_is_read_or_refused_with_a_reason(row: dict):
-    """Whatever JSON a row holds, reading it either works or raises MalformedData; nothing else ever."""
+    """For any JSON row, reading either works or raises MalformedData, and no other error."""
     for read in (prompt_row, turn_rows):
         try:
             read(rename(row, {}, nested_texts=True), "auto", system_prompt="")
@@ -378,8 +382,8 @@ def test_any_row_is_read_or_refused_with_a_reason(row: dict):
     st.booleans(),
     st.integers(0, 3),
 )
-def test_json_rows_come_back_in_any_order(tmp_path: Path, rows: list[dict], as_array: bool, indent: int):
-    """Rows of JSONL and JSON arrays are found again by number, without the columns that are null."""
+def test_json_rows_are_read_in_any_order(tmp_path: Path, rows: list[dict], as_array: bool, indent: int):
+    """Rows of JSONL and JSON arrays are read by number, without null columns."""
     path = tmp_path / ("x.json" if as_array else "x.jsonl")
     path.write_text(json.dumps(rows, indent=indent) if as_array else "\n\n".join(json.dumps(row) for row in rows))
     file = open_rows(path)
@@ -390,7 +394,7 @@ def test_json_rows_come_back_in_any_order(tmp_path: Path, rows: list[dict], as_a
 
 @pytest.mark.parametrize("text", ["[1] is a list", '[{"a": 1}]', '{"role": "user"}', "[{'role': 'user'}]", "[{"])
 def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatTokenizer, text: str):
-    """In CSV only a whole chat in JSON is read as one; code and data in a prompt stay as they are."""
+    """In CSV only a JSON text that is a chat is parsed; code and data in a prompt are not changed."""
     [row] = [open_rows(write(tmp_path, [{"prompt": text}], "csv")).row(0)]
     chat = prompt_row(rename(row, {}, nested_texts=True), "auto", system_prompt="").chat
     assert chat == ({"role": "user", "content": text},)
@@ -398,8 +402,8 @@ def test_prompts_that_look_like_json_stay_texts(tmp_path: Path, tokenizer: ChatT
         prompts(write(tmp_path, [{"messages": text}], "csv"), tokenizer)
 
 
-def test_detection_prefers_the_more_telling_columns():
-    """A row with several forms' columns is read as the one that says more."""
+def test_detection_prefers_the_more_specific_format():
+    """A row with columns of several formats is read in the more specific one."""
     assert detect({"messages": [], "prompt": "x"}) == "messages"
     assert detect({"prompt": "x", "reward_model": {}}) == "verl"
     assert detect({"prompt": "x", "completion": "y", "ground_truth": "z"}) == "trl"

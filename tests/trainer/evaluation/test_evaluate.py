@@ -26,8 +26,8 @@ from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, 
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot
-from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
 from penstock.trainer.settings import DataSettings, EvalSettings
 
 V3, V4 = PolicyVersion(3), PolicyVersion(4)
@@ -62,7 +62,9 @@ class Scene:
             self.results.append(end)
 
     def publish(self, version: PolicyVersion) -> None:
-        self.publisher.submit(Snapshot(version, 3, part_of({"a": torch.zeros(2)}), "float32", must_publish=True))
+        self.publisher.submit(
+            Snapshot(version, 3, ModelWeights(copy_to_buckets({"a": torch.zeros(2)})), "float32", must_publish=True)
+        )
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Trainer processes that start at once: a fork server has loaded all that they need, each process is a fork of it.
+"""Trainer processes that start fast: a fork server has loaded all modules, and each process is forked from it.
 
-Each has a pid to stop and to kill; nothing but the loaded code is shared. Several ranks meet in a store that the test
-holds, as torchrun's agent does for its own.
+Each has its own pid to stop and to kill, and shares nothing but the loaded code. Several ranks use a store that the
+test holds, as torchrun's agent does.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _run(module: str, out: str, err: str, arguments: Sequence[str], environ: Map
 
 
 class Fork:
-    """The ``main`` of a module with arguments, begun at once in processes of its own: one, or one for each rank."""
+    """Runs the ``main`` of a module with arguments in one process, or in one for each rank."""
 
     def __init__(self, folder: Path, module: str, *arguments: str, num_ranks: int = 1) -> None:
-        """Start it; what it says goes to files in ``folder``."""
+        """Start it; its output goes to files in ``folder``."""
         name = os.urandom(3).hex()
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         for path in (self._out, self._err):
@@ -62,12 +62,12 @@ class Fork:
 
     @property
     def out(self) -> str:
-        """What it has said on stdout so far."""
+        """Its stdout so far."""
         return self._out.read_text()
 
     @property
     def err(self) -> str:
-        """What it has said on stderr so far."""
+        """Its stderr so far."""
         return self._err.read_text()
 
     def signal(self, number: signal.Signals) -> None:
@@ -77,7 +77,7 @@ class Fork:
         os.kill(pid, number)
 
     def wait(self, expected: int = 0, deadline_s: float = 150.0) -> str:
-        """Wait for the end and return stdout; fails with what it said when it is another end (-9: killed)."""
+        """Wait for the exit and return stdout; fails with its output for another exit code (-9: killed)."""
         for process in self.processes:
             process.join(deadline_s)
         codes = [process.exitcode for process in self.processes]
@@ -85,7 +85,7 @@ class Fork:
         return self.out
 
     def kill(self) -> None:
-        """End it with SIGKILL, whatever it does; idempotent."""
+        """Kill it with SIGKILL; idempotent."""
         for process in self.processes:
             process.kill()
             process.join(10.0)
@@ -95,5 +95,5 @@ class Command(Fork):
     """``python -m penstock.trainer ...``."""
 
     def __init__(self, folder: Path, *arguments: str, num_ranks: int = 1) -> None:
-        """Start it; what it says goes to files in ``folder``."""
+        """Start it; its output goes to files in ``folder``."""
         super().__init__(folder, "penstock.trainer.__main__", *arguments, num_ranks=num_ranks)

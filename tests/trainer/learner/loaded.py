@@ -1,4 +1,4 @@
-"""What the fork server of `tests.trainer.forks` has loaded: also what a trainer loads only when it comes to need it."""
+"""What the fork server of `tests.trainer.forks` has loaded: also what a trainer loads only when needed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ for _name in (
     "transformers.models.qwen3.modeling_qwen3",
     "penstock.trainer.assemble",
     "penstock.trainer.replay.replay_run",
-    "penstock.trainer.commands.sft_command",
-    "penstock.trainer.commands.train_command",
+    "penstock.trainer.commands.sft",
+    "penstock.trainer.commands.train",
 ):
     import_module(_name)
 _import_deepspeed()

@@ -1,6 +1,6 @@
-"""Trains a few steps on stored groups, publishes them, and prints what came out, on one rank or several.
+"""Trains a few steps on stored groups, publishes them, and prints the results, on one rank or several.
 
-Arguments: MODEL FOLDER (FOLDER/told.json: connections and run).
+Arguments: MODEL FOLDER (FOLDER/setup.json: connections and run).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.protocol.facts import GroupScored, decode
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
-from penstock.protocol.weights.adapter_format import AdapterConfig, factor_pairs
+from penstock.protocol.weights.adapter_format import factor_pairs
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.build_objective import build_objective
@@ -30,16 +30,18 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.critic import Regression, load_critic
-from penstock.trainer.learner.policy import Policy, load_policy, load_reference
+from penstock.trainer.learner.load_model import load_policy, load_reference
+from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.reference import WithoutAdapter
 from penstock.trainer.learner.step_plan import ReadyGroup, all_rows, make_plan
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.snapshot import Snapshot
-from penstock.trainer.publishing.weight_buckets import part_of
+from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import AdapterWeights, ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
 from penstock.trainer.ranks import Ranks
 
 CASES = [
@@ -50,7 +52,7 @@ CASES = [
     *((f"lora-{stage}", stage, "float32", "grpo") for stage in (1, 2, 3)),
     ("lora-bfloat16", 2, "bfloat16", "grpo"),
 ]
-PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a life of one run
+PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bfloat16"]  # each a session of one run
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
 BUCKET_BYTES = 40_000  # the model has several buckets
@@ -66,10 +68,10 @@ def how(zero_stage: int, dtype: str) -> Optimisation:
 
 
 class TwoWays:
-    """Publishes the same weights by the shares of all ranks, and by rank 0 alone as another run (rank 0)."""
+    """Publishes the same weights with all ranks, and with rank 0 alone as another run (rank 0)."""
 
-    def __init__(self, connections: Connections, shares: Shares, model: Path) -> None:
-        self._connections, self._shares, self._model = connections, shares, model
+    def __init__(self, connections: Connections, coordinator: PublishCoordinator, model: Path) -> None:
+        self._connections, self._coordinator, self._model = connections, coordinator, model
         self._alone = Publisher(
             Connections(f"{connections.run_id}-alone", connections.bus, connections.blobs),
             model_folder=model,
@@ -79,18 +81,21 @@ class TwoWays:
         self.begin()
 
     def begin(self) -> None:
-        """Begin another life, which has to read the head."""
-        self._together = Publisher(self._connections, model_folder=self._model, policy=NEVER, shares=self._shares)
+        """Start another session, which has to read the head."""
+        self._together = Publisher(
+            self._connections, model_folder=self._model, policy=NEVER, coordinator=self._coordinator
+        )
 
     def publish(self, rank_group: RankGroup) -> dict:
-        """Publish the next version in both ways; returns what there is to be seen of it."""
+        """Publish the next version in both ways; returns what its manifests say."""
         self._version += 1
         version = PolicyVersion(self._version)
-        mine = rank_group.weights(wanted=self._together.make_room()).part
-        whole = part_of(rank_group.snapshot(), taken=version, bucket_bytes=BUCKET_BYTES)
+        own = rank_group.weights(wanted=self._together.drop_overtaken())
+        assert isinstance(own, ModelWeights)
+        whole = ModelWeights(copy_to_buckets(rank_group.snapshot(), copy_id=version, bucket_bytes=BUCKET_BYTES))
         found = []
-        for publisher, part in ((self._together, mine), (self._alone, whole)):
-            publisher.submit(Snapshot(version, version, part, rank_group.policy.dtype, must_publish=True))
+        for publisher, weights in ((self._together, own), (self._alone, whole)):
+            publisher.submit(Snapshot(version, version, weights, rank_group.policy.dtype, must_publish=True))
             publisher.wait_until_published(version, 60.0)
             publisher.unpin(version)
             head = publisher.head
@@ -99,17 +104,21 @@ class TwoWays:
         together, alone = found
         return {
             "same": [_seen(together), together.state_root] == [_seen(alone), alone.state_root],
-            "digests": len({together.state_root, whole.state_root, rank_group.taken_root()}),
+            "digests": len({together.state_root, whole.root(), rank_group.copied_root()}),
             "kind": together.kind,
             "num_buckets": len(together.buckets),
             "num_changed": together.num_changed,
             "packs": sorted(blob.key.rpartition("/")[2] for blob in together.objects),
-            "share": mine.num_bytes / whole.num_bytes,
+            "share": num_bytes(own) / num_bytes(whole),
         }
 
 
+def num_bytes(weights: ModelWeights) -> int:
+    return sum(raw.size for raw in weights.buckets.raw.values())
+
+
 def _seen(manifest: VersionManifest) -> list[dict]:
-    """What a manifest says of its buckets, wherever they are stored."""
+    """What a manifest says of its buckets, except where they are stored."""
     return [{**b.model_dump(exclude={"stored"}), "sha256": b.stored and b.stored.sha256} for b in manifest.buckets]
 
 
@@ -121,12 +130,12 @@ def lead(
     settings: AlgorithmSettings,
     ways: TwoWays | None,
 ) -> dict:
-    """Four steps, a checkpoint after two of them; returns what must not depend on the number of ranks."""
+    """Make four steps, with a checkpoint after two; returns what must not depend on the number of ranks."""
     groups = group_pack.decode(blobs.get(message.pack))
     ready = [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]
     plan = make_plan(
         ready, credit=credit_rule(settings, longest=10), aggregation="token-mean",
-        max_completion_tokens=10, budget_tokens=160, num_ranks=rank_group.num_ranks,
+        max_completion_tokens=10, budget_tokens=160, num_shares=rank_group.num_row_shares,
     )  # fmt: skip
     if settings.has_critic:
         plan = replace(plan, token_kl=0.05)
@@ -150,22 +159,21 @@ def lead(
         "tokens": figures[0].sums["tokens"],
         "clipped": figures[-1].sums["clipped"],
         "gaps": rank_group.reference_gaps(
-            all_rows(ready, budget_tokens=160, num_ranks=rank_group.num_ranks), ready, "k2"
+            all_rows(ready, budget_tokens=160, num_shares=rank_group.num_row_shares), ready, "k2"
         ),
         "full_gaps": rank_group.reference_gaps(
-            all_rows(ready, budget_tokens=160, num_ranks=rank_group.num_ranks), ready, "full"
+            all_rows(ready, budget_tokens=160, num_shares=rank_group.num_row_shares), ready, "full"
         ),
         "resumed_equal": [(f.loss, f.critic) for f in again] == [(f.loss, f.critic) for f in figures[2:]],
         "names": sorted(tensors),
         "adapter": published_adapter(rank_group, tensors),
-        "num_parameters": rank_group.policy.num_parameters,
         "checkpoint_bytes": sum(path.stat().st_size for path in (folder / "engine").iterdir()),
         "checksum": float(sum(t.double().abs().sum() for t in tensors.values())),
     }
 
 
 def nudge(policy: Policy) -> None:
-    """Change a few values of every parameter that this rank holds; where all ranks hold all, the same ones."""
+    """Change a few values of every parameter that this rank holds; the same ones where all ranks hold all."""
     for parameter in policy._scorer.parameters():
         getattr(parameter, "ds_tensor", parameter).data.view(-1)[:2] *= 1.5
 
@@ -173,13 +181,10 @@ def nudge(policy: Policy) -> None:
 def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) -> dict:
     """Return what is published of adapters, and whether rank 0's base and the factors make exactly what is exported."""
     weights = rank_group.weights(None, as_adapter=True)
-    if weights.base is None:
+    if not isinstance(weights, AdapterWeights):
         return {}
-    base, scale, factors = (
-        weights.base.tensors,
-        AdapterConfig.from_json(weights.base.config).scale,
-        weights.part.tensors(),
-    )
+    base, factors = weights.base.buckets.tensors(), weights.buckets.tensors()
+    scale = weights.base.config.scale
     made = dict(base)
     for name, down, up in factor_pairs(factors):
         if name in base:
@@ -194,25 +199,26 @@ def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) ->
 
 def main(arguments: Sequence[str]) -> int:
     model, folder = arguments
-    told = json.loads(Path(folder, "told.json").read_text())
+    setup = json.loads(Path(folder, "setup.json").read_text())
     ranks = Ranks()
-    blobs = Blobs(S3Settings.model_validate(told["s3"]))
-    share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
-    lines = Lines(ranks.line(), ranks.line())
+    blobs = Blobs(S3Settings.model_validate(setup["s3"]))
+    dims = ParallelDims(ranks)
+    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
+    channels = PublishChannels(ranks.line(), ranks.line())
     ways = None
     if ranks.is_leader:
-        bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank_check")
-        for run_id in (told["run_id"], f"{told['run_id']}-alone"):
+        bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")
+        for run_id in (setup["run_id"], f"{setup['run_id']}-alone"):
             bootstrap(bus, blobs, run_id)
-        ways = TwoWays(Connections(told["run_id"], bus, blobs), Shares(share, lines), Path(model))
+        ways = TwoWays(Connections(setup["run_id"], bus, blobs), PublishCoordinator(own, channels), Path(model))
     else:
-        serve(share, lines)
+        serve_requests(own, channels)
     results = {}
     for name, stage, dtype, algorithm in CASES:
         full_kl = {"kl_coefficient": 0.1, "kl_form": "full"} if "lora" in name else {}
         settings = AlgorithmSettings(name=algorithm, **full_kl)  # type: ignore[arg-type]
         lora = Lora(rank=4, alpha=8.0) if "lora" in name else None
-        policy = load_policy(Path(model), replace(how(stage, dtype), lora=lora), ranks, temperature=1.0)
+        policy = load_policy(Path(model), replace(how(stage, dtype), lora=lora), dims, temperature=1.0)
         reference = (
             WithoutAdapter(policy)
             if lora
@@ -221,9 +227,9 @@ def main(arguments: Sequence[str]) -> int:
         critic = None
         if settings.has_critic:
             credit = TokenCredit(gamma=0.99, lam=0.9, kl_form="full", whiten_rewards=True)
-            critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, ranks)
+            critic = load_critic(Path(model), how(stage, dtype), CRITIC, credit, dims)
         policy._scorer._chunk_tokens = CHUNK_TOKENS
-        rank_group = RankGroup(policy, ranks, blobs, build_objective(settings), reference, critic)
+        rank_group = RankGroup(policy, dims, blobs, build_objective(settings), reference, critic)
         rank_group.bucket_bytes = BUCKET_BYTES
         if ranks.is_leader:
             message = decode((Path(model).parent / "ranks.scored").read_bytes(), GroupScored)
@@ -232,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
             results[name] = lead(rank_group, blobs, message, target, settings, ways if name in PUBLISHED else None)
             rank_group.dismiss()
         else:
-            rank_group.follow(share)
+            rank_group.follow(own)
         if name in PUBLISHED:
             nudge(policy)
             if ranks.is_leader:
@@ -241,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
                 ways.begin()
                 rank_group.dismiss()
             else:
-                rank_group.follow(share)
+                rank_group.follow(own)
         ranks.barrier()
     if ranks.is_leader:
         print(json.dumps(results))

@@ -1,4 +1,4 @@
-"""Adapters published: the base once, then factors alone; what a later life finds; what is mended; what may be collected."""
+"""Publishing adapters: the base once, then factors alone; later sessions, repairs and garbage collection."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.servers import wait_for
 from tests.trainer.publishing.test_publish import head_of, manifest_of
-from tests.trainer.publishing.test_weight_gc import GRACE_S, beat, retirement, versions
-from tests.weights_source import NEVER
+from tests.trainer.publishing.test_weight_gc import GRACE_S, beat, collector, versions
+from tests.weights_source import NEVER, adapter_base
 from torch import Tensor
 
 from penstock.deploy.quickstart_task import write_model
@@ -28,9 +28,9 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.adapter import Lora
-from penstock.trainer.publishing.full_snapshots import answer_is_due
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Base, Snapshot, Weights
+from penstock.trainer.publishing.refusals import republication_is_due
+from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, ModelWeights, Snapshot
 from penstock.trainer.publishing.version_writer import Written
 
 CONFIG = AdapterConfig(r=2, lora_alpha=6.0, target_modules=("q",))
@@ -50,9 +50,9 @@ def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
     return Connections(ring_streams, bus, blobs)
 
 
-def a_base(seed: int = 0) -> Base:
+def a_base(seed: int = 0) -> AdapterBase:
     generator = torch.Generator().manual_seed(seed)
-    return Base.of({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
+    return adapter_base({"q.weight": torch.randn((8, 4), generator=generator), "norm": torch.ones(4)}, CONFIG)
 
 
 def factors(version: int) -> dict[str, Tensor]:
@@ -61,10 +61,10 @@ def factors(version: int) -> dict[str, Tensor]:
     return {f"base_model.model.q.lora_{x}.weight": torch.randn(s, generator=generator) for x, s in names.items()}
 
 
-def publish(publisher: Publisher, version: int, base: Base, *, whole: bool = False) -> None:
+def publish(publisher: Publisher, version: int, base: AdapterBase, *, whole: bool = False) -> None:
     number = PolicyVersion(version)
-    weights = Weights(base.part) if whole else Weights.of(factors(version), base)
-    publisher.submit(Snapshot(number, version, weights.part, "float32", must_publish=True, base=weights.base))
+    weights = ModelWeights(base.buckets) if whole else AdapterWeights.of(factors(version), base)
+    publisher.submit(Snapshot(number, version, weights, "float32", must_publish=True))
     publisher.wait_until_published(number, 20.0)
     publisher.unpin(number)
 
@@ -73,16 +73,16 @@ def head_manifest(connections: Connections) -> VersionManifest:
     return manifest_of(connections, head_of(connections).manifest)
 
 
-def assert_served(connections: Connections, manifest: VersionManifest, base: Base, folder: Path) -> None:
-    """The version merges to its base plus scale times its factors, and its PEFT folder holds exactly the factors."""
+def assert_served(connections: Connections, manifest: VersionManifest, base: AdapterBase, folder: Path) -> None:
+    """Assert that the version merges to base plus scale times factors, and that its PEFT folder holds its factors."""
     reader = WeightReader(connections.blobs, connections.run_id)
     export_version(manifest, folder / "merged", reader=reader, blobs=connections.blobs)
     export_adapter(manifest, folder / "peft", reader=reader, blobs=connections.blobs)
     found = load_file(folder / "merged" / "model-00001-of-00001.safetensors")
     own = factors(manifest.version)
     down, up = own["base_model.model.q.lora_A.weight"], own["base_model.model.q.lora_B.weight"]
-    torch.testing.assert_close(found["q.weight"], base.tensors["q.weight"] + 3.0 * up @ down)
-    assert torch.equal(found["norm"], base.tensors["norm"])
+    torch.testing.assert_close(found["q.weight"], base.buckets.tensors()["q.weight"] + 3.0 * up @ down)
+    assert torch.equal(found["norm"], base.buckets.tensors()["norm"])
     stored = load_file(folder / "peft" / "adapter_model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in own.items())
     assert AdapterConfig.from_json((folder / "peft" / "adapter_config.json").read_bytes()) == CONFIG
@@ -91,7 +91,7 @@ def assert_served(connections: Connections, manifest: VersionManifest, base: Bas
 def test_the_base_is_published_once_and_then_adapters_alone(
     connections: Connections, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Version 0 is the model; each later version is a few bytes upon it, and is the head by the same move as any other."""
+    """Version 0 is the model; each later version is a small adapter on it, and becomes the head as any version does."""
     publisher, base = Publisher(connections, model_folder=model_folder), a_base()
     publish(publisher, 0, base, whole=True)
     publish(publisher, 1, base)
@@ -101,14 +101,14 @@ def test_the_base_is_published_once_and_then_adapters_alone(
     assert (manifest.version, manifest.kind, manifest.parent.version if manifest.parent else None) == (2, "adapter", 1)
     assert manifest.base is not None
     assert (manifest.base.version, manifest.base.state_root) == (0, base.root)
-    assert manifest.state_root == Weights.of(factors(2), base).root()
+    assert manifest.state_root == AdapterWeights.of(factors(2), base).root()
     assert [file.name for file in manifest.model_files] == ["adapter_config.json"]
     assert manifest.num_words == 2 * 4 + 8 * 2
     assert_served(connections, manifest, base, tmp_path)
 
 
-def test_a_later_life_finds_the_base_and_stores_nothing_twice(connections: Connections, model_folder: Path) -> None:
-    """It goes on upon the base of the life before; weights that are the head's own are announced, not published."""
+def test_a_later_session_finds_the_base_and_stores_nothing_twice(connections: Connections, model_folder: Path) -> None:
+    """It uses the base of the session before; weights that equal the head's are announced, not published."""
     base = a_base()
     first = Publisher(connections, model_folder=model_folder)
     publish(first, 0, base, whole=True)
@@ -116,20 +116,20 @@ def test_a_later_life_finds_the_base_and_stores_nothing_twice(connections: Conne
     first.close()
     before = versions(connections)
     second = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert not second.resume(Weights.of(factors(5), a_base()), "float32")
-    assert second.resume(Weights.of(factors(1), a_base()), "float32")
-    assert second.has_base(a_base())
-    assert not second.has_base(a_base(seed=1))
+    assert not second.resume(AdapterWeights.of(factors(5), a_base()), "float32")
+    assert second.resume(AdapterWeights.of(factors(1), a_base()), "float32")
+    assert second.missing_base(AdapterWeights.of(factors(1), a_base())) is None
+    assert second.missing_base(AdapterWeights.of(factors(1), a_base(seed=1))) is not None
     publish(second, 2, a_base())
     second.close()
     assert versions(connections) - before == {2}
     assert head_manifest(connections).epoch == 1
 
 
-def test_another_base_is_stored_beside_and_becomes_no_head(
+def test_another_base_is_stored_and_never_becomes_the_head(
     connections: Connections, model_folder: Path, tmp_path: Path
 ) -> None:
-    """After a change of the published dtype, say: adapters go on upon the new model; nobody is told of it by itself."""
+    """As after a change of the published dtype: adapters are applied to the new base, which is not announced itself."""
     heard: list[int] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(
@@ -143,7 +143,7 @@ def test_another_base_is_stored_beside_and_becomes_no_head(
     with pytest.raises(PublicationFailed, match="is not published"):
         publish(later, 2, other)
     later = Publisher(connections, model_folder=model_folder, epoch=1)
-    later.lay_base(other, PolicyVersion(3), 1, "float32")
+    later.store_base(other, PolicyVersion(3), 1, "float32")
     publish(later, 4, other)
     later.close()
     wait_for(lambda: 4 in heard, "the announcement")
@@ -152,7 +152,7 @@ def test_another_base_is_stored_beside_and_becomes_no_head(
 
 
 def test_whole_models_and_adapters_may_follow_one_another(connections: Connections, model_folder: Path) -> None:
-    """A life that publishes merged models goes on after one that did not, and the other way round."""
+    """A session that publishes merged models continues after one that published adapters, and the reverse."""
     base = a_base()
     publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
     publish(publisher, 0, base, whole=True)
@@ -163,17 +163,17 @@ def test_whole_models_and_adapters_may_follow_one_another(connections: Connectio
     kinds = {m.version: m.kind for m in _manifests(connections)}
     assert kinds == {0: "anchor", 1: "adapter", 2: "anchor", 3: "patch"}
     later = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert not later.has_base(base)
-    later.lay_base(base, PolicyVersion(5), 3, "float32")
+    assert later.missing_base(AdapterWeights.of(factors(6), base)) is base
+    later.store_base(base, PolicyVersion(5), 3, "float32")
     publish(later, 6, base)
     later.close()
     assert head_manifest(connections).parent == _written(connections, 3).as_ancestor
 
 
-def test_a_refused_adapter_is_published_again_with_a_base_that_is_whole(
+def test_a_refused_adapter_is_published_again_with_an_intact_base(
     connections: Connections, model_folder: Path, tmp_path: Path
 ) -> None:
-    """One worker is enough. What was damaged of the base is stored again under its own number; the state is the same."""
+    """One refusal is enough. A damaged base is stored again under its own number; the state root is the same."""
     publisher, base = Publisher(connections, model_folder=model_folder), a_base()
     publish(publisher, 0, base, whole=True)
     publish(publisher, 1, base)
@@ -193,40 +193,40 @@ def test_a_refused_adapter_is_published_again_with_a_base_that_is_whole(
     publisher.close()
 
 
-def test_answers_end_where_they_do_not_help() -> None:
-    """What one worker refuses again is its own trouble, and what all refuse three times is not mended by a fourth."""
-    assert answer_is_due("adapter", {"w0"}, 0)
-    assert answer_is_due("patch", {"w0"}, 0)
-    assert not answer_is_due("anchor", {"w0"}, 0)
-    assert not answer_is_due("adapter", {"w0"}, 1)
-    assert answer_is_due("adapter", {"w0", "w1"}, 2)
-    assert not answer_is_due("adapter", {"w0", "w1"}, 3)
+def test_republications_end_where_they_do_not_help() -> None:
+    """A version that one worker refuses twice, or that all refuse three times, is not published again."""
+    assert republication_is_due("adapter", {"w0"}, 0)
+    assert republication_is_due("patch", {"w0"}, 0)
+    assert not republication_is_due("anchor", {"w0"}, 0)
+    assert not republication_is_due("adapter", {"w0"}, 1)
+    assert republication_is_due("adapter", {"w0", "w1"}, 2)
+    assert not republication_is_due("adapter", {"w0", "w1"}, 3)
 
 
-def test_old_adapters_are_collected_and_their_base_is_not(
+def test_old_adapters_are_collected_and_their_base_is_kept(
     connections: Connections, model_folder: Path, tmp_path: Path
 ) -> None:
-    """The base stays for the adapters that are kept; a worker or an evaluation at an older adapter keeps that one."""
+    """The base is kept for the adapters that are; a worker or an evaluation at an older adapter keeps that one."""
     publisher, base = Publisher(connections, model_folder=model_folder), a_base()
     publish(publisher, 0, base, whole=True)
     for version in range(1, 10):
         publish(publisher, version, base)
     publisher.close()
-    beat(connections, needs=0)  # a worker that holds nothing but the base
-    assert retirement(connections, pinned=(0, 5)).sweep(0.0) == 5
+    beat(connections, needs=0)  # a worker that holds only the base
+    assert collector(connections, pinned=(0, 5)).sweep(0.0) == 5
     beat(connections, needs=4)
-    collector = retirement(connections)
-    assert collector.sweep(0.0) == 5  # said before, and never taken back
+    gc = collector(connections)
+    assert gc.sweep(0.0) == 5  # the floor never falls
     beat(connections, needs=9)
-    assert collector.sweep(0.0) == 8
-    collector.sweep(GRACE_S)
+    assert gc.sweep(0.0) == 8
+    gc.sweep(GRACE_S)
     assert versions(connections) == {0, 8, 9}
     assert_served(connections, head_manifest(connections), base, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_reads_what_is_published(model_folder: Path, tmp_path: Path) -> None:
-    """The folder is PEFT's own format: upon the base, its model computes what the trained module computes."""
+    """The folder is in PEFT's format: its model, with the base, computes what the trained module computes."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Values and advantages by token: whatever the layout, the micro-batches and the ranks, they are the same and finite."""
+"""Values and advantages by token are finite, and the same for any layout, micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _row(prompt: int, completion: int, reward: float, *, hole: bool = False) -> 
 
 
 def _values(some: MicroBatch, seed: int = 0) -> torch.Tensor:
-    """Invented values that a token keeps wherever its row goes: they follow from its place and its row's reward."""
+    """Return values that depend on a token's place in its row and the row's reward only."""
     place = some.sequences.place().float()
     return torch.sin(place * 1.7 + some.advantages * 3.0 + seed)
 
@@ -57,7 +57,7 @@ rules = st.builds(
 
 
 def _rewards_by_hand(some: list[Row], *, whiten: bool) -> list[list[float]]:
-    """Every sampled token's reward: nothing but at the end, or that whitened over all tokens of the batch."""
+    """Every sampled token's reward: 0 except at the last, or that whitened over all tokens of the batch."""
     plain = [[0.0] * (int(row.loss_mask.sum()) - 1) + [row.advantage] for row in some]
     every = torch.tensor([reward for one in plain for reward in one], dtype=torch.float64)
     if not whiten:
@@ -79,7 +79,7 @@ def _by_hand(rewards: list[float], values: list[float], rule: TokenCredit) -> tu
 @given(rows, rules)
 @examples(60)
 def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: TokenCredit) -> None:
-    """GAE jumps over what a tool said, pays at the last sampled token, and whitens over all tokens of the batch."""
+    """GAE skips tool output, rewards the last sampled token, and whitens over all tokens of the batch."""
     whole = build(some)
     values = _values(whole)
     found = rule([whole], [values])
@@ -104,7 +104,7 @@ def test_advantages_are_those_of_a_loop_over_tokens(some: list[Row], rule: Token
 @given(rows, rules, st.integers(0, 8))
 @examples(40)
 def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: int) -> None:
-    """One micro-batch or two, one of them perhaps empty: the same advantages, targets and figures."""
+    """One micro-batch or two, of which one may be empty, give the same advantages, targets and figures."""
     whole, pieces = build(some), [build(some[:cut]), build(some[cut:])]
     together = rule([whole], [_values(whole)])
     apart = rule(pieces, [_values(piece) for piece in pieces])
@@ -115,7 +115,7 @@ def test_micro_batches_change_nothing(some: list[Row], rule: TokenCredit, cut: i
 
 
 def test_ranks_change_nothing() -> None:
-    """Two ranks that add up their figures whiten as one process that has all rows."""
+    """Two ranks that sum their figures whiten as one process with all rows."""
     some = [_row(2, 1 + n % 4, float(n % 3)) for n in range(6)]
     rule, meeting = TokenCredit(whiten_rewards=True), threading.Barrier(2)
     alone = rule([build(some)], [_values(build(some))])
@@ -141,15 +141,15 @@ def test_ranks_change_nothing() -> None:
     torch.testing.assert_close(torch.cat(found), alone.micro_batches[0].advantages, rtol=1e-5, atol=1e-6)
 
 
-def test_a_critic_that_knows_nothing_credits_every_token_with_the_reward() -> None:
+def test_a_critic_of_zeros_credits_every_token_with_the_reward() -> None:
     """With values of 0 and gamma and lambda of 1 every token gets its trajectory's reward, as in REINFORCE."""
     some = build([_row(3, 4, 1.0), _row(3, 1, -0.5)])
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(5)])
     assert found.micro_batches[0].advantages.tolist() == [1.0, 1.0, 1.0, 1.0, -0.5]
 
 
-def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
-    """With a reference every token pays for its own distance, and is credited with what its followers pay."""
+def test_a_kl_in_the_reward_is_subtracted_token_by_token() -> None:
+    """With a reference, each token's KL is subtracted from its own reward, and later tokens' KL from its return."""
     some = build([_row(3, 3, 1.0)])
     some = replace(some, reference_logprobs=torch.tensor([-0.5, 0.0, -2.0]))
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(3)], kl_coefficient=0.1)
@@ -162,7 +162,7 @@ def test_a_kl_in_the_reward_is_paid_token_by_token() -> None:
 
 
 def test_a_batch_without_differences_or_tokens_is_finite() -> None:
-    """One token, equal rewards, or nothing at all: advantages of 0, never NaN."""
+    """One token, equal rewards, or an empty batch give advantages of 0, not NaN."""
     for some in ([_row(2, 1, 1.0)], [_row(2, 2, 0.5)] * 3, []):
         whole = build(some)
         found = TokenCredit(lam=1.0)([whole], [torch.zeros(len(whole.targets))])
@@ -170,8 +170,8 @@ def test_a_batch_without_differences_or_tokens_is_finite() -> None:
         assert all(np.isfinite(value) for value in found.figures.values())
 
 
-def test_explained_variance_is_that_of_the_textbook() -> None:
-    """1 for a critic that is right, 0 for one that says the mean, below 0 for one that misleads."""
+def test_explained_variance_equals_its_definition() -> None:
+    """It is 1 for exact values, 0 for the mean, and below 0 for values of the wrong sign."""
     returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
     cases = {1.0: returns, 0.0: returns.mean().expand(4), -3.0: -returns}
     for wanted, values in cases.items():
@@ -191,7 +191,7 @@ def _scorer() -> ValueScorer:
 
 
 def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
-    """Completions behind one copy of their prompt have the values and the gradients of whole rows."""
+    """Completions that share one copy of their prompt have the values and gradients of whole rows."""
     scorer, found = _scorer(), []
     some = [_row(5, 1 + n % 4, 1.0) for n in range(6)]
     for n, row in enumerate(some):
@@ -212,8 +212,8 @@ def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_a_value_is_of_the_moment_before_its_token() -> None:
-    """Neither the token itself nor what comes after it moves its value."""
+def test_a_value_is_of_the_state_before_its_token() -> None:
+    """Neither the token itself nor later tokens change its value."""
     scorer, row = _scorer(), _row(3, 4, 1.0)
     before = scorer(build([row]).input_ids, build([row]).predictors).detach()
     row.token_ids[5] = (row.token_ids[5] + 1) % VOCABULARY  # the third sampled token

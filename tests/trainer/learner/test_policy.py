@@ -1,4 +1,4 @@
-"""The model under training: log-probabilities, the learning rate, what is refused, what is exported."""
+"""The model under training: log-probabilities, learning rate, refused models, export."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.deepspeed_config import deepspeed_config
+from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.policy import load_policy
 from penstock.trainer.learner.schedule import lr_factor
 from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.model_folder import split_shards, write_model_folder
 from penstock.trainer.ranks import Ranks
 
@@ -43,7 +44,7 @@ def rows(num: int = 5, seed: int = 0) -> list[Row]:
     for _ in range(num):
         tokens = random.integers(3, 55, size=int(random.integers(6, 20))).astype(np.int32)
         mask = np.arange(len(tokens)) >= int(random.integers(1, len(tokens)))
-        mask[int(random.integers(1, len(tokens)))] = True  # a hole, as tool output leaves
+        mask[int(random.integers(1, len(tokens)))] = True  # a gap, as from tool output
         made.append(Row(tokens, mask, np.zeros(len(tokens), dtype=np.float32), 1.0, 0.1))
     return made
 
@@ -61,7 +62,7 @@ def dense_logprobs(model: torch.nn.Module, some: list[Row], temperature: float) 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: float) -> None:
-    """Padded, sliced and chunked, the log-probabilities and their gradients are those of a plain forward pass."""
+    """Padded, sliced and chunked log-probabilities and their gradients equal those of a plain forward pass."""
     some, found = rows(), []
     batch = build(some)
     for max_logits in (10**9, 7 * 55):  # one chunk; chunks of seven tokens
@@ -75,7 +76,7 @@ def test_logprobs_equal_a_dense_forward(model: torch.nn.Module, temperature: flo
 
 
 def test_padding_changes_nothing(model: torch.nn.Module) -> None:
-    """A row scores the same alone and beside a longer one."""
+    """A row has the same log-probabilities alone and in a batch with a longer one."""
     some = rows(2)
     scorer = CompletionScorer(model, 1.0)
     together, alone = build(some), build(some[:1])
@@ -85,7 +86,7 @@ def test_padding_changes_nothing(model: torch.nn.Module) -> None:
 
 
 def test_a_head_with_softcapping_is_refused(model: torch.nn.Module) -> None:
-    """A model whose logits are transformed after the head is refused, since the engine's would differ."""
+    """A model that transforms logits after the head is refused, since the engine's log-probabilities would differ."""
     model.config.final_logit_softcapping = 30.0
     try:
         with pytest.raises(UnsupportedModel, match="final_logit_softcapping = 30"):
@@ -95,7 +96,7 @@ def test_a_head_with_softcapping_is_refused(model: torch.nn.Module) -> None:
 
 
 def test_learning_rate_follows_the_schedule() -> None:
-    """Warm-up starts above 0 and reaches the peak; linear and cosine end at the ratio, constant stays."""
+    """Warm-up starts above 0 and ends at the peak; linear and cosine end at the ratio, constant stays at the peak."""
     shape = {"num_steps": 11, "warmup_steps": 4, "min_lr_ratio": 0.1}
     for schedule, last in (("linear", 0.1), ("cosine", 0.1), ("constant", 1.0)):
         factors = [lr_factor(step, schedule=schedule, **shape) for step in range(11)]  # type: ignore[arg-type]
@@ -106,14 +107,14 @@ def test_learning_rate_follows_the_schedule() -> None:
 
 
 def test_bfloat16_without_sharding_is_refused() -> None:
-    """bfloat16 with ZeRO stage 0 drifts, so it is a mistake in the run file."""
+    """bfloat16 with ZeRO stage 0 drifts, so the run file is refused."""
     with pytest.raises(ConfigError, match=r"zero_stage = 1"):
         deepspeed_config(zero_stage=0, dtype="bfloat16", max_grad_norm=1.0)
 
 
 @pytest.mark.parametrize("breakage", ["missing", "no weights", "not a model"])
 def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path, breakage: str) -> None:
-    """A missing or broken model folder is an error that names it."""
+    """The error names a missing or broken model folder."""
     folder = tmp_path / "broken"
     if breakage != "missing":
         folder.mkdir()
@@ -124,11 +125,11 @@ def test_an_unusable_model_folder_is_refused(tmp_path: Path, model_folder: Path,
         min_lr_ratio=1.0, max_grad_norm=1.0, zero_stage=1, dtype="float32",
     )  # fmt: skip
     with pytest.raises(UnsupportedModel, match=r"broken"):
-        load_policy(folder, how, Ranks.__new__(Ranks), temperature=1.0)
+        load_policy(folder, how, ParallelDims(Ranks.__new__(Ranks)), temperature=1.0)
 
 
-def test_an_exported_folder_is_the_model(tmp_path: Path, model_folder: Path, model: torch.nn.Module) -> None:
-    """Config, tokenizer and sharded weights are written whole; transformers loads the same tensors."""
+def test_an_exported_folder_holds_the_model(tmp_path: Path, model_folder: Path, model: torch.nn.Module) -> None:
+    """Config, tokenizer and sharded weights are written; transformers loads the same tensors."""
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     sharded = split_shards(tensors, 100_000)
     assert len(sharded) > 2

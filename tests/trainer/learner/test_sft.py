@@ -1,4 +1,4 @@
-"""The supervised warm-up: it learns, its loss does not depend on how a step is cut, its folder loads."""
+"""Supervised fine-tuning: the loss falls, does not depend on the micro-batches, and the folder loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sft(folder: Path, name: str, *, steps: int, micro_batch_tokens: int) -> Comm
 
 
 @pytest.mark.slow
-def test_warm_up_learns_whatever_the_micro_batches(tmp_path: Path) -> None:
+def test_fine_tuning_learns_the_same_with_any_micro_batches(tmp_path: Path) -> None:
     """The loss falls, one micro-batch or many give the same weights, and transformers loads the result."""
     write_model(tmp_path / "model", seed=0)
     write_data(tmp_path, seed=0, num_sft=100, num_train=1, num_eval=1)

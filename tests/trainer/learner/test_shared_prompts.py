@@ -1,4 +1,4 @@
-"""A prompt that stands once gives the log-probabilities and gradients of a prompt that is repeated."""
+"""A shared prompt gives the same log-probabilities and gradients as repeated prompts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ groups = st.lists(
 @given(groups, st.randoms(use_true_random=False))
 @examples(40)
 def test_sharing_changes_no_logprob_and_no_gradient(drawn: list, random) -> None:
-    """Whatever the lengths, the order of the rows, and how many share a prompt, both layouts agree."""
+    """Both layouts agree for any lengths, order of rows, and number of rows per prompt."""
     rows = [_row(prompt, completion, random.random()) for prompt, members in drawn for completion in members]
     random.shuffle(rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,14 +76,14 @@ def test_sharing_changes_no_logprob_and_no_gradient(drawn: list, random) -> None
     for field in ("targets", "advantages", "weights", "behaviour_logprobs"):
         assert torch.equal(getattr(shared, field), getattr(plain, field))
     (one, one_gradients), (other, other_gradients) = _gradients(shared), _gradients(plain)
-    # logits are float32 on purpose, whatever the model is
+    # logits are float32 on purpose, for a model of any dtype
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     for a, b in zip(one_gradients, other_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_short_groups_share_their_prompt():
-    """Eight completions of one prompt need one row, not eight, and far fewer tokens."""
+    """Eight completions of one prompt use one row instead of eight, and fewer tokens."""
     rows = [_row(list(range(9)), [1, 2, 3, n], 1.0) for n in range(8)]
     micro_batch = build(rows)
     assert micro_batch.input_ids.shape == (1, 9 + 8 * 3)
@@ -91,7 +91,7 @@ def test_short_groups_share_their_prompt():
 
 
 def test_prompts_are_not_shared_where_it_does_not_pay():
-    """Single rows, rows longer than the mask may be, and rows of several turns stand alone."""
+    """Single rows, rows longer than the mask allows, and rows of several turns are not shared."""
     alone = [_row([n, n + 1, n + 2], [1, 2], 1.0) for n in range(4)]
     long = [_row(list(range(3)), [1] * batch.MAX_SHARED_TOKENS, 1.0) for _ in range(4)]
     holes = [dataclasses.replace(row, loss_mask=np.array([False, True, False, True, True])) for row in alone]
@@ -100,7 +100,7 @@ def test_prompts_are_not_shared_where_it_does_not_pay():
 
 
 def test_padding_gets_finite_outputs():
-    """Rows of different lengths leave padding that sees only itself; nothing becomes NaN."""
+    """Padding attends only to itself, and no output is NaN."""
     rows = [_row([1, 2, 3, 4, 5], [1] * (1 + n % 5), 1.0) for n in range(10)]
     rows += [_row([6, 7, 8], [n], 1.0) for n in range(4)]
     micro_batch = build(rows)

@@ -1,4 +1,4 @@
-"""A publisher in a process of its own, which publishes versions 0 and 1 and kills itself at a crash point of the second.
+"""A publisher in its own process that publishes versions 0 and 1 and kills itself at a crash point of the second.
 
 python -m tests.trainer.publishing.publish_kill POINT < connections, run and model folder as JSON
 """
@@ -18,16 +18,16 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 
 def main() -> None:
     """Publish until killed."""
-    told = json.loads(sys.stdin.read())
-    bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="killed")
-    connections = Connections(told["run_id"], bus, Blobs(S3Settings.model_validate(told["s3"])))
-    always = AnchorPolicy(max_ratio=1e9, max_versions=1)
-    publisher = Publisher(connections, model_folder=Path(told["model"]), epoch=1, policy=always)
+    setup = json.loads(sys.stdin.read())
+    bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="killed")
+    connections = Connections(setup["run_id"], bus, Blobs(S3Settings.model_validate(setup["s3"])))
+    always = FullSnapshotPolicy(max_ratio=1e9, max_versions=1)
+    publisher = Publisher(connections, model_folder=Path(setup["model"]), epoch=1, policy=always)
     publisher.submit(snapshot(0, must_publish=True))
     publisher.wait_until_published(PolicyVersion(0), 20.0)
     crash_points.arm(sys.argv[1])

@@ -1,4 +1,4 @@
-"""One rank of a trainer that publishes by shares, with nothing to train; rank 0 does what its stdin says.
+"""One rank of a trainer that publishes with other ranks and does not train; rank 0 publishes the versions on its stdin.
 
 python -m tests.trainer.publishing.rank_publisher_kill < connections and run as JSON, one line; then on rank 0 versions, one a line
 """
@@ -20,16 +20,17 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer import crash_points
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
-from penstock.trainer.publishing.rank_publisher import Share
-from penstock.trainer.publishing.snapshot import Snapshot
-from penstock.trainer.publishing.weight_buckets import Part, layout_of, part_of, split
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import WeightBuckets, assign_buckets, copy_to_buckets, layout_of
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.ranks import Ranks
 
 NUM_TENSORS = 4
-_EVERY_SECOND = AnchorPolicy(max_ratio=1.0, max_versions=100)  # a patch is two thirds of an anchor
+_EVERY_SECOND = FullSnapshotPolicy(max_ratio=1.0, max_versions=100)  # a patch is two thirds of a full snapshot
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
@@ -39,43 +40,48 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return {f"t{number}": tensor.view(torch.float32) for number, tensor in enumerate(dense)}
 
 
-def whole(version: int) -> Part:
+def whole(version: int) -> WeightBuckets:
     """A version as one process holds it: one bucket for each tensor."""
-    return part_of(tensors(version), taken=version, bucket_bytes=4096)
+    return copy_to_buckets(tensors(version), copy_id=version, bucket_bytes=4096)
 
 
-def _mine(version: int, ranks: Ranks) -> Part:
-    layout = layout_of(tensors(version), 4096)
-    part = Part(layout, split(layout, ranks.num_ranks)[ranks.rank], taken=version)
-    for name in part.names:
-        part.put(name, tensors(version)[name])
-    part.seal()
-    return part
+def _own(version: int, dims: ParallelDims) -> WeightBuckets:
+    layout, share = layout_of(tensors(version), 4096), dims.buckets
+    buckets = WeightBuckets(layout, assign_buckets(layout, share.count)[share.index], copy_id=version)
+    for name in buckets.names:
+        buckets.put(name, tensors(version)[name])
+    buckets.seal()
+    return buckets
 
 
 def main() -> None:
-    """Publish as told (rank 0), or answer rank 0 until killed."""
-    told = json.loads(sys.stdin.readline())
-    logs.configure("share_kill")  # on stderr
+    """Publish the versions on stdin (rank 0), or answer rank 0 until killed."""
+    setup = json.loads(sys.stdin.readline())
+    logs.configure("rank_publisher_kill")  # on stderr
     ranks = Ranks()
-    crash_points.arm(told["kill_at"], rank=ranks.rank)
-    blobs = Blobs(S3Settings.model_validate(told["s3"]), deadline_s=told["deadline_s"])
-    share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
-    lines = Lines(ranks.line(), ranks.line())
+    crash_points.arm(setup["kill_at"], rank=ranks.rank)
+    blobs = Blobs(S3Settings.model_validate(setup["s3"]), deadline_s=setup["deadline_s"])
+    dims = ParallelDims(ranks)
+    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
+    channels = PublishChannels(ranks.line(), ranks.line())
     if not ranks.is_leader:
         for version in range(NUM_TENSORS):
-            share.hold(_mine(version, ranks))
-        serve(share, lines)
+            own.hold(_own(version, dims))
+        serve_requests(own, channels)
         threading.Event().wait()
     connections = Connections(
-        told["run_id"], Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank 0"), blobs
+        setup["run_id"], Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank 0"), blobs
     )
     for line in sys.stdin:
         version = PolicyVersion(int(line))
         publisher = Publisher(
-            connections, model_folder=Path(told["model"]), policy=_EVERY_SECOND, shares=Shares(share, lines)
+            connections,
+            model_folder=Path(setup["model"]),
+            policy=_EVERY_SECOND,
+            coordinator=PublishCoordinator(own, channels),
         )
-        publisher.submit(Snapshot(version, version, _mine(version, ranks), "float32", must_publish=True))
+        weights = ModelWeights(_own(version, dims))
+        publisher.submit(Snapshot(version, version, weights, "float32", must_publish=True))
         try:
             publisher.close()
             print(json.dumps("published"), flush=True)

@@ -1,4 +1,4 @@
-"""Publishing: complete, verified, announced in that order; slow or broken storage; refusals; another trainer."""
+"""Publishing: versions are stored, verified and announced in that order; slow or broken storage; refusals; two trainers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.head import read_head
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot, Weights
-from penstock.trainer.publishing.weight_buckets import Part, part_of
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import copy_to_buckets
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def tensors(version: int) -> dict[str, Tensor]:
     return {"a": table, "b": torch.arange(10.0)}
 
 
-def part(version: int) -> Part:
-    return part_of(tensors(version), taken=version, bucket_bytes=4096)
+def weights(version: int) -> ModelWeights:
+    return ModelWeights(copy_to_buckets(tensors(version), copy_id=version, bucket_bytes=4096))
 
 
-def snapshot(version: int, *, must_publish: bool = False) -> Snapshot:
-    return Snapshot(PolicyVersion(version), version, part(version), "float32", must_publish)
+def snapshot(version: int, *, must_publish: bool = False) -> Snapshot[ModelWeights]:
+    return Snapshot(PolicyVersion(version), version, weights(version), "float32", must_publish)
 
 
 def head_of(connections: Connections) -> Head:
@@ -84,7 +84,7 @@ def publish(publisher: Publisher, version: int) -> None:
 
 
 def assert_head_is(connections: Connections, version: int) -> None:
-    """The head names a version that can be put together, with exactly the published weights."""
+    """Assert that the head names a readable version with exactly the published weights."""
     head = head_of(connections)
     assert head.version == version
     found = read_version(connections.blobs, connections.run_id, version, head.manifest)
@@ -92,17 +92,17 @@ def assert_head_is(connections: Connections, version: int) -> None:
 
 
 def test_a_version_is_complete_before_it_is_announced(connections: Connections, model_folder: Path) -> None:
-    """When the announcement comes, the head points to a manifest whose every object is there and verifies."""
+    """When a version is announced, the head names its manifest, and every object in it exists and verifies."""
     seen: list[WeightsPublished] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(f"{connections.run_id}-weights", subject, WeightsPublished, seen.append).wait()
-    told: list[Publication] = []
-    publisher = Publisher(connections, model_folder=model_folder, on_published=told.append)
+    published: list[Publication] = []
+    publisher = Publisher(connections, model_folder=model_folder, on_published=published.append)
     publisher.submit(snapshot(0))
     wait_for(lambda: seen, "the announcement")
     manifest = manifest_of(connections, seen[0].manifest)
     assert (manifest.version, manifest.kind, manifest.num_words) == (0, "anchor", 2058)
-    assert len(manifest.objects) == 2  # 8192 bytes and 40 bytes, at most 4096 each: the larger stands alone
+    assert len(manifest.objects) == 2  # 8192 bytes and 40 bytes, at most 4096 each: the larger has its own
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {file.name for file in manifest.model_files}
     for reference in manifest.references():
         connections.blobs.get(reference)
@@ -113,8 +113,8 @@ def test_a_version_is_complete_before_it_is_announced(connections: Connections, 
     assert_head_is(connections, 1)
     patch = manifest_of(connections, seen[1].manifest)
     assert (patch.kind, patch.num_changed, patch.parent) == ("patch", 16, manifest_ancestor(manifest, seen[0].manifest))
-    assert [(p.version, p.kind, p.density) for p in told] == [(0, "anchor", 1.0), (1, "patch", 16 / 2058)]
-    assert told[1].sent_bytes < 0.5 * told[1].raw_bytes
+    assert [(p.version, p.kind, p.density) for p in published] == [(0, "anchor", 1.0), (1, "patch", 16 / 2058)]
+    assert published[1].sent_bytes < 0.5 * published[1].raw_bytes
 
 
 def manifest_ancestor(manifest: VersionManifest, reference: BlobRef) -> object:
@@ -123,8 +123,8 @@ def manifest_ancestor(manifest: VersionManifest, reference: BlobRef) -> object:
     return Written(manifest, reference).as_ancestor
 
 
-def test_a_later_life_goes_on_with_a_patch(connections: Connections, model_folder: Path) -> None:
-    """A trainer that did not make the head puts it together from anchor and chain, and patches it."""
+def test_a_later_session_continues_with_a_patch(connections: Connections, model_folder: Path) -> None:
+    """A trainer that did not publish the head reads it from full snapshot and chain, and publishes a patch of it."""
     first = Publisher(connections, model_folder=model_folder)
     for version in range(3):
         publish(first, version)
@@ -139,27 +139,27 @@ def test_a_later_life_goes_on_with_a_patch(connections: Connections, model_folde
     assert_head_is(connections, 3)
 
 
-def test_a_life_that_resumes_the_head_itself_reads_nothing(connections: Connections, model_folder: Path) -> None:
-    """Weights that are bit for bit the head's are recognised by their root; others are not."""
+def test_a_session_that_resumes_the_head_itself_reads_no_weights(connections: Connections, model_folder: Path) -> None:
+    """Weights that equal the head's bit for bit are recognised by their root; others are not."""
     first = Publisher(connections, model_folder=model_folder)
     publish(first, 0)
     publish(first, 1)
     first.close()
     second = Publisher(connections, model_folder=model_folder, epoch=1)
-    assert not second.resume(Weights(part(0)), "float32")
-    assert second.resume(Weights(part(1)), "float32")
+    assert not second.resume(weights(0), "float32")
+    assert second.resume(weights(1), "float32")
     for reference in manifest_of(connections, head_of(connections).manifest).objects:
-        connections.blobs.delete([reference.key])  # nobody looks at it
+        connections.blobs.delete([reference.key])  # never read
     publish(second, 2)
     second.close()
     assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
 
 
 @pytest.mark.parametrize("gone", ["objects", "manifest"])
-def test_a_head_that_cannot_be_read_is_followed_by_an_anchor(
+def test_an_unreadable_head_is_followed_by_a_full_snapshot(
     connections: Connections, model_folder: Path, gone: str
 ) -> None:
-    """Without the head's bytes there is nothing to patch: the next version is whole, under the next number."""
+    """Without the head's bytes there is nothing to patch: the next version is a full snapshot, under the next number."""
     first = Publisher(connections, model_folder=model_folder)
     publish(first, 0)
     first.close()
@@ -173,12 +173,12 @@ def test_a_head_that_cannot_be_read_is_followed_by_an_anchor(
     assert_head_is(connections, 1)
 
 
-def test_another_layout_starts_with_an_anchor(connections: Connections, model_folder: Path) -> None:
+def test_another_layout_starts_with_a_full_snapshot(connections: Connections, model_folder: Path) -> None:
     """A version in another dtype cannot be a patch."""
     publisher = Publisher(connections, model_folder=model_folder)
     publish(publisher, 0)
     halves = {name: tensor.bfloat16() for name, tensor in tensors(1).items()}
-    publisher.submit(Snapshot(PolicyVersion(1), 1, part_of(halves, taken=1), "bfloat16"))
+    publisher.submit(Snapshot(PolicyVersion(1), 1, ModelWeights(copy_to_buckets(halves, copy_id=1)), "bfloat16"))
     publisher.close()
     manifest = manifest_of(connections, head_of(connections).manifest)
     assert (manifest.kind, manifest.parent is None) == ("anchor", False)
@@ -186,14 +186,16 @@ def test_another_layout_starts_with_an_anchor(connections: Connections, model_fo
     assert torch.equal(found["a"], halves["a"])
 
 
-def test_anchors_are_written_beside_the_versions(connections: Connections, model_folder: Path) -> None:
-    """Every third version an anchor of the same weights appears; versions stay patches, and later ones name it."""
-    publisher = Publisher(connections, model_folder=model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=3))
+def test_full_snapshots_are_written_in_the_background(connections: Connections, model_folder: Path) -> None:
+    """Every third version gets a full snapshot of the same weights; versions stay patches, and later ones name it."""
+    publisher = Publisher(
+        connections, model_folder=model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=3)
+    )
     for version in range(8):
         publish(publisher, version)
-        publisher._publications.anchors.close(20.0)  # a slow anchor would only come later
+        publisher._versions.close(20.0)  # a slow full snapshot would only be later
     publisher.close()
-    assert publisher.num_anchors == 2
+    assert publisher.num_full_snapshots == 2
     head = head_of(connections).manifest
     manifest = manifest_of(connections, head)
     assert manifest.kind == "patch"
@@ -204,39 +206,39 @@ def test_anchors_are_written_beside_the_versions(connections: Connections, model
     assert_head_is(connections, 7)
 
 
-def test_a_dense_version_that_is_due_an_anchor_is_one(connections: Connections, model_folder: Path) -> None:
-    """When most bits change, a patch and an anchor beside it would cost more than the anchor alone."""
-    told: list[Publication] = []
-    policy = AnchorPolicy(max_ratio=2.0, max_versions=100)
-    publisher = Publisher(connections, model_folder=model_folder, policy=policy, on_published=told.append)
+def test_a_dense_version_is_a_full_snapshot_when_one_is_due(connections: Connections, model_folder: Path) -> None:
+    """When most bits change, a patch and a full snapshot of it would cost more than the full snapshot alone."""
+    published: list[Publication] = []
+    policy = FullSnapshotPolicy(max_ratio=2.0, max_versions=100)
+    publisher = Publisher(connections, model_folder=model_folder, policy=policy, on_published=published.append)
     random = torch.Generator().manual_seed(0)
     for version in range(8):
         shorter = (torch.randn(128, 64, generator=random).view(torch.int32) & ~0xFF).view(torch.float32)
         dense = {"a": shorter, "b": torch.arange(10.0)}
-        snapshot = Snapshot(
-            PolicyVersion(version), version, part_of(dense, taken=version), "float32", must_publish=True
-        )
-        publisher.submit(snapshot)
+        changed = ModelWeights(copy_to_buckets(dense, copy_id=version))
+        publisher.submit(Snapshot(PolicyVersion(version), version, changed, "float32", must_publish=True))
     publisher.close()
-    patches = ["patch"] * 3  # of two thirds of an anchor
-    assert [p.kind for p in told] == ["anchor", *patches, "anchor", *patches]
-    assert publisher.num_anchors == 0
-    assert sum(p.sent_bytes for p in told) < 1.4 * sum(p.raw_bytes for p in told)  # the rest is manifests
+    patches = ["patch"] * 3  # of two thirds of a full snapshot
+    assert [p.kind for p in published] == ["anchor", *patches, "anchor", *patches]
+    assert publisher.num_full_snapshots == 0
+    assert sum(p.sent_bytes for p in published) < 1.4 * sum(p.raw_bytes for p in published)  # the rest is manifests
     found = read_version(connections.blobs, connections.run_id, 7, head_of(connections).manifest)
     assert torch.equal(found["a"], dense["a"])
 
 
-def test_a_patch_that_is_hardly_smaller_is_not_made(connections: Connections, model_folder: Path) -> None:
-    """When all bits of float32 values change, every version is whole: decoding a patch twice would cost workers more."""
-    told: list[Publication] = []
-    publisher = Publisher(connections, model_folder=model_folder, policy=AnchorPolicy(100.0), on_published=told.append)
+def test_a_patch_that_is_hardly_smaller_is_not_published(connections: Connections, model_folder: Path) -> None:
+    """When all bits of float32 values change, every version is a full snapshot: workers would decode a patch twice."""
+    published: list[Publication] = []
+    publisher = Publisher(
+        connections, model_folder=model_folder, policy=FullSnapshotPolicy(100.0), on_published=published.append
+    )
     random = torch.Generator().manual_seed(0)
     for version in range(3):
-        dense = part_of({"a": torch.randn(128, 64, generator=random)}, taken=version)
-        publisher.submit(Snapshot(PolicyVersion(version), version, dense, "float32", must_publish=True))
+        dense = copy_to_buckets({"a": torch.randn(128, 64, generator=random)}, copy_id=version)
+        publisher.submit(Snapshot(PolicyVersion(version), version, ModelWeights(dense), "float32", must_publish=True))
     publisher.close()
-    assert [p.kind for p in told] == ["anchor"] * 3
-    assert [p.parent for p in told] == [None, 0, 1]
+    assert [p.kind for p in published] == ["anchor"] * 3
+    assert [p.parent for p in published] == [None, 0, 1]
 
 
 def refuse(connections: Connections, worker: str) -> None:
@@ -254,8 +256,8 @@ def refuse(connections: Connections, worker: str) -> None:
     ).wait()
 
 
-def test_a_refused_patch_is_answered_with_an_anchor(connections: Connections, model_folder: Path) -> None:
-    """The same version is published again, whole, at once; a whole version needs two workers that refuse it."""
+def test_a_refused_patch_is_answered_with_a_full_snapshot(connections: Connections, model_folder: Path) -> None:
+    """The same version is published again at once, as a full snapshot; to refuse that takes two workers."""
     publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
     publish(publisher, 0)
     publish(publisher, 1)
@@ -276,7 +278,7 @@ def test_a_refused_patch_is_answered_with_an_anchor(connections: Connections, mo
 def test_a_version_overtaken_by_the_next_is_skipped(
     own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
 ) -> None:
-    """While storage is away, waiting versions give way to newer ones, and the next patch covers them all."""
+    """While storage is unreachable, waiting versions are replaced by newer ones, and the next patch covers them all."""
     storage = own_s3()
     connections = Connections(ring_streams, bus, Blobs(storage.settings))
     publisher = Publisher(connections, model_folder=model_folder)
@@ -297,10 +299,10 @@ def test_a_version_overtaken_by_the_next_is_skipped(
     assert_head_is(connections, 5)
 
 
-def test_storage_that_stays_away_is_an_error(
+def test_storage_that_stays_unreachable_is_an_error(
     own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
 ) -> None:
-    """When the object store does not come back within the deadline, the next submission says so."""
+    """When the object store does not answer within the deadline, the next submission raises."""
     storage = own_s3()
     connections = Connections(ring_streams, bus, Blobs(storage.settings, deadline_s=0.5))
     publisher = Publisher(connections, model_folder=model_folder)
@@ -322,7 +324,7 @@ CRASHES = {
 
 
 @pytest.mark.parametrize(("point", "committed"), CRASHES.items())
-def test_a_publisher_killed_at_any_step_leaves_a_right_head(
+def test_a_publisher_killed_at_any_step_leaves_a_complete_head(
     connections: Connections,
     model_folder: Path,
     nats_settings: NatsSettings,
@@ -330,15 +332,15 @@ def test_a_publisher_killed_at_any_step_leaves_a_right_head(
     point: CrashPoint,
     committed: int,
 ) -> None:
-    """SIGKILL between any two acts: the head is the version before or the whole new one, and the next life goes on."""
-    told = {
+    """SIGKILL between any two steps: the head is the old version or the complete new one, and the next session continues."""
+    setup = {
         "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
         "s3": {**s3_settings.model_dump(mode="json"), "secret_key": s3_settings.secret_key},
         "run_id": connections.run_id,
         "model": str(model_folder),
     }
     command = [sys.executable, "-m", "tests.trainer.publishing.publish_kill", point]
-    ended = subprocess.run(command, input=json.dumps(told), text=True, capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(command, input=json.dumps(setup), text=True, capture_output=True, check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert_head_is(connections, committed)
     seen: list[int] = []
@@ -347,24 +349,24 @@ def test_a_publisher_killed_at_any_step_leaves_a_right_head(
         f"{connections.run_id}-weights", subject, WeightsPublished, lambda f: seen.append(f.version), from_start=True
     ).wait()
     later = Publisher(connections, model_folder=model_folder, epoch=2)
-    assert later.resume(Weights(part(committed)), "float32")  # the checkpoint was of this version
+    assert later.resume(weights(committed), "float32")  # as from a checkpoint of this version
     publish(later, committed + 1)
     later.close()
     assert_head_is(connections, committed + 1)
     assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
     wait_for(lambda: len(seen) > committed + 1, "the announcements")
-    assert seen == list(range(committed + 2))  # what was not announced is now, and nothing twice
+    assert seen == list(range(committed + 2))  # an unannounced version is announced now, and none twice
 
 
-def test_a_killed_life_may_resume_older_weights(connections: Connections, model_folder: Path) -> None:
-    """A checkpoint behind the head is published under the next number, as a patch that takes the workers back."""
+def test_a_session_after_a_kill_may_resume_older_weights(connections: Connections, model_folder: Path) -> None:
+    """A checkpoint older than the head is published under the next number, as a patch back to its weights."""
     first = Publisher(connections, model_folder=model_folder, epoch=1)
     for version in range(4):
         publish(first, version)
     first.close()
     later = Publisher(connections, model_folder=model_folder, epoch=2)
-    assert not later.resume(Weights(part(1)), "float32")
-    later.submit(Snapshot(PolicyVersion(4), 1, part(1), "float32", must_publish=True))
+    assert not later.resume(weights(1), "float32")
+    later.submit(Snapshot(PolicyVersion(4), 1, weights(1), "float32", must_publish=True))
     later.close()
     head = head_of(connections)
     assert manifest_of(connections, head.manifest).kind == "patch"
@@ -372,8 +374,8 @@ def test_a_killed_life_may_resume_older_weights(connections: Connections, model_
     assert torch.equal(found["a"], tensors(1)["a"])
 
 
-def test_two_trainers_of_one_run_are_told_apart(connections: Connections, model_folder: Path) -> None:
-    """A trainer whose head was moved by somebody else refuses to publish over it."""
+def test_two_trainers_of_one_run_are_detected(connections: Connections, model_folder: Path) -> None:
+    """A trainer refuses to publish over a head that another process moved."""
     publisher = Publisher(connections, model_folder=model_folder)
     publisher.submit(snapshot(0))
     publisher.wait_until_published(PolicyVersion(0), 20.0)
@@ -388,10 +390,10 @@ def test_two_trainers_of_one_run_are_told_apart(connections: Connections, model_
     assert decode(unchanged.value, Head).version == 7
 
 
-def test_publishing_outlives_a_restart_of_nats(
+def test_publishing_survives_a_restart_of_nats(
     own_nats: Callable[[], NatsServer], blobs: Blobs, run_id: str, model_folder: Path
 ) -> None:
-    """NATS is killed and comes back while versions are published: all are announced, none twice."""
+    """NATS is killed and restarted while versions are published: all are announced, none twice."""
     server = own_nats()
     with Bus.connect(server.settings, name="publisher") as bus:
         bootstrap(bus, blobs, run_id)

@@ -1,4 +1,4 @@
-"""Publishing while storage refuses it, or while another trainer takes the run over: never half a version, never over another's."""
+"""Publishing to a store that refuses, or while another trainer takes over: no incomplete version, none overwritten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.rollout_service.weights.mirror import Mirror
 from penstock.trainer.connections import Connections
 from penstock.trainer.errors import LeaseLost, PublicationFailed
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.recovery.lease import acquire, fence
 
 __all__ = ["model_folder"]  # a fixture
@@ -51,7 +51,7 @@ def state(bus: Bus, ring_streams: str) -> KeyValue:
 
 
 def announced(connections: Connections) -> list[WeightsPublished]:
-    """All that is announced, as it comes."""
+    """A list that grows with every announcement."""
     seen: list[WeightsPublished] = []
     subject = subjects.weights_published(connections.run_id)
     connections.bus.tail(
@@ -61,19 +61,19 @@ def announced(connections: Connections) -> list[WeightsPublished]:
 
 
 @pytest.mark.parametrize("held", [".pack", "manifest.json"])
-def test_a_trainer_whose_lease_lapsed_in_mid_publication_changes_nothing(
+def test_a_trainer_whose_lease_expired_during_a_publication_changes_nothing(
     connections: Connections, blobs: Blobs, state: KeyValue, proxy: RefusingS3, model_folder: Path, held: str
 ) -> None:
-    """Another holder publishes the same number meanwhile: the first one's head does not move, nobody hears of its version."""
+    """Another holder publishes the same number meanwhile: the first one neither moves the head nor announces."""
     seen = announced(connections)
-    first = acquire(state, connections.run_id, clock=time.time, ttl_s=1.0)  # suspended: nobody renews it
+    first = acquire(state, connections.run_id, clock=time.time, ttl_s=1.0)  # never renewed, as by a suspended process
     fence(state, first.epoch)
     older = Publisher(connections, model_folder=model_folder, epoch=first.epoch, policy=NEVER)
     publish(older, 0)
     proxy.only = held
     proxy.gate.clear()
     older.submit(snapshot(1))
-    wait_for(lambda: proxy.num_held, "the first trainer to be in the midst of an upload")
+    wait_for(lambda: proxy.num_held, "the first trainer to be uploading")
     with acquire(state, connections.run_id, clock=time.time, ttl_s=1.0) as second:
         assert second.epoch == first.epoch + 1
         fence(state, second.epoch)
@@ -101,11 +101,15 @@ def test_a_trainer_whose_lease_lapsed_in_mid_publication_changes_nothing(
     wait_for(lambda: len(seen) >= 3, "three announcements")
     assert [fact.manifest for fact in seen[1:]] == [head.manifest, head_of(connections).manifest]
     stored = [stat.key for stat in blobs.list(blob_keys.weights_prefix(connections.run_id, PolicyVersion(1)))]
-    assert sum(key.endswith(".pack") for key in stored) == 2  # the first one's is there, and nothing leads to it
+    assert (
+        sum(key.endswith(".pack") for key in stored) == 2
+    )  # the first one's exists, and no manifest in the chain names it
 
 
-def test_of_two_publishers_at_once_one_wins(connections: Connections, proxy: RefusingS3, model_folder: Path) -> None:
-    """Both store the same number under keys of their own; the head is one's whole version, the other is told."""
+def test_one_of_two_simultaneous_publishers_wins(
+    connections: Connections, proxy: RefusingS3, model_folder: Path
+) -> None:
+    """Both store the same number under their own keys; the head is one complete version, the other raises."""
     publishers = [Publisher(connections, model_folder=model_folder, policy=NEVER)]
     publish(publishers[0], 0)
     publishers.append(Publisher(connections, model_folder=model_folder, policy=NEVER))
@@ -127,10 +131,10 @@ def test_of_two_publishers_at_once_one_wins(connections: Connections, proxy: Ref
 
 
 @pytest.mark.parametrize("refused", [".pack", "manifest.json"])
-def test_a_full_store_delays_a_version_and_the_one_before_is_served_on(
+def test_a_full_store_delays_a_version_and_the_one_before_stays_available(
     connections: Connections, proxy: RefusingS3, model_folder: Path, tmp_path: Path, refused: str
 ) -> None:
-    """While the store refuses, head and announcements stay and the old version can be fetched; with room it goes on."""
+    """While the store refuses, the head stays and the old version can be fetched; then publishing continues."""
     seen = announced(connections)
     publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
     publish(publisher, 0)
@@ -148,12 +152,12 @@ def test_a_full_store_delays_a_version_and_the_one_before_is_served_on(
     assert [fact.version for fact in seen] == [0, 1]
 
 
-def test_a_store_that_stays_full_ends_the_publisher_and_the_next_life_goes_on(
+def test_a_store_that_stays_full_stops_the_publisher_and_the_next_session_continues(
     connections: Connections, proxy: RefusingS3, model_folder: Path
 ) -> None:
-    """The error names store, object and answer; a later life publishes the same number as a patch."""
-    impatient = Connections(connections.run_id, connections.bus, Blobs(proxy.settings, deadline_s=0.5))
-    publisher = Publisher(impatient, model_folder=model_folder, policy=NEVER)
+    """The error names store, object and answer; a later session publishes the same number as a patch."""
+    short_deadline = Connections(connections.run_id, connections.bus, Blobs(proxy.settings, deadline_s=0.5))
+    publisher = Publisher(short_deadline, model_folder=model_folder, policy=NEVER)
     publish(publisher, 0)
     proxy.refusal = FULL
     publisher.submit(snapshot(1))
@@ -168,22 +172,24 @@ def test_a_store_that_stays_full_ends_the_publisher_and_the_next_life_goes_on(
     assert manifest_of(connections, head_of(connections).manifest).kind == "patch"
 
 
-def test_an_anchor_that_is_refused_delays_no_version_and_is_tried_again(
+def test_a_refused_full_snapshot_delays_no_version_and_is_tried_again(
     connections: Connections, proxy: RefusingS3, model_folder: Path
 ) -> None:
-    """Versions go on as patches of the older anchor; with room the next due anchor is written, and later ones name it."""
-    impatient = Connections(connections.run_id, connections.bus, Blobs(proxy.settings, deadline_s=0.5))
-    publisher = Publisher(impatient, model_folder=model_folder, policy=AnchorPolicy(max_ratio=1e9, max_versions=1))
+    """Versions stay patches on the older full snapshot; the next due one is written, and later patches name it."""
+    short_deadline = Connections(connections.run_id, connections.bus, Blobs(proxy.settings, deadline_s=0.5))
+    publisher = Publisher(
+        short_deadline, model_folder=model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=1)
+    )
     publish(publisher, 0)
     proxy.only, proxy.refusal = ".safetensors", FULL
     for version in (1, 2):
         publish(publisher, version)
-        publisher._publications.anchors.close(20.0)
+        publisher._versions.close(20.0)
     assert proxy.num_refused
-    assert publisher.num_anchors == 0
+    assert publisher.num_full_snapshots == 0
     proxy.refusal = None
     publish(publisher, 3)
-    publisher._publications.anchors.close(20.0)
+    publisher._versions.close(20.0)
     publish(publisher, 4)
     publisher.close()
     manifest = manifest_of(connections, head_of(connections).manifest)

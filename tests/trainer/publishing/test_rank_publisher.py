@@ -1,4 +1,4 @@
-"""Publishing by the shares of two ranks: one that fails or dies fails the publication, by its name, and nothing is seen."""
+"""Publishing with two ranks: a rank that fails or is killed fails the publication, by its number, and nothing is visible."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.layout import TensorSpec, build_layout
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot
-from penstock.trainer.publishing.weight_buckets import split
+from penstock.trainer.publishing.snapshot import ModelWeights, Snapshot
+from penstock.trainer.publishing.weight_buckets import assign_buckets
 
 
-def test_buckets_are_shared_out_by_bytes() -> None:
-    """Every bucket has one rank, no rank has more than a bucket more than another, and more ranks than buckets idle."""
+def test_buckets_are_assigned_by_bytes() -> None:
+    """Every bucket has one rank, loads differ by at most one bucket, and surplus ranks have none."""
     specs = [TensorSpec(f"t{n}", "float32", (100 * (n % 7 + 1),)) for n in range(40)]
     layout = build_layout(specs, bucket_bytes=3000)
     for num_ranks in (1, 2, 3, 8, 60):
-        shares = split(layout, num_ranks)
+        shares = assign_buckets(layout, num_ranks)
         assert sorted(number for share in shares for number in share) == list(range(len(layout.buckets)))
         loads = [sum(layout.buckets[number].num_bytes for number in share) for share in shares]
         assert max(loads) - min(loads) <= 3000
@@ -46,10 +46,12 @@ def test_buckets_are_shared_out_by_bytes() -> None:
 
 
 class TwoRanks:
-    """Two processes that publish by shares; rank 1 writes through a proxy of its own."""
+    """Two ranks that publish together; rank 1 writes through its own proxy."""
 
-    def __init__(self, told: dict[str, Any], running: ExitStack) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # no port that another may take
+    def __init__(self, setup: dict[str, Any], running: ExitStack) -> None:
+        self._store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # port chosen by the kernel, never freed in between
         self.processes = []
         for rank in (0, 1):
             environ = os.environ | {
@@ -63,17 +65,17 @@ class TwoRanks:
             running.enter_context(process)
             running.callback(process.kill)
             self.processes.append(process)
-            s3 = told["s3"] if rank == 0 else told["s3_of_rank_1"]
-            self._tell(rank, json.dumps({**told, "s3": s3}))
+            s3 = setup["s3"] if rank == 0 else setup["s3_of_rank_1"]
+            self._send(rank, json.dumps({**setup, "s3": s3}))
 
     def publish(self, version: int) -> str:
-        """Have a version published; returns "published" or the error."""
-        self._tell(0, str(version))
+        """Publish a version; returns "published" or the error."""
+        self._send(0, str(version))
         output = self.processes[0].stdout
         assert output is not None
         return json.loads(output.readline())
 
-    def _tell(self, rank: int, text: str) -> None:
+    def _send(self, rank: int, text: str) -> None:
         stdin = self.processes[rank].stdin
         assert stdin is not None
         stdin.write(text + "\n")
@@ -82,20 +84,20 @@ class TwoRanks:
 
 @pytest.fixture
 def running() -> Iterator[ExitStack]:
-    """What is to be ended."""
+    """Stops processes and proxies at the end."""
     with ExitStack() as stack:
         yield stack
 
 
-def test_a_rank_that_is_refused_or_killed_fails_the_publication_by_its_name(
+def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path,
     running: ExitStack,
 ) -> None:  # fmt: skip
-    """Refused by a full store, rank 1 is named and tried again with room; killed in mid-upload it leaves no manifest."""
+    """The error names rank 1 while its store is full, and a retry succeeds; killed during its upload it leaves no manifest."""
     write_model(tmp_path / "model", seed=0)
     proxy = running.enter_context(RefusingS3(s3_settings))
     secret = {"secret_key": s3_settings.secret_key}
-    told = {
+    setup = {
         "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
         "s3": {**s3_settings.model_dump(mode="json"), **secret},
         "s3_of_rank_1": {**proxy.settings.model_dump(mode="json"), **secret},
@@ -105,7 +107,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication_by_its_name(
         "kill_at": "object_stored:4@1",  # two buckets of version 0, the pack of version 1, a bucket of version 2
     }
     connections = Connections(ring_streams, bus, blobs)
-    ranks = TwoRanks(told, running)
+    ranks = TwoRanks(setup, running)
     assert ranks.publish(0) == "published"
     proxy.refusal = (507, "InsufficientStorage")
     problem = ranks.publish(1)
@@ -125,13 +127,13 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication_by_its_name(
     ]
     assert sorted(stored) == [f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3)]  # not rank 1's second bucket
     alone = Publisher(connections, model_folder=tmp_path / "model", epoch=1)
-    alone.submit(Snapshot(PolicyVersion(2), 2, whole(2), "float32", must_publish=True))
+    alone.submit(Snapshot(PolicyVersion(2), 2, ModelWeights(whole(2)), "float32", must_publish=True))
     alone.close()
     assert_is(connections, 2)
 
 
 def assert_is(connections: Connections, version: int) -> None:
-    """The head is a version that can be put together, with exactly its weights."""
+    """Assert that the head names a readable version with exactly its weights."""
     head = head_of(connections)
     assert head.version == version
     found = read_version(connections.blobs, connections.run_id, version, head.manifest)

@@ -1,4 +1,4 @@
-"""Garbage: what nobody can need goes, in two acts; what a living worker, an evaluation or a late joiner needs stays."""
+"""Garbage collection deletes in two steps, and keeps what a live worker, an evaluation or a late worker needs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.connections import Connections
 from penstock.trainer.publishing.head import read_head
-from penstock.trainer.publishing.weight_gc import Retention, Retirement
-from penstock.trainer.publishing.weight_retention import AnchorPolicy
+from penstock.trainer.publishing.weight_gc import Retention, WeightGc
+from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 
 GRACE_S = 100.0
 
@@ -34,16 +34,16 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def connections(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path) -> Connections:
-    """A run with versions 0 to 12 and anchors of 0, 3, 6, 9 and 12."""
-    source = WeightsSource(bus, blobs, ring_streams, model_folder, policy=AnchorPolicy(1e9, 3))
+    """A run with versions 0 to 13 and full snapshots of 0, 3, 6, 9 and 12."""
+    source = WeightsSource(bus, blobs, ring_streams, model_folder, policy=FullSnapshotPolicy(1e9, 3))
     for version in range(14):
         source.publish(version, tensors(version))
     return Connections(ring_streams, bus, blobs)
 
 
-def retirement(connections: Connections, *, pinned: tuple[int, ...] = (), orphan_s: float = 1e9) -> Retirement:
+def collector(connections: Connections, *, pinned: tuple[int, ...] = (), orphan_s: float = 1e9) -> WeightGc:
     versions = [PolicyVersion(version) for version in pinned]
-    return Retirement(connections, Retention(2, GRACE_S, orphan_s), pinned=lambda: versions, holder="test")
+    return WeightGc(connections, Retention(2, GRACE_S, orphan_s), pinned=lambda: versions, holder="test")
 
 
 def versions(connections: Connections, ending: str = "") -> set[int]:
@@ -58,10 +58,10 @@ def beat(connections: Connections, needs: int) -> None:
     live.put(streams.heartbeat_key("rollout", "w0"), encode(fact)).wait()
 
 
-def test_manifests_go_first_and_objects_after_the_grace_period(connections: Connections) -> None:
-    """Below the anchor before the newest nothing is kept: no new reader may start, then the bytes go."""
-    collector = retirement(connections)
-    assert collector.sweep(0.0) == 9
+def test_manifests_are_deleted_first_and_objects_after_the_grace_period(connections: Connections) -> None:
+    """Nothing is kept below the full snapshot before the newest: manifests are deleted at once, objects later."""
+    gc = collector(connections)
+    assert gc.sweep(0.0) == 9
     floor = (
         connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait().get(streams.FLOOR_KEY).wait()
     )
@@ -69,23 +69,23 @@ def test_manifests_go_first_and_objects_after_the_grace_period(connections: Conn
     assert decode(floor.value, RetirementFloor).version == 9
     assert versions(connections, "manifest.json") == set(range(9, 14))
     assert versions(connections) == set(range(14))
-    collector.sweep(GRACE_S - 1)
+    gc.sweep(GRACE_S - 1)
     assert versions(connections) == set(range(14))
-    collector.sweep(GRACE_S)
+    gc.sweep(GRACE_S)
     assert versions(connections) == set(range(9, 14))
     assert_head_is(connections, 13)
 
 
-def test_what_a_worker_or_an_evaluation_needs_stays(connections: Connections) -> None:
-    """The floor is the anchor below the oldest version that anybody alive still reads."""
+def test_what_a_worker_or_an_evaluation_needs_is_kept(connections: Connections) -> None:
+    """The floor is the full snapshot below the oldest version that a live worker still reads."""
     beat(connections, needs=7)
-    assert retirement(connections).sweep(0.0) == 6
-    assert retirement(connections, pinned=(4,)).sweep(0.0) == 6  # what is gone is gone: the floor only rises
+    assert collector(connections).sweep(0.0) == 6
+    assert collector(connections, pinned=(4,)).sweep(0.0) == 6  # deleted already: the floor only rises
     assert versions(connections, "manifest.json") == set(range(6, 14))
 
 
-def test_a_pinned_version_stays(connections: Connections) -> None:
-    """An evaluation's version can be put together as long as it is pinned, from the anchor that it names."""
+def test_a_pinned_version_is_kept(connections: Connections) -> None:
+    """An evaluation's version can be read as long as it is pinned, from the full snapshot that it names."""
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
     assert head is not None
     plan_to = WeightReader(connections.blobs, connections.run_id)
@@ -94,32 +94,32 @@ def test_a_pinned_version_stays(connections: Connections) -> None:
         assert manifest.parent is not None
         reference = manifest.parent.manifest
         manifest = plan_to.manifest(reference, PolicyVersion(manifest.parent.version))
-    collector = retirement(connections, pinned=(6,))
-    assert collector.sweep(0.0) == 3  # version 6 is a patch from anchor 3, and has an anchor beside it
-    collector.sweep(GRACE_S)
+    gc = collector(connections, pinned=(6,))
+    assert gc.sweep(0.0) == 3  # version 6 is a patch from full snapshot 3, and has a full snapshot of its own
+    gc.sweep(GRACE_S)
     assert versions(connections) == set(range(3, 14))
     found = read_version(connections.blobs, connections.run_id, 6, reference)
     assert torch.equal(found["a"], tensors(6)["a"])
 
 
-def test_orphans_go_when_they_are_old(connections: Connections) -> None:
-    """A pack that no manifest names goes after a while, not before; nothing that is named goes."""
+def test_orphans_are_deleted_when_they_are_old(connections: Connections) -> None:
+    """A pack that no manifest names is deleted after a minimum age; nothing that a manifest names is."""
     key = blob_keys.weights_pack(connections.run_id, PolicyVersion(13), "deadbeef", rank=0)
     connections.blobs.put(key, b"segments of a publisher that was killed")
     before = versions(connections)
-    retirement(connections, orphan_s=1e9).sweep(0.0)
+    collector(connections, orphan_s=1e9).sweep(0.0)
     assert connections.blobs.exists(key)
-    retirement(connections, orphan_s=0.0).sweep(0.0)
+    collector(connections, orphan_s=0.0).sweep(0.0)
     assert not connections.blobs.exists(key)
     assert versions(connections) == before
     assert_head_is(connections, 13)
 
 
-def test_one_collects(connections: Connections) -> None:
-    """The right to collect is a lease: while one has it nobody else sweeps."""
+def test_one_process_collects(connections: Connections) -> None:
+    """The right to collect is a lease: while one process holds it, no other takes it."""
     first, second = (
-        retirement(connections),
-        Retirement(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
+        collector(connections),
+        WeightGc(connections, Retention(2, 0.0, 0.0), pinned=list, holder="other"),
     )
     assert first._has_lease()
     assert not second._has_lease()

@@ -1,4 +1,4 @@
-"""A run that crashed, resumed and was changed is replayed from its record; what was altered since is found and named."""
+"""A run that crashed, resumed and was changed is replayed from its record; later alterations are reported."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.deploy.quickstart_task import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
-def test_every_version_comes_out_the_same(run: StoredRun) -> None:
-    """A replay without faults makes the digests that three lives made, through a crash, a resume and a change."""
+def test_every_version_is_identical(run: StoredRun) -> None:
+    """A replay reproduces the digests of three sessions, through a crash, a resume and a change of settings."""
     record = run.record
     assert [life.step for life in record.lives] == [0, 3, 7]
     verdict = run.replay()
@@ -28,17 +28,17 @@ def test_every_version_comes_out_the_same(run: StoredRun) -> None:
     assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.lives}
 
 
-def test_a_version_is_told_back_to_the_first(run: StoredRun) -> None:
-    """Its groups with prompts, rewards and who scored them, and every version before it, through crash and resume."""
+def test_a_version_is_traced_back_to_the_first(run: StoredRun) -> None:
+    """`lineage` shows its groups with prompts, rewards and scorers, and every version before it."""
     record = run.record
-    told = json.loads(run.console("lineage", "--json"))
+    link_json = json.loads(run.console("lineage", "--json"))
     versions = {step.made_version for step in record.steps} | {life.version for life in record.lives}
-    assert [link["version"] for link in told["chain"]] == sorted(versions, reverse=True)
-    assert [link["step"] for link in told["chain"] if link["step"]] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
-    assert [group["group_id"] for group in told["groups"]] == [g.group_id for g in record.steps[-1].groups]
-    assert told["scorers"] == {"producer": 36}
-    assert told["environment"]["threads"] == "1"
-    for group, recorded in zip(told["groups"], record.steps[-1].groups, strict=True):
+    assert [link["version"] for link in link_json["chain"]] == sorted(versions, reverse=True)
+    assert [link["step"] for link in link_json["chain"] if link["step"]] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert [group["group_id"] for group in link_json["groups"]] == [g.group_id for g in record.steps[-1].groups]
+    assert link_json["scorers"] == {"producer": 36}
+    assert link_json["environment"]["threads"] == "1"
+    for group, recorded in zip(link_json["groups"], record.steps[-1].groups, strict=True):
         assert group["rewards"] == list(recorded.scored.rewards)
         assert "sort " in group["prompt_text"]
         assert len(group["completions"]) == 4
@@ -48,13 +48,13 @@ def test_a_version_is_told_back_to_the_first(run: StoredRun) -> None:
     assert "no version 99" in run.console("lineage", "--version", "99", expected=1)
 
 
-def test_a_group_is_followed_from_its_issue(run: StoredRun) -> None:
-    """Where it was trained, again where it was used again, or why it was dropped; an unknown id is an error."""
+def test_a_group_is_traced_from_its_issue(run: StoredRun) -> None:
+    """`lineage` shows each step that used a group, or why it was dropped; an unknown id is an error."""
     record = run.record
     group = record.steps[2].groups[0].group_id
-    told = json.loads(run.console("lineage", "--group", group, "--json"))
-    assert [use["step"] for use in told["uses"]] == [use.step.step for use in record.uses_of(group)]
-    assert told["dropped"] is None
+    link_json = json.loads(run.console("lineage", "--group", group, "--json"))
+    assert [use["step"] for use in link_json["uses"]] == [use.step.step for use in record.uses_of(group)]
+    assert link_json["dropped"] is None
     dropped = [drop for chapter in record.told for drop in chapter.dropped if drop.reason == "no_signal"]
     assert dropped
     assert json.loads(run.console("lineage", "--group", dropped[0].group_id, "--json"))["dropped"] == "no_signal"
@@ -62,7 +62,7 @@ def test_a_group_is_followed_from_its_issue(run: StoredRun) -> None:
 
 
 def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
-    """Asked for the last versions only, it begins with the newest checkpoint before them."""
+    """A replay of the last versions starts from the newest checkpoint before them."""
     record = run.record
     last = record.last_version
     verdict = run.replay("--from", str(last - 1), "--to", str(last))
@@ -73,8 +73,8 @@ def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
     assert "no version 99 in its record" in run.refusal("--to", "99", expected=1)
 
 
-def test_an_altered_pack_is_named(run: StoredRun) -> None:
-    """One flipped bit of one stored group ends the replay at the step that used it, after the versions before it."""
+def test_an_altered_pack_is_reported(run: StoredRun) -> None:
+    """One flipped bit of a stored group ends the replay at the step that used it, after the versions before it."""
     step = run.record.steps[4]
     pack = step.packs[0]
     data = run.blobs.get(pack)
@@ -89,8 +89,8 @@ def test_an_altered_pack_is_named(run: StoredRun) -> None:
     assert verdict["same"][-1] < step.made_version
 
 
-def test_a_missing_pack_is_named_before_anything_is_trained(run: StoredRun) -> None:
-    """Every pack that is gone is listed with the groups that are lost with it."""
+def test_a_missing_pack_is_reported_before_training(run: StoredRun) -> None:
+    """Every missing pack is listed with the groups in it."""
     pack = run.record.steps[-1].packs[0]
     data = run.blobs.get(pack)
     run.blobs.delete([pack.key])
@@ -102,8 +102,8 @@ def test_a_missing_pack_is_named_before_anything_is_trained(run: StoredRun) -> N
     assert verdict["num_steps"] == 0
 
 
-def test_an_altered_record_is_named(run: StoredRun) -> None:
-    """A chapter that somebody rewrote is not the one that the next chapter vouches for."""
+def test_an_altered_record_is_reported(run: StoredRun) -> None:
+    """A chapter that was rewritten does not have the hash that the next chapter names."""
     second = run.record.told[1].parent
     assert second is not None
     data = run.blobs.get(second)
@@ -114,8 +114,8 @@ def test_an_altered_record_is_named(run: StoredRun) -> None:
         run.blobs.put(second.key, data)
 
 
-def test_settings_that_drifted_are_named(run: StoredRun) -> None:
-    """The replay goes by the settings of the record, and names the key in which config.json is another."""
+def test_changed_settings_are_reported(run: StoredRun) -> None:
+    """The replay uses the settings of the record, and reports the key in which config.json differs."""
     path = run.home / "config.json"
     kept = path.read_text()
     path.write_text(kept.replace('"lr": 0.001', '"lr": 0.002', 1))
@@ -128,13 +128,13 @@ def test_settings_that_drifted_are_named(run: StoredRun) -> None:
     assert "= 0.002, recorded 0.001" in verdict["findings"][0]
 
 
-def test_what_is_in_the_record_cannot_be_set(run: StoredRun) -> None:
-    """An override that a replay would have to ignore is refused."""
+def test_recorded_settings_cannot_be_overridden(run: StoredRun) -> None:
+    """An override that a replay would ignore is refused."""
     assert "trainer.lr cannot be set" in run.refusal("trainer.lr=1", expected=2)
 
 
 def test_another_model_differs_in_the_first_version(run: StoredRun) -> None:
-    """The folder that training began with must hold the same weights; a model of another seed does not."""
+    """The initial model must have the same weights; a model of another seed differs in version 0."""
     write_model(run.folder / "other", seed=1)
     try:
         verdict = run.replay("--model", str(run.folder / "other"), expected=1)

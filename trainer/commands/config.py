@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer config run.toml [overrides]`: every setting the trainer would use, and where it comes from."""
+"""`python -m penstock.trainer config run.toml [overrides]`: every setting of the trainer with its origin."""
 
 from __future__ import annotations
 

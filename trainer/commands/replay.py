@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +25,12 @@ from penstock.trainer.replay.replay_verdict import describe
 if TYPE_CHECKING:
     from penstock.trainer.ranks import Ranks
 
-MISTAKE = 2  # exit code of an error that is explained
+ERROR = 2  # exit code of an error that is explained on stderr
 DIFFERS = 1
 
 
-class Places(BaseModel):
-    """The sections that say where a run is; everything else is in its record."""
+class RunLocation(BaseModel):
+    """The sections that locate a run; everything else is in its record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,12 +40,12 @@ class Places(BaseModel):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replay a run; returns 0 when every version came out the same, 1 when not, 2 for an error on stderr."""
+    """Replay a run; returns 0 if every version is identical, 1 if not, 2 for an error on stderr."""
     options, rest = _options(arguments)
     files, overrides = split_arguments(rest)
-    settings = _places(options.run, files, overrides)
+    settings = _location(options.run, files, overrides)
     logs.configure("replay", level="warning")
-    from penstock.trainer.ranks import Ranks  # noqa: PLC0415  a mistake in what was typed need not wait for torch
+    from penstock.trainer.ranks import Ranks  # noqa: PLC0415  argument errors are reported without importing torch
 
     ranks = Ranks()
     code = 0
@@ -57,37 +56,37 @@ def main(arguments: Sequence[str]) -> int:
         code = DIFFERS
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
-        code = MISTAKE
+        code = ERROR
     ranks.leave(code)
     return code
 
 
 def _options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(prog="penstock replay", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", help="the run's name")
+    parser.add_argument("run", help="run id")
     parser.add_argument(
-        "--from", dest="first", type=int, help="begin with the newest checkpoint at or before this version"
+        "--from", dest="first", type=int, help="start from the newest checkpoint at or before this version"
     )
-    parser.add_argument("--to", dest="last", type=int, help="the last version to make")
-    parser.add_argument("--model", type=Path, help="where the initial model is now (default: where the run had it)")
+    parser.add_argument("--to", dest="last", type=int, help="last version to replay")
+    parser.add_argument("--model", type=Path, help="folder of the initial model (default: as recorded)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_known_args(arguments)
 
 
-def _places(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> Places:
-    """Return where the run is; raises ConfigError for an override of what is in its record."""
-    strangers = [
-        one for one in from_overrides(overrides, []) if one.path[0].replace("-", "_") not in Places.model_fields
+def _location(run_id: str, files: Sequence[Path], overrides: Sequence[str]) -> RunLocation:
+    """Return where the run is; raises ConfigError for an override of a recorded setting."""
+    recorded = [
+        one for one in from_overrides(overrides, []) if one.path[0].replace("-", "_") not in RunLocation.model_fields
     ]
-    if strangers:
+    if recorded:
         raise ConfigError(
-            f"{'.'.join(strangers[0].path)} cannot be set: a replay goes by the settings in the run's record; only run.dir, "
-            "nats and s3 say where things are now, and --model where the initial model is"
+            f"{'.'.join(recorded[0].path)} cannot be set: a replay uses the settings in the run's record; set only run.dir, "
+            "nats and s3, and --model for the folder of the initial model"
         )
-    return load(Places, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
+    return load(RunLocation, files=files, overrides=[*overrides, f"run.id={run_id}"], environ=os.environ).settings
 
 
-def _lead(options: argparse.Namespace, settings: Places, files: Sequence[Path], ranks: Ranks) -> int:
+def _lead(options: argparse.Namespace, settings: RunLocation, files: Sequence[Path], ranks: Ranks) -> int:
     from penstock.trainer.replay.replay_run import Replay, Wanted  # noqa: PLC0415  as above
 
     blobs = Blobs(settings.s3, deadline_s=30.0)
@@ -101,20 +100,20 @@ def _lead(options: argparse.Namespace, settings: Places, files: Sequence[Path], 
     record = StoredRecord.read(options.run, end_of_record(options.run, settings.run.folder, pointer), blobs.get)
     wanted = Wanted(options.first, options.last, options.model, tuple(files))
 
-    def say(version: int) -> None:
+    def show(version: int) -> None:
         if not options.json and sys.stderr.isatty():
-            sys.stderr.write(f"\rversion {version} is the same\x1b[K")
+            sys.stderr.write(f"\rversion {version} is identical\x1b[K")
 
-    verdict = Replay(record, blobs, ranks, settings.run.folder, wanted).run(say)
+    verdict = Replay(record, blobs, ranks, settings.run.folder, wanted).run(show)
     if options.json:
-        sys.stdout.write(json.dumps({**asdict(verdict), "holds": verdict.holds}) + "\n")
+        sys.stdout.write(json.dumps(verdict.to_document()) + "\n")
     else:
         sys.stderr.write("\r\x1b[K" if sys.stderr.isatty() else "")
         sys.stdout.write(describe(verdict))
     return 0 if verdict.holds else DIFFERS
 
 
-def _follow(settings: Places, ranks: Ranks) -> None:
+def _follow(settings: RunLocation, ranks: Ranks) -> None:
     from penstock.trainer.replay.replay_run import follow  # noqa: PLC0415  as above
 
     follow(ranks, Blobs(settings.s3))

@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer sft run.toml [overrides]`: the supervised warm-up, from the run file to the model folder."""
+"""`python -m penstock.trainer sft run.toml [overrides]`: supervised fine-tuning, from a run file to a model folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.trainer.settings import TrainerSettings
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fine-tune and print the result's folder; raises PenstockError."""
+    """Fine-tune and print the folder of the result; raises PenstockError."""
     files, overrides = split_arguments(arguments)
     settings = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ).settings
     logs.configure("sft")
-    from penstock.trainer.learner import sft  # noqa: PLC0415  a mistake in the run file need not wait for torch
+    from penstock.trainer.learner import sft  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 
     ranks = Ranks()

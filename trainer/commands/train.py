@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer train run.toml [overrides]`: one rank of the trainer, from the run file to the exit code."""
+"""`python -m penstock.trainer train run.toml [overrides]`: one rank of the trainer, from a run file to an exit code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer")
 
-MISTAKE = 2  # exit code of an error that is explained
+ERROR = 2  # exit code of an error that is explained on stderr
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train; returns 0, 130 or 143 when a signal asked to stop, 2 for an error that is explained on stderr."""
+    """Train; returns 0, 130 or 143 after a signal, 2 for an error that is explained on stderr."""
     files, overrides = split_arguments(arguments)
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     settings = loaded.settings
     logs.configure("trainer")
-    from penstock.trainer.assemble import train  # noqa: PLC0415  a mistake in the run file need not wait for torch
+    from penstock.trainer.assemble import train  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 
     ranks = Ranks()
@@ -39,21 +39,21 @@ def main(arguments: Sequence[str]) -> int:
         train(settings, config, ranks, stop)
         code = 128 + signals[0] if signals else 0
     except PenstockError as err:
-        log.debug("the run ends", exc_info=True)
+        log.debug("run failed", exc_info=True)
         sys.stderr.write(f"{err}\n")
-        code = MISTAKE
+        code = ERROR
     ranks.leave(code)
     return code
 
 
 def _stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
-    """Make the first SIGINT or SIGTERM ask for a checkpoint and the end, and the second one end at once.
+    """Make the first SIGINT or SIGTERM request a checkpoint and a stop, and the second one stop at once.
 
-    The other ranks ignore both: rank 0 tells them when it is over.
+    The other ranks ignore both: rank 0 ends them with its last order.
     """
     received: list[int] = []
 
-    def ask(number: int, _: object) -> None:
+    def request_stop(number: int, _: object) -> None:
         if received:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -61,5 +61,5 @@ def _stop_on_signals(stop: threading.Event, *, is_leader: bool) -> list[int]:
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask if is_leader else signal.SIG_IGN)
+        signal.signal(number, request_stop if is_leader else signal.SIG_IGN)
     return received

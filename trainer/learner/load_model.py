@@ -1,0 +1,64 @@
+"""Loads Hugging Face model folders as the policy, the frozen reference, or the backbone of a critic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.trainer.errors import UnsupportedModel
+from penstock.trainer.learner import adapter
+from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.policy import Policy
+from penstock.trainer.learner.reference import Reference
+from penstock.trainer.learner.trainable import Optimisation, Trainable
+from penstock.trainer.parallel_dims import ParallelDims
+
+
+def load_policy(model_folder: Path, how: Optimisation, dims: ParallelDims, *, temperature: float) -> Policy:
+    """Load a Hugging Face model folder and put it under DeepSpeed; the same call on every rank.
+
+    Args:
+        model_folder: Folder with config.json and safetensors.
+        how: Optimizer, schedule, ZeRO stage and dtype.
+        dims: How the ranks share the work.
+        temperature: Divides the logits; the sampling temperature of the rollouts.
+
+    Raises:
+        UnsupportedModel: The folder is missing or holds no causal language model.
+        ConfigError: The dtype does not work with the ZeRO stage.
+    """
+    model: Any = load_language_model(model_folder, how)
+    if how.lora is not None:
+        adapter.attach(model, how.lora)
+        if how.gradient_checkpointing:  # a checkpointed layer needs an input that requires a gradient
+            model.enable_input_require_grads()
+    scorer = CompletionScorer(model, temperature)
+    return Policy(Trainable(scorer, how, dims), scorer, dims)
+
+
+def load_reference(folder: Path, how: Optimisation, device: torch.device, *, temperature: float) -> Reference:
+    """Load a model folder as the frozen reference; raises UnsupportedModel as `load_policy` does."""
+    return Reference(CompletionScorer(load_language_model(folder, how), temperature), device)
+
+
+def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
+    """Load a causal language model for training; raises UnsupportedModel."""
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import, only where it is needed
+    from transformers.utils import logging as transformers_logging  # noqa: PLC0415
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, how.dtype))
+    except (OSError, ValueError, KeyError, RuntimeError) as err:
+        raise UnsupportedModel(
+            f"model.path = {folder} is not a usable causal language model ({err}); set it to a Hugging Face model folder"
+        ) from None
+    model.config.use_cache = False
+    if how.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model

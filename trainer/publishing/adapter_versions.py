@@ -1,0 +1,90 @@
+"""Versions that are adapters: rank 0 stores the small factors whole, applied to a base that is stored once."""
+
+from __future__ import annotations
+
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.adapter_format import ADAPTER_WEIGHTS
+from penstock.protocol.weights.manifest import Ancestor, AnchorRef
+from penstock.trainer.connections import Connections
+from penstock.trainer.errors import PublicationFailed
+from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
+from penstock.trainer.publishing.published_base import PublishedBase
+from penstock.trainer.publishing.rank_publisher import RankPublisher
+from penstock.trainer.publishing.snapshot import AdapterBase, AdapterWeights, Snapshot
+from penstock.trainer.publishing.version_kind import StoredVersion
+from penstock.trainer.publishing.version_writer import Content, Label, VersionWriter, Written
+
+
+class AdapterVersions:
+    """Stores adapters; implements `VersionKind`. Used by one thread, except `hold`."""
+
+    def __init__(
+        self, connections: Connections, writer: VersionWriter, coordinator: PublishCoordinator, *, epoch: int
+    ) -> None:
+        """``coordinator`` stores the base, which is split over all ranks."""
+        self._writer = writer
+        self._epoch = epoch
+        self._alone = PublishCoordinator(RankPublisher(connections.blobs, connections.run_id))
+        self._base = PublishedBase(connections, writer, coordinator)
+        self._newest: Snapshot[AdapterWeights] | None = None  # the head's version, if it is an adapter
+
+    def hold(self, snapshot: Snapshot[AdapterWeights]) -> None:
+        """Hold nothing: the snapshot has all of the adapter."""
+
+    def resume(self, weights: AdapterWeights, dtype: str, newest: Written) -> bool:
+        """Return True if this adapter equals the newest version bit for bit and its base is stored."""
+        manifest = newest.manifest
+        if manifest.state_root != weights.root() or self._base.find(weights.base, newest) is None:
+            return False
+        self._newest = Snapshot(PolicyVersion(manifest.version), manifest.step, weights, dtype)
+        return True
+
+    def missing_base(self, weights: AdapterWeights, newest: Written | None) -> AdapterBase | None:
+        """Return the adapter's base if it is not stored; None if it is."""
+        return weights.base if self._base.find(weights.base, newest) is None else None
+
+    def store_base(self, base: AdapterBase, label: Label, dtype: str) -> None:
+        """Store a base under a version number that no head names."""
+        self._base.store(base, label, self._writer.small_files(dtype))
+
+    def store(self, snapshot: Snapshot[AdapterWeights], newest: Written | None) -> StoredVersion:
+        """Store an adapter, then its manifest; raises PublicationFailed if its base is not stored."""
+        base = snapshot.weights.base
+        reference = self._base.find(base, newest)
+        if reference is None:
+            raise PublicationFailed(
+                f"version {snapshot.version} is an adapter, and its base {base.root[:16]}… is not published; "
+                "start the trainer again: it stores the base first"
+            )
+        written = self._write(snapshot, reference, newest.as_ancestor if newest else None)
+        return StoredVersion(written, written.manifest.density, base.buckets.layout.num_bytes, diff_s=0.0)
+
+    def committed(self, snapshot: Snapshot[AdapterWeights], written: Written) -> None:
+        """Keep the adapter, in case workers refuse it."""
+        self._newest = snapshot
+
+    def store_again(self, newest: Written) -> Written | None:
+        """Store the newest adapter again, with its base repaired; None if this session has not published it."""
+        adapter = self._newest
+        if adapter is None or adapter.version != newest.manifest.version:
+            return None
+        files = self._writer.small_files(adapter.dtype, again=True)
+        return self._write(adapter, self._base.repair(adapter.weights.base, files), newest.manifest.parent)
+
+    def close(self, deadline_s: float) -> None:
+        """Return at once: nothing is stored in the background."""
+
+    def _write(self, snapshot: Snapshot[AdapterWeights], base: AnchorRef, parent: Ancestor | None) -> Written:
+        weights = snapshot.weights
+        self._alone.hold(weights.buckets)
+        try:
+            stored = self._alone.store_whole(weights.buckets.copy_id, snapshot.version, file_name=ADAPTER_WEIGHTS)
+        finally:
+            self._alone.discard(())
+        files = self._writer.adapter_files(weights.base.config.to_json())
+        return self._writer.adapter(
+            Label(snapshot.version, snapshot.step, self._epoch),
+            Content(weights.buckets.layout, files, stored, weights.root()),
+            parent=parent,
+            base=base,
+        )
