@@ -115,7 +115,7 @@ def rank(told: dict[str, Any]) -> None:
     rank_group = RankGroup(policy, ranks, blobs, objective(AlgorithmSettings(name="grpo")))
     rank_group.bucket_bytes = _BUCKET_BYTES
     share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
-    lines = Lines(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None
+    lines = Lines(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
     leader = _Leader(told, rank_group, Shares(share, lines), blobs) if ranks.is_leader else None
     if leader is None and lines is not None:

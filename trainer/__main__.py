@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer COMMAND`: imports only what the command needs; `config`, `data-check` and `data-rows` never load torch."""
+"""`python -m penstock.trainer COMMAND`: imports only what the command needs, so that `config`, `data-check` and `data-rows` never load torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ COMMANDS = {
     "replay": "penstock.trainer.commands.replay_command",
     "sft": "penstock.trainer.commands.sft_command",
 }
-MISTAKE = 2  # exit code of a refusal that is explained, as of argparse
+USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit code, 2 for a mistake that is explained on stderr."""
+    """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     if not arguments or arguments[0] not in COMMANDS:
         sys.stderr.write(f"usage: python -m penstock.trainer {{{','.join(COMMANDS)}}} ...\n")
-        return MISTAKE
+        return USAGE_ERROR
     try:
         return import_module(COMMANDS[arguments[0]]).main(arguments[1:])
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
-        return MISTAKE
+        return USAGE_ERROR
 
 
 if __name__ == "__main__":

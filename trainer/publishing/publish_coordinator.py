@@ -23,7 +23,7 @@ from penstock.protocol.weights.manifest import BucketState
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import Compared, Digests, Done, Question, Share, Stored
 from penstock.trainer.publishing.weight_buckets import Part
-from penstock.trainer.ranks import Line
+from penstock.trainer.ranks import RankChannel
 
 W = TypeVar("W", bound=Wire)
 log = structlog.get_logger("trainer.publish")
@@ -33,8 +33,8 @@ log = structlog.get_logger("trainer.publish")
 class Lines:
     """How rank 0 and the others speak while they train."""
 
-    publication: Line
-    anchor: Line
+    publication: RankChannel
+    anchor: RankChannel
 
 
 @dataclass(frozen=True, slots=True)

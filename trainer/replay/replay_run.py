@@ -28,9 +28,9 @@ from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import RecordedLife, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.assemble import build_rank_group
 from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.groups.stored_groups import ready_groups
+from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.ranks import Ranks

@@ -198,7 +198,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = Ranks()
     blobs = Blobs(S3Settings.model_validate(told["s3"]))
     share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
-    lines = Lines(ranks.line(), ranks.line())
+    lines = Lines(ranks.channel(), ranks.channel())
     ways = None
     if ranks.is_leader:
         bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="rank_check")

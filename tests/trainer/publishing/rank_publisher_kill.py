@@ -61,7 +61,7 @@ def main() -> None:
     crash_points.arm(told["kill_at"], rank=ranks.rank)
     blobs = Blobs(S3Settings.model_validate(told["s3"]), deadline_s=told["deadline_s"])
     share = Share(blobs, told["run_id"], rank=ranks.rank, num_ranks=ranks.num_ranks)
-    lines = Lines(ranks.line(), ranks.line())
+    lines = Lines(ranks.channel(), ranks.channel())
     if not ranks.is_leader:
         for version in range(NUM_TENSORS):
             share.hold(_mine(version, ranks))

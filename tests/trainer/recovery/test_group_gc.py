@@ -25,7 +25,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.recovery.group_gc import Expiry
+from penstock.trainer.recovery.group_gc import GroupGc
 
 
 class Clock:
@@ -77,7 +77,7 @@ def test_only_what_nothing_names_goes_and_only_when_it_is_old(bus: Bus, blobs: B
         payload=encode(make_generated(run, [make_group()]).model_copy(update={"pack": dead})),
     )  # fmt: skip
     bus.publish(subjects.dead(run, "generated"), letter, msg_id="d").wait()
-    expiry = Expiry(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    expiry = GroupGc(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
     assert expiry.sweep() == []
     clock.hours = 25.0
     assert sorted(expiry.sweep()) == sorted([dropped.key, tasks.key])
@@ -91,7 +91,7 @@ def test_trained_packs_go_when_that_is_said(bus: Bus, blobs: Blobs, ring_streams
     run, clock = ring_streams, Clock()
     first, second = store(blobs, run, "first"), store(blobs, run, "second")
     settings = RetentionSettings(trained_packs_h=48.0)
-    expiry = Expiry(Connections(run, bus, blobs), settings, holder="t", clock=clock)
+    expiry = GroupGc(Connections(run, bus, blobs), settings, holder="t", clock=clock)
     last = commit(bus, blobs, run, first)
     clock.hours = 23.0
     assert expiry.sweep() == []
@@ -107,14 +107,14 @@ def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, ring_st
     store(blobs, ring_streams, "dropped")
     clock = Clock()
     clock.hours = -1e4
-    expiry = Expiry(Connections(ring_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    expiry = GroupGc(Connections(ring_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
     assert expiry.sweep() == []
 
 
 def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
     """Another one's lease is respected, one's own renewed."""
     connections = Connections(ring_streams, bus, blobs)
-    one, other = (Expiry(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
+    one, other = (GroupGc(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
     assert one._has_lease()
     assert not other._has_lease()
     assert one._has_lease()
@@ -153,7 +153,7 @@ def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, ring_streams
         )
     )
     blobs.put(blob_keys.rescored_input(run, hashlib.sha256(whole).hexdigest()), whole)
-    expiry = Expiry(Connections(run, bus, blobs), RetentionSettings(trained_packs_h=1.0), holder="t", clock=clock)
+    expiry = GroupGc(Connections(run, bus, blobs), RetentionSettings(trained_packs_h=1.0), holder="t", clock=clock)
     commit(bus, blobs, run, kept)
     clock.hours = 1e5
     assert expiry.sweep() == [dropped.key]

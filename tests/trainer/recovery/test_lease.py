@@ -39,7 +39,7 @@ def take(state: KeyValue, ttl_s: float = 1.0) -> HeldLease:
     return acquire(state, "r", clock=time.time, ttl_s=ttl_s, deadline_s=30.0)
 
 
-def test_a_second_trainer_is_refused_while_the_first_lives(state: KeyValue, running: ExitStack) -> None:
+def test_a_second_trainer_is_refused_while_the_first_is_alive(state: KeyValue, running: ExitStack) -> None:
     """The refusal says who holds the run, since when, and how to stop it."""
     running.enter_context(take(state))
     with pytest.raises(RunIsHeld, match=rf"trainer-\w+ \(host .*, pid {os.getpid()}, epoch 1, since 20.*kill -TERM"):
@@ -87,7 +87,7 @@ def test_an_older_holder_can_move_neither_head_nor_checkpoint(state: KeyValue) -
     with pytest.raises(LeaseLost, match="moved by another trainer"):
         old.move(encode(CheckpointCommitted(epoch=1, step=5)))
     new.move(encode(CheckpointCommitted(epoch=2, step=5)))
-    with pytest.raises(LeaseLost, match="epoch 2 has begun"):
+    with pytest.raises(LeaseLost, match="epoch 2 has started"):
         fence(state, 1)
 
 
@@ -99,7 +99,7 @@ def test_a_lease_outlives_an_absence_of_nats(own_nats: Callable[[], NatsServer])
         with take(bus.key_value(streams.state_bucket("r").bucket).wait()) as lease:
             server.kill()
             with pytest.raises(BusUnreachable):
-                lease.confirm(patience_s=0.5)
+                lease.confirm(deadline_s=0.5)
             assert lease.is_held
             server.restart()
             lease.confirm()

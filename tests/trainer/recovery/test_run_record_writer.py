@@ -33,9 +33,9 @@ def test_one_step_alone_is_something_to_write(record_writer: RunRecordWriter, bl
     scored = ScoredGroup(generated=group.summary(0), rewards=(1.0,) * 8, scorer="exact_match")
     pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
     ready = ReadyGroup(scored, pack, group)
-    record_writer.step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
+    record_writer.add_step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
     assert not record_writer.is_empty
-    record_writer.weights(lambda: "0" * 64)
+    record_writer.set_weights(lambda: "0" * 64)
     entries = Accounting().take_entries()
     assert entries.is_empty
     reference, number, digest = record_writer.write(entries, step=1, version=PolicyVersion(1))
