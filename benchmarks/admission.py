@@ -72,7 +72,7 @@ class Outcome:
 
 
 class _Issued:
-    """Stands where the issuer does, without account, tally and threads."""
+    """Replaces the issuer, without accounting, counters and threads."""
 
     def __init__(self, dispatch: Dispatch, dropped: Counter[str]) -> None:
         self._dispatch, self._dropped = dispatch, dropped

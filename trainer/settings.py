@@ -73,7 +73,7 @@ class DataSettings(Section):
     )
     format: Format = Field(default="auto", description="Form of the rows; auto recognises it by the columns.")
     map: dict[str, str] = Field(
-        default={}, description='Column names that differ, as ours = "theirs": data.map.prompt = "instruction".'
+        default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
     )
     system_prompt: str = Field(default="", description="Prepended to every prompt that has no system message.")
     max_prompt_tokens: int = Field(default=1024, ge=1, description="Longest prompt, template included, in tokens.")

@@ -4,11 +4,11 @@ A separate thread pulls `GroupScored`, asks the `DeliveryTracker` which groups a
 training thread takes whole batches. A message is acknowledged only after a checkpoint that holds the effect of all its
 groups: until then the broker delivers it again.
 
-| waits for                      | until                     | then                                              |
-|--------------------------------|---------------------------|---------------------------------------------------|
-| a full fresh batch             | `collect_deadline_s`      | CollectTimeout: queue depths, services alive      |
-| groups that do not arrive      | all queues empty for 5 s  | dropped as `lost`, issued again                   |
-| one group that is not dead-lettered | `max_dead` groups    | TooManyDeadLetters with the last reason           |
+| waits for                           | until                          | then                                         |
+|-------------------------------------|--------------------------------|----------------------------------------------|
+| a full fresh batch                  | `collect_deadline_s`           | CollectTimeout: queue depths, services alive |
+| groups that do not arrive           | all queues empty for 5 s       | dropped as `lost`, issued again              |
+| one group that is not dead-lettered | `max_dead` were, consecutively | TooManyDeadLetters with the last reason      |
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def plan(
 ) -> tuple[list[tuple[GroupKey, ...]], DispatchState]:
     """Plan the next packs: as many groups as the staleness bound admits, in whole packs.
 
-    A pack that is not full waits for more room, unless fewer groups are outstanding than a step needs: then waiting
-    would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps.
+    A pack that is not full waits until the bound admits the rest, unless fewer groups are outstanding than a step needs:
+    then waiting would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps.
 
     Args:
         state: What is outstanding, and the next position.
@@ -149,19 +149,19 @@ def plan(
     packs: list[tuple[GroupKey, ...]] = []
     while True:
         outstanding = len(state.outstanding)
-        room = admissible_groups(
+        admitted = admissible_groups(
             outstanding=outstanding,
             max_staleness=rollout.max_staleness,
             groups_per_step=rollout.groups_per_step,
             lag=lag,
         )
         if most_outstanding is not None:
-            room = min(room, most_outstanding - outstanding)
+            admitted = min(admitted, most_outstanding - outstanding)
         wanted = min(groups_per_message, rollout.groups_per_step - state.num_issued % rollout.groups_per_step)
         needed = rollout.groups_per_step - outstanding  # or the next step could never be filled
-        if room <= 0 or (room < wanted and needed <= 0):
+        if admitted <= 0 or (admitted < wanted and needed <= 0):
             return packs, state
-        pack, state = _take(state, order, min(wanted, room))
+        pack, state = _take(state, order, min(wanted, admitted))
         packs.append(pack)
 
 

@@ -1,7 +1,7 @@
 """Issues tasks as soon as the staleness bound admits them, in a thread of its own.
 
 Every change of an issued group is made here, under one lock: it arrives, is trained, or is dropped (and perhaps issued
-again), and makes room for the next ones.
+again), which admits the next ones.
 """
 
 from __future__ import annotations

@@ -178,10 +178,8 @@ def acquire(
         try:
             entry = state.get(streams.LEASE_KEY).wait()
             found = None if entry is None else decode(entry.value, Lease)
-            if (
-                entry is not None and found is not None and found.holder == mine.holder
-            ):  # the answer to our swap was lost
-                return _begin(state, found, entry.revision)
+            if entry is not None and found is not None and found.holder == mine.holder:
+                return _begin(state, found, entry.revision)  # the answer to this trainer's swap was lost
             if entry is None or found is None or found.released or _has_expired(watched, entry, found.ttl_s):
                 mine = mine.model_copy(update={"epoch": 1 if found is None else found.epoch + 1})
                 revision = state.swap(streams.LEASE_KEY, encode(mine), entry.revision if entry else None).wait()
@@ -242,7 +240,7 @@ class FencedKey:
                 time.sleep(_POLL_S)
             except CompareAndSwapFailed:
                 entry = self._state.get(self._key).wait()
-                if entry is None or entry.value != value:  # otherwise the answer to our swap was lost
+                if entry is None or entry.value != value:  # otherwise the answer to this holder's swap was lost
                     raise LeaseLost(
                         f"{self._state.bucket}/{self._key} was moved by another trainer; this one exits, and has "
                         "acknowledged nothing more"

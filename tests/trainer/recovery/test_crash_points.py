@@ -142,7 +142,7 @@ def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, 
     Groups that killed sessions issued arrive in any order, so the order of groups in steps differs from other runs.
     """
     run_file = scene.run_file(run_id)
-    # So that few words change: only then are patches sparse, and anchors stored beside them.
+    # Few bytes change per version: only then are patches sparse, and full snapshots stored in addition.
     sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
     with scene.producer(run_id):
         for point in CrashPoint:
