@@ -34,11 +34,11 @@ from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
 from penstock.trainer.evaluation.schedule import EvaluationSchedule
 from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.group_source import GroupHistory, generated, stored
+from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_stored
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
-from penstock.trainer.preflight import check_checkpoint_is_here, check_rewards, check_run_is_ours, connect
+from penstock.trainer.preflight import check_checkpoint_exists, check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.publish_coordinator import Lines, Shares, serve
 from penstock.trainer.publishing.rank_publisher import Share
@@ -114,8 +114,8 @@ class _Session:
 def _run(session: _Session, ranks: Ranks) -> None:
     settings, connections = session.settings, session.connections
     found = checkpoint.newest(settings.run.folder / CHECKPOINTS, settings.run.id)
-    check_run_is_ours(connections, resume=settings.trainer.resume, has_checkpoint=found is not None)
-    check_checkpoint_is_here(session.pointer.value, settings.run.folder, has_checkpoint=found is not None)
+    check_resume(connections, resume=settings.trainer.resume, has_checkpoint=found is not None)
+    check_checkpoint_exists(session.pointer.value, settings.run.folder, has_checkpoint=found is not None)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(session.config)
     rank_group = build_rank_group(settings, ranks, connections.blobs)
@@ -183,9 +183,9 @@ def _training(
     heartbeat = HeartbeatWriter(bus=connections.bus, run_id=connections.run_id, activity=activity, clock=_EVENT_CLOCK)
     history = GroupHistory.resume(resumed)
     if data.train is None:
-        source = stored(settings, connections, history, resumed)
+        source = open_stored(settings, connections, history, resumed)
     else:
-        source = generated(
+        source = open_generated(
             settings, connections, history, resumed, prompts=data.train, stop_token_ids=data.stop_token_ids
         )
     publisher = Publisher(

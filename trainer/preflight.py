@@ -47,7 +47,7 @@ def connect(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Connectio
     return Connections(settings.run.id, bus, blobs)
 
 
-def check_run_is_ours(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
+def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
     """Return the head of the run; raises ConfigError when the run has published weights and ``resume`` is off.
 
     Started over without resuming, such a run would mix the groups of two sessions. A run without a checkpoint may resume:
@@ -63,7 +63,7 @@ def check_run_is_ours(connections: Connections, *, resume: bool, has_checkpoint:
     return head
 
 
-def check_checkpoint_is_here(committed: bytes | None, folder: Path, *, has_checkpoint: bool) -> None:
+def check_checkpoint_exists(committed: bytes | None, folder: Path, *, has_checkpoint: bool) -> None:
     """Refuse to start over if a checkpoint was committed: its groups are acknowledged, and would be lost.
 
     Args:

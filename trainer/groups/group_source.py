@@ -51,7 +51,7 @@ class GroupHistory:
         return cls(Ledger(state.ledger), Counters(accounting, state.totals), accounting)
 
 
-def stored(
+def open_stored(
     settings: TrainerSettings, connections: Connections, history: GroupHistory, resumed: CheckpointState | None
 ) -> GroupSource:
     """Return the group source of a run on ``data.from_run``; raises as `StoredGroups`."""
@@ -63,7 +63,7 @@ def stored(
     return GroupSource(issuer, StoredCollector(groups, issuer, connections.blobs, settings.rollout.groups_per_step), ())
 
 
-def generated(
+def open_generated(
     settings: TrainerSettings,
     connections: Connections,
     history: GroupHistory,

@@ -25,7 +25,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnknownReward, UnsupportedModel
-from penstock.trainer.preflight import check_rewards, check_run_is_ours, connect
+from penstock.trainer.preflight import check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -75,7 +75,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_command(
 ) -> None:
     """Missing streams and buckets are an error with the command that creates them."""
     with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
-        check_run_is_ours(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
+        check_resume(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
 
 
 def test_starting_a_published_run_over_is_refused(
@@ -83,14 +83,14 @@ def test_starting_a_published_run_over_is_refused(
 ) -> None:
     """Without resume a run id that has published weights is refused; with it, the run continues."""
     connections = Connections(ring_streams, bus, blobs)
-    assert check_run_is_ours(connections, resume=False, has_checkpoint=False) is None
+    assert check_resume(connections, resume=False, has_checkpoint=False) is None
     publisher = Publisher(connections, model_folder=settings.model.path)
     publisher.submit(snapshot(5))
     publisher.wait_until_published(PolicyVersion(5), 20.0)
     publisher.close()
     with pytest.raises(ConfigError, match=r"published version 5.*trainer\.resume = false.*--delete"):
-        check_run_is_ours(connections, resume=False, has_checkpoint=False)
-    head = check_run_is_ours(connections, resume=True, has_checkpoint=False)
+        check_resume(connections, resume=False, has_checkpoint=False)
+    head = check_resume(connections, resume=True, has_checkpoint=False)
     assert head is not None
     assert head.version == 5
 
