@@ -25,11 +25,12 @@ from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
 from penstock.trainer.data.dataset import PromptSet
-from penstock.trainer.groups.batcher import Batcher, Drop
+from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.dispatch import Dispatch
+from penstock.trainer.groups.drops import Drop
 from penstock.trainer.groups.ledger import Ledger
-from penstock.trainer.groups.overtake_backoff import Patience
+from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.task_packs import TaskPack
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.settings import DataSettings, RolloutSettings
@@ -71,7 +72,7 @@ class Outcome:
 
 
 class _Issued:
-    """Stands where the issuer does, without account, tally and threads."""
+    """Replaces the issuer, without accounting, counters and threads."""
 
     def __init__(self, dispatch: Dispatch, dropped: Counter[str]) -> None:
         self._dispatch, self._dropped = dispatch, dropped
@@ -79,20 +80,20 @@ class _Issued:
     def outstanding(self) -> Collection[str]:
         return [str(key) for key in self._dispatch.state.outstanding]
 
-    def expects(self, group_id: str, holds: Callable[[str], bool]) -> bool:
-        return self._dispatch.expects(group_id, holds)
+    def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
+        return self._dispatch.accept(group_id, holds)
 
     def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
         return self._dispatch.in_last_chance(version)
 
-    def dropped(self, drop: Drop) -> None:
+    def drop(self, drop: Drop) -> None:
         self._dropped[str(drop.reason)] += 1
         self._dispatch.send_back([drop.group_id])
 
-    def refused(self, drop: Drop) -> None:
+    def refuse(self, drop: Drop) -> None:
         raise AssertionError(drop)
 
-    def read_letter(self, drops: Sequence[Drop], sequence: int) -> None:
+    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
         raise AssertionError(drops)
 
 
@@ -118,7 +119,7 @@ class Ring:
         self._training = False
         self._idle_since = 0.0
         self._full_since: float | None = None
-        self._patience = Patience()
+        self._backoff = OvertakeBackoff()
 
     def run(self) -> Outcome:
         """Train all steps; returns what it came to."""
@@ -189,7 +190,7 @@ class Ring:
         self._tracker.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
 
     def _train(self) -> None:
-        patience_s = self._patience.of(self._rule.patience * self._step_s)
+        patience_s = self._backoff.scale(self._rule.patience * self._step_s)
         overtakes = patience_s > 0.0 and bool(self._tracker.overtaken(self._version))
         if overtakes:
             if self._full_since is None:
@@ -203,14 +204,14 @@ class Ring:
             self._issue()
         if not batch:
             return
-        self._patience.took(overtook=overtakes)
+        self._backoff.record(overtook=overtakes)
         self.outcome.waited_s += self._now - self._idle_since
         self._full_since, self._training, self._step_s = None, True, self._about(STEP_S)
 
         def stepped() -> None:
             ids = [group.group_id for group in batch]
             self._dispatch.settle(ids)
-            self._tracker.trained(ids)
+            self._tracker.mark_trained(ids)
             self._version = next_version(self._version)
             self._steps_done += 1
             self._training, self._idle_since = False, self._now

@@ -118,7 +118,7 @@ def rank(told: dict[str, Any]) -> None:
     rank_group = RankGroup(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
     rank_group.bucket_bytes = _BUCKET_BYTES
     own = RankPublisher(blobs, told["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.line(), ranks.line()) if ranks.num_ranks > 1 else None
+    channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
     leader = _Leader(told, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
     if leader is None and channels is not None:

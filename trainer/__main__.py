@@ -1,4 +1,4 @@
-"""`python -m penstock.trainer COMMAND`: imports only what the command needs; `config`, `data-check` and `data-rows` never load torch."""
+"""`python -m penstock.trainer COMMAND`: imports only what the command needs, so that `config`, `data-check` and `data-rows` never load torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
     "data-check": ("FILE ... [--model FOLDER]", "check what data files can train"),
     "data-rows": ("FILE [--number N]", "print rows of a data file as the input of a reward"),
 }
-ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
+USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argparse
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit code, 2 for an error that is explained on stderr."""
+    """Run one command; return its exit code, 2 for an error that is explained on stderr."""
     if not arguments or arguments[0] not in COMMANDS:
         sys.stderr.write(usage())
-        return ERROR
+        return USAGE_ERROR
     try:
         return import_module(f"penstock.trainer.commands.{arguments[0].replace('-', '_')}").main(arguments[1:])
     except PenstockError as err:
         sys.stderr.write(f"{err}\n")
-        return ERROR
+        return USAGE_ERROR
 
 
 def usage() -> str:

@@ -1,86 +1,106 @@
-"""The order that makes a group's effect exactly-once: chapter, checkpoint, its key in NATS, acknowledgements.
+"""Commits in the order that makes a group's effect exactly-once: chapter, checkpoint, its key in NATS, acknowledgements.
+
+A chapter is what one checkpoint adds to the run record.
 
 ```
-what happened ──▶ chapter (S3) ──▶ folder.partial ──fsync──▶ lease confirmed ──rename──▶ key ``checkpoint`` ──▶ acks
-                  counts when        counts not               nobody else               a zombie fails here
-                  it is named                                 holds the run             and acknowledges nothing
+state ──▶ chapter (S3) ──▶ folder.partial ──fsync──▶ lease confirmed ──rename──▶ key ``checkpoint`` ──▶ acknowledgements
+          counts once      does not count            no other trainer            a trainer that lost its lease
+          it is named                                holds the run               fails here and acknowledges nothing
 ```
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from penstock.protocol.facts import GroupScored
 from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.transport.delivery import Delivery
+from penstock.protocol.versions import PolicyVersion
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
+from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.issue import Issuer
+from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
+from penstock.trainer.learner.planning import Planner
+from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.recovery import checkpoint
-
-if TYPE_CHECKING:
-    from penstock.protocol.facts import GroupScored
-    from penstock.protocol.transport.delivery import Delivery
-    from penstock.trainer.training import Training
+from penstock.trainer.recovery.lease import HeldLease
+from penstock.trainer.recovery.run_record_writer import RunRecordWriter
+from penstock.trainer.settings import TrainerSettings
+from penstock.trainer.telemetry.event_writer import EventWriter
 
 CHECKPOINTS = "checkpoints"
 
 
-def commit_everything(training: Training) -> None:
-    """Commit everything so far; only then acknowledge what it covers.
+@dataclass(frozen=True, slots=True)
+class Committer:
+    """Everything that a checkpoint of a session is made of."""
 
-    What is settled is asked first and what happened second, so that the checkpoint covers every message
-    that is acknowledged. Raises LeaseLost, before anything is committed or acknowledged, when another
-    trainer holds the run.
-    """
-    trained = training.collector.settled()
-    evaluated = training.evaluator.settled() if training.evaluator else []
-    issued = training.issuer.take_state()
-    before = training.record_writer.committed
-    if training.record_writer.is_empty and before is not None and issued.is_in(before):
-        # the checkpoint before tells all that is so now: it covers what was settled or retired meanwhile
-        training.lease.confirm()
-        _acknowledge(training, trained, evaluated)
-        return
-    record, chapter, digest = training.record_writer.write(
-        issued.entries, step=training.num_steps_done, version=training.version
-    )
-    crash_points.reach(CrashPoint.RECORDED)
-    state = CheckpointState(
-        run_id=training.settings.run.id,
-        epoch=training.lease.epoch,
-        step=training.num_steps_done,
-        version=training.version,
-        weights_digest=digest,
-        weights_dtype=training.published_dtype,
-        weights_are="adapter" if training.settings.publishes_adapters else "model",
-        ledger=training.ledger.rows(),
-        dispatch=issued.dispatch,
-        unsent=issued.unsent,
-        letters_read=issued.letters_read,
-        totals=issued.totals,
-        account=issued.entries.account,
-        algorithm=training.planner.document(),
-        metrics_bytes=training.recorder.num_bytes,
-        record=record,
-        chapter=chapter,
-    )
-    data = checkpoint.commit(
-        training.settings.run.folder / CHECKPOINTS,
-        state,
-        training.rank_group.save,
-        keep=training.settings.trainer.keep_checkpoints,
-        confirm=training.lease.confirm,
-    )
-    crash_points.reach(CrashPoint.COMMITTED)
-    training.record_writer.point(state, data)
-    crash_points.reach(CrashPoint.POINTED)
-    _acknowledge(training, trained, evaluated)
+    settings: TrainerSettings
+    rank_group: RankGroup
+    planner: Planner
+    issuer: Issuer | StoredIssuer
+    collector: Collector | StoredCollector
+    evaluator: Evaluator | None
+    ledger: Ledger
+    lease: HeldLease
+    record_writer: RunRecordWriter
+    events: EventWriter
 
+    def commit(self, *, step: int, version: PolicyVersion, weights_dtype: str) -> None:
+        """Commit everything so far; only then acknowledge what it covers.
 
-def _acknowledge(
-    training: Training, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]
-) -> None:
-    training.collector.acknowledge(trained)
-    crash_points.reach(CrashPoint.ACKNOWLEDGING)
-    if training.evaluator is not None:
-        training.evaluator.acknowledge(evaluated)
-    crash_points.reach(CrashPoint.ACKNOWLEDGED)
+        Settled messages are read before the state, so that the checkpoint covers every message that is acknowledged.
+        Raises LeaseLost, before anything is committed or acknowledged, when another trainer holds the run.
+        """
+        trained = self.collector.settled()
+        evaluated = self.evaluator.settled() if self.evaluator else []
+        issued = self.issuer.take_state()
+        previous = self.record_writer.committed
+        if self.record_writer.is_empty and previous is not None and issued.is_in(previous):
+            # The previous checkpoint holds the present state, and so covers what was settled or retired since.
+            self.lease.confirm()
+            self._acknowledge(trained, evaluated)
+            return
+        record, chapter, digest = self.record_writer.write(issued.entries, step=step, version=version)
+        crash_points.reach(CrashPoint.RECORDED)
+        state = CheckpointState(
+            run_id=self.settings.run.id,
+            epoch=self.lease.epoch,
+            step=step,
+            version=version,
+            weights_digest=digest,
+            weights_dtype=weights_dtype,
+            weights_are="adapter" if self.settings.publishes_adapters else "model",
+            ledger=self.ledger.rows(),
+            dispatch=issued.dispatch,
+            unsent=issued.unsent,
+            letters_read=issued.letters_read,
+            totals=issued.totals,
+            account=issued.entries.account,
+            algorithm=self.planner.document(),
+            metrics_bytes=self.events.num_bytes,
+            record=record,
+            chapter=chapter,
+        )
+        data = checkpoint.commit(
+            self.settings.run.folder / CHECKPOINTS,
+            state,
+            self.rank_group.save,
+            keep=self.settings.trainer.keep_checkpoints,
+            confirm=self.lease.confirm,
+        )
+        crash_points.reach(CrashPoint.COMMITTED)
+        self.record_writer.mark_committed(state, data)
+        crash_points.reach(CrashPoint.POINTED)
+        self._acknowledge(trained, evaluated)
+
+    def _acknowledge(self, trained: list[Delivery[GroupScored]], evaluated: list[Delivery[GroupScored]]) -> None:
+        self.collector.acknowledge(trained)
+        crash_points.reach(CrashPoint.ACKNOWLEDGING)
+        if self.evaluator is not None:
+            self.evaluator.acknowledge(evaluated)
+        crash_points.reach(CrashPoint.ACKNOWLEDGED)

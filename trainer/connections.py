@@ -1,4 +1,4 @@
-"""What every part of the trainer that talks to the outside holds: the run, NATS, and the object store."""
+"""The connections of the trainer: NATS and the object store, with the id of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.protocol.transport.bus import Bus
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """The two doors, and the run whose subjects and keys go through them."""
+    """NATS and the object store, and the run whose subjects and keys are used on both."""
 
     run_id: str
     bus: Bus

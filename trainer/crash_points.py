@@ -1,7 +1,7 @@
 """Named points at which this process kills itself with SIGKILL, so that a test can crash it exactly there.
 
-``trainer.kill_at = "committed"`` (or ``PENSTOCK_TRAINER__KILL_AT=committed:2``: the second time in this life;
-``object_stored@1``: on rank 1, not on rank 0) arms one point. Off, which is the default, passing a point costs one
+``trainer.kill_at = "committed"`` (or ``PENSTOCK_TRAINER__KILL_AT=committed:2``: the second time in this session;
+``object_stored@1``: on rank 1, not on rank 0) arms one point. By default none is armed, and passing a point costs one
 comparison.
 
     step ▸ write ▸ [written] ▸ commit ▸ [committed] ▸ point ▸ [pointed] ▸ acknowledge train [acknowledging] eval ▸ [acknowledged]
@@ -18,7 +18,7 @@ from penstock.protocol.errors import ConfigError
 
 
 class CrashPoint(StrEnum):
-    """Between which two acts; each is passed after the first and before the second."""
+    """A point between two actions: passed after the first and before the second."""
 
     STEPPED = "stepped"  # the optimizer step is made ▸ its groups are entered in the ledger
     RECORDED = "recorded"  # the chapter is in the object store ▸ the checkpoint is written
@@ -27,11 +27,11 @@ class CrashPoint(StrEnum):
     POINTED = "pointed"  # the checkpoint key ▸ the first acknowledgement
     ACKNOWLEDGING = "acknowledging"  # half of the acknowledgements ▸ the others
     ACKNOWLEDGED = "acknowledged"  # the last acknowledgement ▸ the next step
-    OBJECT_STORED = "object_stored"  # one of a rank's objects of a version ▸ its next, or that rank 0 hears of them
+    OBJECT_STORED = "object_stored"  # one of a rank's objects of a version ▸ its next, or the answer to rank 0
     SHARDS_STORED = "shards_stored"  # all objects of all ranks ▸ the manifest
     MANIFEST_STORED = "manifest_stored"  # its manifest ▸ the head
     HEAD_MOVED = "head_moved"  # the head ▸ the announcement
-    ANCHOR_STORED = "anchor_stored"  # the buckets of an anchor beside a version ▸ its manifest
+    ANCHOR_STORED = "anchor_stored"  # the buckets of a full snapshot of a version ▸ its manifest
     ANNOUNCED = "announced"  # the announcement ▸ tasks for that version
 
 
@@ -41,7 +41,7 @@ class _Armed:
 
 
 def arm(text: str, *, rank: int = 0) -> None:
-    """Arm the point that ``trainer.kill_at`` names, if it means this rank; empty disarms. Raises ConfigError."""
+    """Arm the point that ``trainer.kill_at`` names, if it is on this rank; empty disarms. Raises ConfigError."""
     what, _, where = text.partition("@")
     name, _, times = what.partition(":")
     try:
@@ -51,12 +51,12 @@ def arm(text: str, *, rank: int = 0) -> None:
     except ValueError:
         raise ConfigError(
             f"trainer.kill_at = {text!r}: expected one of {', '.join(CrashPoint)}, with :N for the N-th time "
-            "and @R for rank R"
+            "and @R for rank R; set it to one of them, or leave it out"
         ) from None
 
 
 def reach(point: CrashPoint) -> None:
-    """Die here, if this is the armed point and it is its time."""
+    """Kill this process with SIGKILL if ``point`` is armed and has been passed as often as requested."""
     if _Armed.point is point:
         _Armed.times_left -= 1
         if _Armed.times_left <= 0:

@@ -1,4 +1,4 @@
-"""The critic section of the run file: the network that `algorithm.advantage = "gae"` learns values with; no torch."""
+"""The critic section of the run file: the value network of `algorithm.advantage = "gae"`; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,48 +11,47 @@ from penstock.protocol.config.connection import Section
 
 
 class CriticSettings(Section):
-    """PPO's critic: what it starts from, how it learns, and how its values become advantages."""
+    """PPO's critic: its initial weights, its optimizer, and how its values become advantages."""
 
     path: Path | None = Field(
-        default=None, description="Model folder whose body the critic starts from; none: model.path."
+        default=None,
+        description="Model folder whose weights the critic starts from, without the head; none: model.path.",
     )
     lr: float = Field(
         default=1e-5,
         gt=0.0,
-        description="Peak learning rate of the critic's own AdamW; it falls as trainer.schedule says.",
+        description="Peak learning rate of the critic's AdamW, with trainer.schedule.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to critic.lr.")
-    max_grad_norm: float = Field(
-        default=1.0, gt=0.0, description="The critic's gradients are scaled down to this norm."
-    )
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="The critic's gradients are clipped to this norm.")
     head_start_steps: int = Field(
         default=0,
         ge=0,
-        description="First steps of the run in which the critic alone learns and the policy stays as it is.",
+        description="First steps of the run, in which only the critic is updated.",
     )
     updates: int = Field(default=1, ge=1, description="Optimizer steps of the critic on each batch.")
-    loss: Literal["mse", "huber"] = Field(default="mse", description="Of a value: half its squared error, or Huber's.")
+    loss: Literal["mse", "huber"] = Field(default="mse", description="Value loss: half the squared error, or Huber's.")
     loss_coefficient: float = Field(
-        default=1.0, gt=0.0, description="Factor on the value loss; it matters beside critic.max_grad_norm alone."
+        default=1.0, gt=0.0, description="Factor on the value loss; it has an effect only through critic.max_grad_norm."
     )
     value_clip: float | None = Field(
         default=None,
         gt=0.0,
-        description="How far the updates on one batch may move a value; none: not limited; needs critic.updates > 1.",
+        description="Largest change of a value by the updates on one batch; none: unlimited; needs critic.updates > 1.",
     )
     gamma: float = Field(default=1.0, ge=0.0, le=1.0, description="Discount of later rewards, per token.")
     lam: float = Field(
         default=0.95,
         ge=0.0,
         le=1.0,
-        description="GAE's lambda: 1 trusts the rewards (no bias, much variance), 0 the critic.",
+        description="GAE's lambda: 1 uses the rewards alone (no bias, high variance), 0 the critic's next value.",
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> CriticSettings:
         if self.value_clip is not None and self.updates == 1:
             raise ValueError(
-                f"critic.value_clip = {self.value_clip} does nothing with critic.updates = 1: it limits how far a value "
-                "moves from where it was when the batch came, and the one update starts there; raise critic.updates"
+                f"critic.value_clip = {self.value_clip} does nothing with critic.updates = 1: it limits the change of a value "
+                "since the batch arrived, which is 0 at the first update; raise critic.updates, or remove critic.value_clip"
             )
         return self

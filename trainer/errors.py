@@ -1,19 +1,19 @@
-"""What can go wrong in the trainer, drawn as one tree below `protocol.errors.PenstockError`.
+"""The errors of the trainer, as one tree below `protocol.errors.PenstockError`.
 
 ```
 PenstockError
 └── TrainerError
-    ├── UnsupportedModel      the model folder is missing, unreadable or of a kind we would train wrongly
-    ├── MalformedData         rows of a data file are not what they should be; each with file, line and column
+    ├── UnsupportedModel      the model folder is missing, unreadable or of a kind that would be trained wrongly
+    ├── MalformedData         rows of a data file are malformed; each with file, line and column
     ├── BatchDoesNotFit       a trajectory is longer than a micro-batch may be
-    ├── CollectTimeout        no full batch within the deadline; says whom the trainer waited for
-    ├── TooManyDead           group after group goes to the dead letters
+    ├── CollectTimeout        no full batch within the deadline; with queue depths and services alive
+    ├── TooManyDeadLetters    consecutive groups were dead-lettered and none arrived
     ├── EngineMismatch        engine and trainer give the same tokens of one version other log-probabilities
-    ├── EvaluationFailed      an evaluation did not come back whole, or came from another version
+    ├── EvaluationFailed      an evaluation is incomplete, or was sampled by another version
     ├── PublicationFailed     the weights could not be stored, verified or announced
-    ├── RankSilent            another process of this trainer has ended, or does not answer
-    ├── RunIsHeld             another trainer leads this run and is alive
-    ├── LeaseLost             another trainer took the run over while this one was away
+    ├── RankUnresponsive      another process of this trainer has exited, or does not answer
+    ├── RunIsHeld             another trainer holds the lease of this run and is alive
+    ├── LeaseLost             another trainer took the lease while this one was suspended or disconnected
     ├── CheckpointError       a checkpoint is incomplete, or belongs to another run or world size
     └── UnknownReward         the run file names a reward that no service offers
 ```
@@ -25,7 +25,7 @@ from penstock.protocol.errors import PenstockError
 
 
 class TrainerError(PenstockError):
-    """Base of everything that goes wrong inside the trainer."""
+    """Base of the trainer's errors."""
 
 
 class UnsupportedModel(TrainerError):
@@ -33,7 +33,7 @@ class UnsupportedModel(TrainerError):
 
 
 class MalformedData(TrainerError):
-    """Rows of a data file are not what they should be; the text gives file, line and column of each."""
+    """Rows of a data file are malformed; the text gives file, line and column of each."""
 
 
 class BatchDoesNotFit(TrainerError):
@@ -41,11 +41,11 @@ class BatchDoesNotFit(TrainerError):
 
 
 class CollectTimeout(TrainerError):
-    """No full batch arrived within the deadline; the text says whom the trainer waited for."""
+    """No full batch arrived within the deadline; the text gives queue depths and services alive."""
 
 
-class TooManyDead(TrainerError):
-    """Group after group went to the dead letters: something upstream fails for every group."""
+class TooManyDeadLetters(TrainerError):
+    """Consecutive groups were dead-lettered and none arrived: a service upstream fails for every group."""
 
 
 class EngineMismatch(TrainerError):
@@ -53,23 +53,23 @@ class EngineMismatch(TrainerError):
 
 
 class EvaluationFailed(TrainerError):
-    """An evaluation did not come back whole within its deadline, or came from another version."""
+    """An evaluation was incomplete at its deadline, or was sampled by another version."""
 
 
 class PublicationFailed(TrainerError):
     """A version could not be stored, verified or announced."""
 
 
-class RankSilent(TrainerError):
-    """Another process of this trainer has ended, or has not answered within its deadline."""
+class RankUnresponsive(TrainerError):
+    """Another process of this trainer has exited, or has not answered within its deadline."""
 
 
 class RunIsHeld(TrainerError):
-    """Another trainer leads this run and is alive."""
+    """Another trainer holds the lease of this run and is alive."""
 
 
 class LeaseLost(TrainerError):
-    """Another trainer took the run over while this one was suspended or cut off; it must not write any more."""
+    """Another trainer took the lease while this one was suspended or disconnected; this one must not write any more."""
 
 
 class CheckpointError(TrainerError):

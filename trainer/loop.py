@@ -1,15 +1,16 @@
-"""The trainer's story: collect, train, publish, evaluate, checkpoint.
+"""The trainer's main loop: collect, train, record, publish, evaluate, report, checkpoint.
 
-| step       | consumes                 | waits for                    | unblocked by                     |
+| stage      | consumes                 | waits for                    | unblocked by                     |
 |------------|--------------------------|------------------------------|----------------------------------|
-| collect    | scored groups            | a whole fresh batch          | reward service, workers, issuer  |
+| collect    | scored groups            | a full fresh batch           | reward service, workers, issuer  |
 | train      | the batch                | nothing                      |                                  |
-| publish    | a snapshot of the weights| nothing (a thread uploads)   |                                  |
+| record     | the finished step        | nothing                      |                                  |
+| publish    | a copy of the weights    | nothing (a thread uploads)   |                                  |
 | evaluate   | held-out prompts         | nothing, but at start and end| workers, reward service          |
 | checkpoint | everything               | the disk                     |                                  |
 
-Beside it run the issuer (new tasks as soon as the staleness bound admits them), the collector (the
-next batch is fetched and decoded while this one trains), the publisher and the evaluator.
+In parallel run the issuer (new tasks as soon as the staleness bound admits them), the collector (fetches and decodes the
+next batch while this one trains), the publisher and the evaluator.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from penstock.trainer.training import Training
 
 
 def run(training: Training) -> None:
-    """Train until the steps are done or somebody asks to stop."""
+    """Train until the steps are done or a stop is requested."""
     training.begin()
-    while training.goes_on:
+    while training.should_continue:
         batch = training.collect()
-        if not batch:  # asked to stop while waiting
+        if not batch:  # a stop was requested while it waited
             break
-        training.step(batch)
+        learned = training.train(batch)
+        training.record_step(batch, learned)
         training.publish()
         training.evaluate_if_due()
         training.report()

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: servers, run, rewards. Every refusal says what to do.
+"""Checks servers, run and rewards before anything starts. Every error names the fix.
 
 The data files and the model folder are checked where they are opened.
 """
@@ -36,7 +36,7 @@ _POLL_S = 0.2
 _SAMPLED_ROWS = 1000
 
 
-def open_doors(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Connections:
+def connect(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Connections:
     """Connect to NATS and the object store.
 
     Raises BusUnreachable after ``deadline_s``, BusRefused, BlobStoreUnreachable or BlobStoreRefused.
@@ -47,39 +47,39 @@ def open_doors(settings: TrainerSettings, *, deadline_s: float = 20.0) -> Connec
     return Connections(settings.run.id, bus, blobs)
 
 
-def check_run_is_ours(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
-    """Return the head of the run; raises ConfigError when this run must not go on from it.
+def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool) -> Head | None:
+    """Return the head of the run; raises ConfigError when the run has published weights and ``resume`` is off.
 
-    A run that published weights and is started over, without resuming, would mix the groups of two
-    lives; a run without a checkpoint may go on, it loses only the steps before the first one.
+    Started over without resuming, such a run would mix the groups of two sessions. A run without a checkpoint may resume:
+    it loses only the steps before its first checkpoint.
     """
     head = read_head(connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait())
     if head is not None and not resume:
         kept = "a checkpoint and " if has_checkpoint else ""
         raise ConfigError(
-            f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; resume it, "
+            f"run {connections.run_id} has {kept}published version {head.version}, and trainer.resume = false; set it to true, "
             f"choose another run.id, or delete its streams: python -m penstock.deploy.bootstrap --run {connections.run_id} --delete"
         )
     return head
 
 
-def check_checkpoint_is_here(committed: bytes | None, folder: Path, *, has_checkpoint: bool) -> None:
-    """Refuse to begin anew where a checkpoint was committed and its groups acknowledged: they would be lost.
+def check_checkpoint_exists(committed: bytes | None, folder: Path, *, has_checkpoint: bool) -> None:
+    """Refuse to start over if a checkpoint was committed: its groups are acknowledged, and would be lost.
 
     Args:
         committed: The checkpoint key of the run, None when there is none.
         folder: The run's folder.
-        has_checkpoint: Whether it holds a checkpoint, be it an older one.
+        has_checkpoint: Whether it holds a checkpoint, even an older one.
 
     Raises:
-        CheckpointError: NATS knows of a checkpoint and the folder has none.
+        CheckpointError: NATS has the key of a checkpoint and the folder has none.
     """
     known = decode(committed, CheckpointCommitted) if committed is not None else None
     if known is not None and known.record is not None and not has_checkpoint:
         raise CheckpointError(
             f"a checkpoint of step {known.step} was committed in this run, and {folder / 'checkpoints'} has none: the "
-            "groups it was made of are acknowledged and would be lost. Bring the folder here (run.dir), or start over "
-            "with another run.id"
+            "groups it was made of are acknowledged and would be lost. Copy the run's folder to this machine (run.dir), or "
+            "start over with another run.id"
         )
 
 
@@ -91,14 +91,14 @@ def check_rewards(
     clock: Callable[[], float],
     deadline_s: float = _REWARD_DEADLINE_S,
 ) -> None:
-    """Wait until living reward services offer every reward the data ask for; raises UnknownReward.
+    """Wait until reward services offer every reward that the data ask for; raises UnknownReward.
 
     Args:
         connections: The run and NATS.
         prompt_sets: The prompts of the run.
-        define: The rewards that the run file makes of parts; the services must make them of the same.
-        clock: Seconds since the epoch.
-        deadline_s: Longest wait for a reward service to start and to learn of all its endpoints.
+        define: The rewards that the run file composes of parts; the services must compose them the same way.
+        clock: Seconds since 1970.
+        deadline_s: Longest wait for a reward service to start and to find all its endpoints.
     """
     wanted = _wanted(prompt_sets, define)
     bucket = connections.bus.key_value(streams.registry_bucket().bucket).wait()
@@ -114,7 +114,7 @@ def check_rewards(
 
 
 class _Wanted(NamedTuple):
-    names: set[str]  # rewards that somebody must offer
+    names: set[str]  # rewards that a service must offer
     sources: set[str]  # data sets that must have a reward
     digests: dict[str, str]  # of the definitions among the names
 
@@ -143,7 +143,7 @@ def _sources(prompts: PromptSet, rewards: set[str]) -> set[str]:
 
 def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     if not offers:
-        return "no reward service of this run is alive; start one with: penstock reward service run.toml"
+        return "no reward service of this run is alive; start one: penstock reward service run.toml"
     offered = sorted({name for offer in offers for name in offer.names})
     if missing := _plain_first(names_nobody_offers(wanted.names, offers), wanted.digests):
         near = _near(missing[0], offers)
@@ -151,8 +151,8 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     if others := others_defined(wanted.digests, offers):
         name, replicas = next(iter(others.items()))
         return (
-            f"reward.define.{name} here is not what {', '.join(replicas)} makes of it; start the reward service with the "
-            "same run file and the same overrides of [reward]"
+            f"reward.define.{name} in this run file differs from that of {', '.join(replicas)}; start the reward service with "
+            "the same run file and the same overrides of [reward]"
         )
     known = {source for offer in offers for source in offer.by_source} | set(offered)
     if unknown := sorted(wanted.sources - known):
@@ -165,7 +165,7 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
 
 
 def _plain_first(missing: set[str], defined: Mapping[str, str]) -> list[str]:
-    """Sort missing names: a reward made of parts is missing because of a part, which explains more."""
+    """Sort missing names, those that are not defined first: a reward made of parts is missing because of a part."""
     return sorted(missing, key=lambda name: (name in defined, name))
 
 

@@ -1,4 +1,4 @@
-"""One line that says how far a job is: rewritten in place on a terminal, a log line now and then elsewhere."""
+"""The progress of a job: one line that is rewritten in place on a terminal, ten log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINES_PER_JOB = 10
 
 
 class ProgressLine:
-    """Shows steps of a known number; ``figures`` are shown as they are."""
+    """Shows steps out of a known number, with values given by the caller."""
 
     def __init__(self, job: str, num_steps: int) -> None:
         """Show nothing yet."""
@@ -21,7 +21,7 @@ class ProgressLine:
         self._rewrites = sys.stderr.isatty()
 
     def show(self, step: int, **figures: float | str) -> None:
-        """Show that ``step`` steps are done."""
+        """Show that ``step`` steps are done, and the ``figures`` by name."""
         last = step == self._num_steps
         if self._rewrites:
             text = " ".join(f"{name} {_short(value)}" for name, value in figures.items())

@@ -1,7 +1,7 @@
-"""The door to torch.distributed for what our own ranks tell each other: orders, sums, barriers.
+"""The adapter to torch.distributed for the trainer's own messages between ranks: orders, sums, barriers.
 
-Rank 0 decides, the others follow: an order is MessagePack bytes (nothing is unpickled), broadcast
-over gloo also where the gradients travel over NCCL. DeepSpeed's own communication is DeepSpeed's.
+Rank 0 sends orders and the others follow. An order is MessagePack bytes (nothing is unpickled), broadcast over gloo even
+if gradients use NCCL. DeepSpeed's communication is separate.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from penstock.trainer.errors import RankSilent
+from penstock.trainer.errors import RankUnresponsive
 
 T = TypeVar("T")
 
-_ANSWER_DEADLINE_S = 1800.0  # of one rank to one question; a rank that died is known at once
-_DEADLINE = timedelta(days=1)  # followers wait while rank 0 collects; rank 0 has the deadlines that speak
+_ANSWER_DEADLINE_S = 1800.0  # of one rank to one question; a rank that exited is detected at once
+_DEADLINE = timedelta(days=1)  # followers wait while rank 0 collects; rank 0 has the deadlines with error messages
+_SEE_LOGS = "see its log, then start the trainer again"
 
 
 class Ranks:
-    """The processes that train together; one process is a world of its own."""
+    """The processes that train together; a single process is a world of size 1."""
 
     def __init__(self) -> None:
-        """Join the world that torchrun describes in the environment, or be alone."""
+        """Join the world that torchrun describes in the environment; without torchrun, a world of size 1."""
         self.rank = int(os.environ.get("RANK", "0"))
         self.num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if self.num_ranks > 1:
             dist.init_process_group(backend, timeout=_DEADLINE)
-        else:  # no launcher, no port: DeepSpeed wants these to be set, and a store in this process serves
+        else:  # DeepSpeed requires these variables; a store in this process needs no launcher and no port
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process decides."""
+        """Whether this process is rank 0."""
         return self.rank == 0
 
     def broadcast(self, order: Any) -> Any:
@@ -70,29 +71,28 @@ class Ranks:
         dist.gather(mine, found, dst=0)
         return [t[: int(size)].numpy().tobytes() for t, size in zip(found or [], sizes, strict=False)]
 
-    def line(self) -> Line:
-        """Open a line of questions and answers for threads; called on all ranks, in the same order."""
-        return Line(self.rank, self.num_ranks)
+    def channel(self) -> RankChannel:
+        """Open a channel of questions and answers for threads; called on all ranks, in the same order."""
+        return RankChannel(self.rank, self.num_ranks)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up vectors of figures over the ranks."""
+        """Return the element-wise sum over the ranks."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def maximum(self, values: Sequence[float]) -> list[float]:
-        """Take the element-wise maximum over the ranks."""
+        """Return the element-wise maximum over the ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.num_ranks > 1:
             dist.all_reduce(torch.zeros(1))
 
     def leave(self, exit_code: int) -> None:
-        """End the process group.
+        """Close the process group, and exit the process unless it is the only rank.
 
-        With several ranks the interpreter's own teardown crashed in one of five runs with ZeRO-3
-        (rank 1 aborted after correct training), so the process ends here, after a barrier and with
-        everything flushed; alone it returns.
+        With several ranks the interpreter's teardown crashed in one of five runs with ZeRO-3 (rank 1 aborted after
+        correct training), so the process exits here, after a barrier and with everything flushed.
         """
         if self.num_ranks == 1:
             dist.destroy_process_group()
@@ -111,23 +111,23 @@ class Ranks:
         return tensor.tolist()
 
 
-class Line:
-    """Rank 0's questions to the others and their answers, beside the training: a process group of its own.
+class RankChannel:
+    """Questions from rank 0 to the other ranks and their answers, over a separate process group.
 
-    Bytes only, and no collective: a rank that ends or is silent is known by its number. One conversation at a time.
+    Bytes only, point to point, so that a rank that exits or does not answer is identified. One question at a time.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        """Use `Ranks.line` instead."""
+        """Use `Ranks.channel` instead."""
         self._rank, self._num_ranks = rank, num_ranks
         self._group: Any = dist.new_group(backend="gloo", timeout=_DEADLINE) if num_ranks > 1 else None
         self._lock = threading.Lock()
-        self._broken: RankSilent | None = None  # questions and answers would not belong together any more
+        self._broken: RankUnresponsive | None = None  # after it, a late answer would be read for a later question
 
     def ask(self, question: bytes, own: Callable[[], T]) -> tuple[T, list[bytes]]:
-        """Send a question, do rank 0's part of it, and return that with the others' answers (rank 0).
+        """Send a question, call ``own``, and return its result with the others' answers (rank 0).
 
-        All answers are waited for, whatever ``own`` raises. Raises RankSilent for a rank that ended, or has not
+        All answers are awaited, even if ``own`` raises. Raises RankUnresponsive for a rank that exited, or has not
         answered for half an hour.
         """
         others = range(1, self._num_ranks)
@@ -141,18 +141,18 @@ class Line:
                     mine = own()
                 finally:
                     answers = [self._receive(rank, timedelta(seconds=_ANSWER_DEADLINE_S)) for rank in others]
-            except RankSilent as err:
+            except RankUnresponsive as err:
                 self._broken = err
                 raise
         return mine, answers
 
     def listen(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer rank 0's questions until it ends (all other ranks)."""
+        """Answer rank 0's questions until it exits (all other ranks)."""
         while True:
             try:
                 question = self._receive(0, _DEADLINE)
                 self._send(answer(question), 0)
-            except RankSilent:
+            except RankUnresponsive:
                 return
 
     def _send(self, data: bytes, rank: int) -> None:
@@ -161,7 +161,7 @@ class Line:
             for tensor in tensors:
                 dist.send(tensor, dst=rank, group=self._group)
         except RuntimeError as err:
-            raise RankSilent(f"rank {rank} of {self._num_ranks} has ended ({err})") from None
+            raise RankUnresponsive(f"rank {rank} of {self._num_ranks} has exited ({err}); {_SEE_LOGS}") from None
 
     def _receive(self, rank: int, deadline: timedelta) -> bytes:
         try:
@@ -170,8 +170,9 @@ class Line:
             data = torch.empty(int(size), dtype=torch.uint8)
             self._wait(data, rank, deadline)
         except RuntimeError as err:
-            raise RankSilent(
-                f"rank {rank} of {self._num_ranks} has ended, or was silent for {deadline.total_seconds():.0f} s ({err})"
+            raise RankUnresponsive(
+                f"rank {rank} of {self._num_ranks} has exited, or did not answer for {deadline.total_seconds():.0f} s "
+                f"({err}); {_SEE_LOGS}"
             ) from None
         return data.numpy().tobytes()
 

@@ -1,4 +1,4 @@
-"""Everything the trainer may be told, one section of the run file each; imports no torch.
+"""The settings of the trainer, one class per section of the run file; imports no torch.
 
 Lengths are in tokens, times in seconds, sizes of a batch in groups (one group: the
 ``rollout.group_size`` completions of one prompt).
@@ -45,7 +45,7 @@ def _listed(files: Files) -> tuple[Path, ...]:
 
 
 class ModelSettings(Section):
-    """The policy and how it is held in memory."""
+    """The policy and its numeric format."""
 
     path: Path = Field(description="Hugging Face model folder: config.json, safetensors, tokenizer, chat template.")
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -60,7 +60,7 @@ class ModelSettings(Section):
 
 
 class DataSettings(Section):
-    """Prompts to train and to evaluate on, and how rows become prompts."""
+    """Prompts to train and evaluate on, and how rows are read as prompts."""
 
     train: Files = Field(
         default=[], description="JSONL, JSON, CSV or Parquet file with the training prompts, or a list of them."
@@ -73,15 +73,13 @@ class DataSettings(Section):
     )
     format: Format = Field(default="auto", description="Form of the rows; auto recognises it by the columns.")
     map: dict[str, str] = Field(
-        default={}, description='Column names that differ, as ours = "theirs": data.map.prompt = "instruction".'
+        default={}, description='Columns with other names, as expected = "actual": data.map.prompt = "instruction".'
     )
-    system_prompt: str = Field(
-        default="", description="Put before every prompt that brings no system message of its own."
-    )
+    system_prompt: str = Field(default="", description="Prepended to every prompt that has no system message.")
     max_prompt_tokens: int = Field(default=1024, ge=1, description="Longest prompt, template included, in tokens.")
     overlong: Literal["drop", "error"] = Field(
         default="drop",
-        description="Prompts above max_prompt_tokens: leave them out and count them, or refuse the file.",
+        description="Prompts above max_prompt_tokens: drop and count them, or refuse the file.",
     )
     max_samples: int | None = Field(default=None, ge=1, description="Only the first rows, for a quick try; none: all.")
     shuffle: bool = Field(default=True, description="Another order in every epoch, made from run.seed alone.")
@@ -91,12 +89,12 @@ class DataSettings(Section):
     def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
         unknown = sorted(set(value) - set(COLUMNS))
         if unknown:
-            raise ValueError(f"data.map.{unknown[0]} maps a column we do not read; ours are {', '.join(COLUMNS)}")
+            raise ValueError(f"data.map.{unknown[0]} maps a column that is not read; use one of {', '.join(COLUMNS)}")
         return value
 
     @property
     def least_age(self) -> int:
-        """How many versions old the youngest token is: 1 where another run sampled it, whatever its version says."""
+        """The least age of a token in versions: 1 if another run sampled it, whatever its version number."""
         return 0 if self.from_run is None else 1
 
     @property
@@ -113,50 +111,50 @@ class DataSettings(Section):
 
 
 class RolloutSettings(Section):
-    """What the workers are asked for, and how far they may run ahead."""
+    """What the workers generate, and how stale it may be."""
 
     group_size: int = Field(default=8, ge=1, le=4096, description="Completions of one prompt; advantages compare them.")
     groups_per_step: int = Field(default=32, ge=1, description="Groups that make one optimizer step.")
     groups_per_message: int = Field(
         default=0,
         ge=0,
-        description="Groups that travel together; 0 chooses by size: many tiny ones, a large one alone.",
+        description="Groups that share a message; 0 chooses by size: many tiny ones, or a single large one.",
     )
     max_staleness: int = Field(
         default=2,
         ge=0,
-        description="Most versions a sample may be behind when it is trained on; 0 waits for every step.",
+        description="Most versions that a sample may be behind when it is trained; 0: generation waits for every step.",
     )
     max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
     temperature: float = Field(
         default=1.0,
         gt=0.0,
         le=100.0,
-        description="Of sampling; the trainer divides by it too, so log-probabilities stay exact.",
+        description="Sampling temperature; the trainer divides its logits by it too, so that log-probabilities agree.",
     )
     max_attempts: int = Field(
-        default=2, ge=1, description="How often a group is generated at most when it comes back too stale to train on."
+        default=2, ge=1, description="How often a group is generated at most when it is too stale to be trained."
     )
 
     @property
     def max_outstanding(self) -> int:
-        """Most groups issued and neither trained nor dropped (arXiv 2505.24298)."""
+        """Most groups that may be issued and neither trained nor dropped (arXiv 2505.24298)."""
         return (self.max_staleness + 1) * self.groups_per_step
 
 
 class OptimizerSettings(Section):
-    """The trainer section: optimizer, ranks, checkpoints, and how long it waits."""
+    """The trainer section: optimizer, ranks, checkpoints, deadlines."""
 
     steps: int = Field(default=100, ge=1, description="Optimizer steps of the whole run, resumed ones included.")
     lr: float = Field(default=1e-6, gt=0.0, description="Peak learning rate of AdamW.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
     weight_decay: float = Field(default=0.0, ge=0.0, description="AdamW's decoupled weight decay.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    schedule: Schedule = Field(default="constant", description="What the learning rate does after the warm-up.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0, description="End of linear and cosine, as a share of lr.")
-    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are scaled down to this norm.")
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Gradients are clipped to this norm.")
     zero_stage: Literal[0, 1, 2, 3] = Field(
-        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 and gradients, 3 and parameters."
+        default=1, description="ZeRO: 0 nothing sharded, 1 optimizer, 2 also gradients, 3 also parameters."
     )
     num_ranks: int = Field(default=1, ge=1, description="Processes that train together, under torchrun when above 1.")
     micro_batch_tokens: int = Field(
@@ -166,57 +164,57 @@ class OptimizerSettings(Section):
         default=50, ge=1, description="Steps between checkpoints; the last step makes one too."
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
-    resume: bool = Field(
-        default=True, description="Go on from the newest checkpoint of this run id, when there is one."
-    )
+    resume: bool = Field(default=True, description="Resume from the newest checkpoint of this run id, if there is one.")
     lease_s: float = Field(
-        default=6.0, ge=1.0, le=60.0, description="A trainer that has not renewed its lease for so long is dead, in s."
+        default=6.0, ge=1.0, le=60.0, description="A lease that was not renewed for this long has expired, in s."
     )
     kill_at: str = Field(
         default="",
-        description="For tests of crashes: SIGKILL oneself at this point (trainer/crash_points.py), NAME:2 the 2nd time, "
-        "NAME@1 on rank 1.",
+        description="For crash tests: the trainer sends itself SIGKILL at this point (trainer/crash_points.py), NAME:2 the "
+        "2nd time, NAME@1 on rank 1.",
     )
     collect_deadline_s: float = Field(
         default=600.0,
         gt=0.0,
-        description="Longest wait for a full batch before the error that says whom we waited for, in s.",
+        description="Longest wait for a full batch before an error with queue depths and services alive, in s.",
     )
     oldest_patience: float = Field(
         default=1.0,
         ge=0.0,
         le=1000.0,
-        description="How long a full batch waits for groups under way that would be too old for the next one, in durations "
-        "of the last step, and half as long after each wait in vain; what comes later is dropped and sampled again. 0: never.",
+        description="Longest wait of a full batch for groups under way that would be too old for the next one, in durations "
+        "of the last step; halved after each wait without result. Later groups are dropped and sampled again. 0: no wait.",
     )
     max_mismatch: float | None = Field(
         default=0.1,
         gt=0.0,
-        description="Nats by which the engine's log-probabilities of tokens that the version in training sampled may "
-        "differ from the trainer's on average; beyond it the run stops with an explanation. None: only reported.",
+        description="Largest mean difference, in nats, between the engine's log-probabilities and the trainer's, of tokens "
+        "that the version in training sampled; beyond it the run stops with an error. None: only reported.",
     )
     mismatch_patience: int = Field(
-        default=3, ge=1, description="So many comparisons in a row must be beyond max_mismatch; the first one suffices."
+        default=3,
+        ge=1,
+        description="Consecutive comparisons beyond max_mismatch before the run stops; at the first comparison it stops at once.",
     )
     publish_dtype: Literal["as-trained", "float32", "bfloat16"] = Field(
         default="as-trained",
-        description="Number format of published weights; bfloat16 halves what travels and suits engines on GPUs.",
+        description="Number format of published weights; bfloat16 halves their size and suits engines on GPUs.",
     )
     keep_versions: int = Field(
-        default=8, ge=2, description="Newest published versions that can still be put together from the object store."
+        default=8, ge=2, description="Newest published versions that can be read from the object store."
     )
     anchor_every: int = Field(
-        default=64, ge=1, le=128, description="Most versions between two anchors: whole weights beside the patches."
+        default=64, ge=1, le=128, description="Most versions between two full snapshots, stored beside the patches."
     )
     anchor_ratio: float = Field(
         default=2.0,
         gt=0.0,
-        description="An anchor is written when the patches since the last one have this multiple of its size.",
+        description="A full snapshot is written when the patches since the last one have this multiple of its size.",
     )
     weights_grace_s: float = Field(
         default=1800.0,
         ge=0.0,
-        description="Seconds that weights no new reader may start from stay, for those who have begun to read them.",
+        description="How long weights are kept after the last version that needs them expired, for readers under way, in s.",
     )
 
 
@@ -227,8 +225,8 @@ class EvalSettings(Section):
     num_prompts: int = Field(default=0, ge=0, description="Only the first prompts of data.eval; 0: all.")
     at_start: bool = Field(default=True, description="Evaluate version 0, when there is data.eval.")
     at_end: bool = Field(default=True, description="Evaluate the last version, when there is data.eval.")
-    temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Of sampling; 0 is greedy.")
-    samples: int = Field(default=1, ge=1, description="Completions of each prompt; their rewards are averaged.")
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
+    samples: int = Field(default=1, ge=1, description="Completions per prompt; their rewards are averaged.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
 
     @model_validator(mode="after")
@@ -250,7 +248,7 @@ class SftSettings(Section):
     lr: float = Field(default=1e-5, gt=0.0, description="Peak learning rate of AdamW.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up from 0 to lr.")
-    schedule: Schedule = Field(default="constant", description="What the learning rate does after the warm-up.")
+    schedule: Schedule = Field(default="constant", description="Learning rate after the warm-up.")
     output: Path | None = Field(default=None, description="Folder for the result; none: sft/ in the run's folder.")
 
     @property
@@ -260,7 +258,7 @@ class SftSettings(Section):
 
 
 class TrainerSettings(Section):
-    """All sections that the trainer reads."""
+    """All sections of the run file that the trainer reads."""
 
     run: RunSettings = Field(default_factory=RunSettings)
     nats: NatsSettings = Field(default_factory=NatsSettings)
@@ -288,20 +286,20 @@ class TrainerSettings(Section):
         if self.rollout.groups_per_message > self.rollout.groups_per_step:
             raise ValueError(
                 f"rollout.groups_per_message = {self.rollout.groups_per_message} is more than rollout.groups_per_step"
-                f" = {self.rollout.groups_per_step}; a message never spans steps, lower it or set it to 0 (automatic)"
+                f" = {self.rollout.groups_per_step}; a message never spans steps: lower it, or set it to 0 (automatic)"
             )
         rows = self.rollout.groups_per_step * self.rollout.group_size
         if rows < self.trainer.num_ranks:
             raise ValueError(
                 f"a step has {rows} trajectories (rollout.groups_per_step x rollout.group_size), fewer than "
-                f"trainer.num_ranks = {self.trainer.num_ranks}; some ranks would have nothing to do, lower it"
+                f"trainer.num_ranks = {self.trainer.num_ranks}; lower trainer.num_ranks, so that every rank has one"
             )
         interval = self.algorithm.retrained_interval
         if self.algorithm.max_trained_count > 1 and self.rollout.max_staleness < interval:
             raise ValueError(
-                f"algorithm.max_trained_count = {self.algorithm.max_trained_count}: a group that was trained is {interval} "
-                f"version(s) older when its turn comes again, which rollout.max_staleness = {self.rollout.max_staleness} "
-                "never allows; raise it, or set algorithm.max_trained_count = 1"
+                f"algorithm.max_trained_count = {self.algorithm.max_trained_count}: a group is {interval} version(s) older at "
+                f"its next use, which rollout.max_staleness = {self.rollout.max_staleness} never allows; raise it, or set "
+                "algorithm.max_trained_count = 1"
             )
         if self.trainer.keep_versions < self.rollout.max_staleness + 2:
             raise ValueError(
@@ -315,14 +313,16 @@ class TrainerSettings(Section):
             )
         if self.eval.every and self.data.from_run:
             raise ValueError(
-                f"eval.every = {self.eval.every} with data.from_run = {self.data.from_run}: nobody generates what would be "
-                "evaluated; set eval.every = 0, and evaluate the model that comes out"
+                f"eval.every = {self.eval.every} with data.from_run = {self.data.from_run}: no engine generates completions to "
+                "evaluate; set eval.every = 0, and evaluate the resulting model"
             )
         self._check_critic()
         self._check_lora()
         if self.trainer.warmup_steps > self.trainer.steps or self.sft.warmup_steps > self.sft.steps:
             section = "trainer" if self.trainer.warmup_steps > self.trainer.steps else "sft"
-            raise ValueError(f"{section}.warmup_steps is more than {section}.steps; the peak would never be reached")
+            raise ValueError(
+                f"{section}.warmup_steps is more than {section}.steps; lower it, so that the peak is reached"
+            )
         return self
 
     def _check_critic(self) -> None:
@@ -338,13 +338,13 @@ class TrainerSettings(Section):
                 )
         if self.critic.head_start_steps >= self.trainer.steps:
             raise ValueError(
-                f"critic.head_start_steps = {self.critic.head_start_steps} leaves the policy none of trainer.steps = "
-                f"{self.trainer.steps}; lower it"
+                f"critic.head_start_steps = {self.critic.head_start_steps} leaves none of trainer.steps = "
+                f"{self.trainer.steps} for the policy; lower it"
             )
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether versions are adapters upon a base, not whole models."""
+        """Whether versions are published as adapters on a base model, not as whole models."""
         return self.model.lora.rank > 0 and self.model.lora.publish == "adapter"
 
     def _check_lora(self) -> None:

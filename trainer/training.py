@@ -1,15 +1,13 @@
-"""The verbs of the loop, on rank 0: each is one stage, and nothing else happens between them."""
+"""The stages of the loop, on rank 0, one method each."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import structlog
-import torch
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.record.checkpoint_state import CheckpointState
@@ -17,109 +15,88 @@ from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
 from penstock.trainer.algorithm.mismatch import fresh
-from penstock.trainer.commit import commit_everything
+from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
-from penstock.trainer.errors import CheckpointError, EngineMismatch
-from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation
-from penstock.trainer.evaluation.evaluate import Evaluator
+from penstock.trainer.errors import EngineMismatch
+from penstock.trainer.evaluation.schedule import EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
-from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredIssuer
-from penstock.trainer.learner.planning import Planner, learn
+from penstock.trainer.learner.planning import Learned, Planner, learn
 from penstock.trainer.learner.policy import StepFigures
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.learner.step_plan import ReadyGroup
 from penstock.trainer.publishing.model_folder import write_model_folder
 from penstock.trainer.publishing.publication import Publication
 from penstock.trainer.publishing.publish import Publisher
-from penstock.trainer.publishing.snapshot import Snapshot, Weights
 from penstock.trainer.recovery.lease import HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
-from penstock.trainer.telemetry.event_writer import Recorder
+from penstock.trainer.submit_weights import PUBLICATION_DEADLINE_S, WeightSubmitter
+from penstock.trainer.telemetry.event_writer import EventWriter
 from penstock.trainer.telemetry.heartbeat import HeartbeatWriter
 from penstock.trainer.telemetry.metrics import StepTiming, step_fields
+from penstock.trainer.telemetry.step_reporter import StepReporter
 
-log = structlog.get_logger("trainer")
-
-_PUBLICATION_DEADLINE_S = 600.0
+log = structlog.get_logger("trainer.training")
 
 
 @dataclass(slots=True)
 class Training:
-    """One life of a run on rank 0; `trainer/assemble.py` makes the parts, which have threads of their own."""
+    """One session of a run: the time from one start of the trainer to its exit.
+
+    `trainer/assemble.py` makes the parts, some of which have threads of their own.
+    """
 
     settings: TrainerSettings
     rank_group: RankGroup
+    planner: Planner
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
     publisher: Publisher
-    evaluator: Evaluator | None
-    recorder: Recorder
+    submitter: WeightSubmitter
+    evaluations: EvaluationSchedule
+    events: EventWriter
+    reporter: StepReporter
     heartbeat: HeartbeatWriter
     activity: Activity
     ledger: Ledger
-    counters: Counters
     lease: HeldLease
     record_writer: RunRecordWriter
+    committer: Committer
     config: bytes  # the settings as JSON, for the record
     clock: Callable[[], float]
-    stop: threading.Event  # set by whoever asks the run to end early
+    stop: threading.Event  # set to end the session early
     resumed: CheckpointState | None
     version: PolicyVersion = field(init=False)
-    planner: Planner = field(init=False)
-    evaluations: list[EvalResult] = field(default_factory=list)
     engine_check: EngineCheck = field(init=False)
-    _evaluated: PolicyVersion | None = None
-    _fields: dict[str, object] | None = None  # of the step that was just made, until it is reported
+    _fields: dict[str, object] | None = None  # of the newest step, until it is reported
     _wait_s: float = 0.0
-    _step_s: float = 0.0  # of the step that was made last
-    _dropped: Counter[str] = field(default_factory=Counter)  # as last reported, by reason
+    _step_s: float = 0.0  # of the newest step
 
     def __post_init__(self) -> None:
         trainer = self.settings.trainer
         self.engine_check = EngineCheck(limit=trainer.max_mismatch, patience=trainer.mismatch_patience)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
-        self._dropped = Counter(self.counters.dropped_groups)
-        self.planner = Planner(self.settings, self.rank_group, self.resumed.algorithm if self.resumed else {})
 
     @property
     def num_steps_done(self) -> int:
-        """Optimizer steps of the run so far, earlier lives included."""
+        """Optimizer steps of the run so far, earlier sessions included."""
         return self.rank_group.policy.steps_done
 
     @property
-    def goes_on(self) -> bool:
-        """Whether there is a step left and nobody asked to stop."""
+    def should_continue(self) -> bool:
+        """Whether a step is left and ``stop`` is not set."""
         return self.num_steps_done < self.settings.trainer.steps and not self.stop.is_set()
 
     def begin(self) -> None:
-        """Publish the weights the run starts from, evaluate them, and let the workers start.
-
-        A version number never goes back: after a crash the checkpoint's weights get the number after
-        the newest one that was ever published. A policy that has made no step is published as a model, upon which
-        adapters then sit; where a resumed one finds no such model, it is stored beside, under a number of its own.
-        """
-        self._say("starting", total_steps=self.settings.trainer.steps)
-        head = self.publisher.head
+        """Publish the weights that the session starts from, evaluate them if due, and start issuing tasks."""
+        self._set_state("starting", total_steps=self.settings.trainer.steps)
         parent = self.resumed.version if self.resumed else None
-        weights = self._weights()
-        self._check_weights()
-        is_published = (
-            head is not None and head.version == parent and self.publisher.resume(weights, self.published_dtype)
-        )
-        if not is_published:
-            self.version = next_version(PolicyVersion(head.version)) if head is not None else self.version
-            if (base := self.publisher.missing_base(weights)) is not None:
-                beside = next_version(self.version)
-                self.publisher.store_base(base, beside, self.num_steps_done, self.published_dtype)
-                self.version = next_version(beside)
-            self._submit(weights, must_publish=True)
-            self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
-        self.record_writer.life(
+        self.version, is_new = self.submitter.submit_first(self.resumed)
+        self.record_writer.add_session(
             holder=self.lease.holder,
             at=self.clock(),
             step=self.num_steps_done,
@@ -128,98 +105,87 @@ class Training:
             config=self.config,
         )
         self.heartbeat.version = self.version
-        at_start = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0
-        evaluates = self._resume_evaluation() or at_start
+        at_start = self.evaluations.is_due_at_start(self.num_steps_done)
+        evaluates = self._resume_evaluations() or at_start
         if evaluates:
-            self._evaluate()
+            self.evaluations.start(self.version, self.num_steps_done)
         self.admit(self.version)
         if at_start:
-            self._say("evaluating the start")
-            self._await_evaluation()
-        elif not is_published and not evaluates:
+            self._set_state("evaluating before the first step")
+            self.evaluations.wait_for_newest(self._should_stop)
+        elif is_new and not evaluates:
             self.publisher.unpin(self.version)
-        self._say("training")
+        self._set_state("training")
         self.activity.restart()
 
     def collect(self) -> list[ReadyGroup]:
-        """Wait for the next batch; empty when asked to stop."""
+        """Wait for the next batch; empty when ``stop`` is set."""
         started = time.monotonic()
         self.activity.state = "waiting for groups"
-        patience_s = self.settings.trainer.oldest_patience * self._step_s
-        batch = self.collector.collect(self.version, self._should_stop, patience_s=patience_s)
+        overtake_wait_s = self.settings.trainer.oldest_patience * self._step_s
+        batch = self.collector.collect(self.version, self._should_stop, overtake_wait_s=overtake_wait_s)
         self._wait_s = time.monotonic() - started
         return batch
 
-    def step(self, batch: list[ReadyGroup]) -> None:
-        """Make one optimizer step and close its groups; the weights now are the next version."""
+    def train(self, batch: list[ReadyGroup]) -> Learned:
+        """Make one optimizer step; raises EngineMismatch before the update is published."""
         started = time.monotonic()
         with self.activity.working("training"):
             learned = learn(self.planner, self.rank_group, batch, self.version)
         crash_points.reach(CrashPoint.STEPPED)
         self._compare_engine(learned.figures)
         self._step_s = time.monotonic() - started
-        timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
+        return learned
+
+    def record_step(self, batch: list[ReadyGroup], learned: Learned) -> None:
+        """Enter the step in ledger, accounting and run record, and move to the next version."""
         ages = staleness_tokens(batch, self.version, least=self.settings.data.least_age)
-        ids = [group.group_id for group in batch]
-        self._fields = step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing)
-        self._fields["mismatch_unseen_steps"] = self.engine_check.steps_since
-        self._fields["skipped"] = skipped = dict(learned.plan.skipped)
-        self._fields |= learned.reported
-        new = [group_id for group_id in ids if group_id not in self.ledger]
-        self._fields["reused_groups"] = len(ids) - len(new)
-        self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
         tokens = {group.group_id: group.num_tokens for group in batch}
+        first_uses = {group_id: count for group_id, count in tokens.items() if group_id not in self.ledger}
+        num_reused = len(batch) - len(first_uses)
+        skipped = dict(learned.plan.skipped)
+        timing = StepTiming(self._wait_s, self._step_s, self.publisher.publish_s)
+        self._fields = {
+            **step_fields(self.num_steps_done, self.version, learned.figures, batch, ages, timing),
+            "mismatch_unseen_steps": self.engine_check.steps_since,
+            "skipped": skipped,
+            **learned.reported,
+            "reused_groups": num_reused,
+        }
+        ids = [group.group_id for group in batch]
         made = next_version(self.version)
-        first_uses = {group_id: tokens[group_id] for group_id in new}
-        self.issuer.trained(first_uses, ages, made=made, num_reused=len(ids) - len(new))
-        self.collector.trained(ids)
+        self.ledger.record(self.version, ids, max_staleness=self.settings.rollout.max_staleness)
+        self.issuer.mark_trained(first_uses, ages, made=made, num_reused=num_reused)
+        self.collector.mark_trained(ids)
         uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
-        self.record_writer.step(self.num_steps_done, self.version, made, batch, skipped, uses)
+        self.record_writer.add_step(self.num_steps_done, self.version, made, batch, skipped, uses)
         self.version = made
 
-    def _compare_engine(self, figures: StepFigures) -> None:
-        """Stop before the update is published when engine and trainer have parted; the panel says why."""
-        try:
-            self.engine_check.look(fresh(figures.sums, figures.maxima), self.version)
-        except EngineMismatch as err:
-            self.recorder.event("alarm", {"text": str(err)})
-            raise
-
     def publish(self) -> None:
-        """Hand the new weights to the publisher; raises LeaseLost when another trainer has the run."""
+        """Submit the new weights to the publisher; raises LeaseLost when another trainer holds the run."""
         self.lease.check()
         with self.activity.working("publishing"):
-            self._submit(self._weights(), must_publish=self._evaluation_is_due())
+            self.submitter.submit(self.version, must_publish=self.evaluations.is_due(self.num_steps_done))
         self.heartbeat.version = self.version
 
     def evaluate_if_due(self) -> None:
-        """Start an evaluation of the new version; its result comes by itself."""
-        if self._evaluation_is_due():
-            self._evaluate()
+        """Start an evaluation of the new version, without waiting for its result."""
+        if self.evaluations.is_due(self.num_steps_done):
+            self.evaluations.start(self.version, self.num_steps_done)
 
     def report(self) -> None:
-        """Write down the step that was just made, and what was dropped since the one before."""
+        """Write the events of the newest step, and of what was dropped since the one before."""
         if self._fields is not None:
-            groups = self.issuer.groups()
-            dropped = Counter(groups["dropped"])
-            if dropped != self._dropped:
-                self.recorder.event("drop", {"step": self.num_steps_done, "groups": dict(dropped - self._dropped)})
-                self._dropped = dropped
-            self.recorder.event("step", {**self._fields, "groups": groups})
-            self.heartbeat.figures = {
-                "step": float(self.num_steps_done),
-                "groups_trained": float(groups["trained"]),
-                "groups_outstanding": float(groups["outstanding"]),
-            }
+            self.reporter.report(self.num_steps_done, self._fields, self.issuer.groups())
             self._fields = None
 
     def checkpoint_if_due(self) -> None:
-        """Commit a checkpoint every so many steps."""
+        """Commit a checkpoint every ``trainer.checkpoint_every`` steps."""
         if self.num_steps_done % self.settings.trainer.checkpoint_every == 0:
             self._checkpoint()
 
     def finish(self) -> None:
-        """End the run, or this life of it: checkpoint, and when all steps are done export and evaluate."""
+        """Commit a checkpoint; when all steps are done, also export the model and wait for evaluations."""
         self.issuer.stop()
         if self.num_steps_done >= self.settings.trainer.steps:
             self.collector.close()
@@ -229,77 +195,43 @@ class Training:
             folder = self.settings.run.folder / "model"
             write_model_folder(folder, tensors, like=self.settings.model.path, dtype=self.rank_group.policy.dtype)
             log.info("exported", folder=str(folder), policy_version=self.version)
-            self.publisher.wait_until_published(self.version, _PUBLICATION_DEADLINE_S)
-            if self.evaluator is not None:
-                if self._evaluated == self.version:
-                    self._say("evaluating the end")
-                    self._await_evaluation()
-                self.evaluator.wait_for_all(self._should_stop)
-                self._checkpoint()  # their groups are acknowledged too
+            self.publisher.wait_until_published(self.version, PUBLICATION_DEADLINE_S)
+            if self.evaluations.is_newest(self.version):
+                self._set_state("evaluating after the last step")
+                self.evaluations.wait_for_newest(self._should_stop)
+            if self.evaluations.is_enabled:
+                self.evaluations.wait_for_all(self._should_stop)
+                self._checkpoint()  # acknowledges the groups of evaluations too
         self.publisher.close()
-        self._say("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
+        self._set_state("stopped" if self.stop.is_set() else "finished", finished=not self.stop.is_set())
 
-    def published(self, publication: Publication) -> None:
-        """Let tasks be issued for a version that was announced, and write its figures down (publisher's thread)."""
+    def on_published(self, publication: Publication) -> None:
+        """Admit tasks for an announced version, and write its event (called on the publisher's thread)."""
         self.admit(publication.version)
-        self.recorder.event("weights", asdict(publication))
+        self.events.write("weights", asdict(publication))
 
     def admit(self, published: PolicyVersion) -> None:
-        """Let tasks be issued for a version that the workers can have now (called on the publisher's thread).
+        """Let tasks be issued for a version that workers can fetch (called on the publisher's thread).
 
-        Room for new groups is used only then: a group issued before its version can be fetched would be
-        sampled by an older one, and be one version staler than the admission rule counts on.
+        Groups are issued only then: one issued before its version can be fetched would be sampled by an older one, and
+        be one version staler than the admission rule assumes.
         """
         steps_left = self.settings.trainer.steps - self.num_steps_done
         self.issuer.advance(published, steps_left * self.settings.rollout.groups_per_step)
 
-    def on_evaluation(self, result: EvalResult | LostEvaluation) -> None:
-        """Write down what an evaluation came to (called on the evaluator's thread, or as the run begins)."""
-        if isinstance(result, LostEvaluation):
-            at = "" if result.step is None else f" (step {result.step})"
-            text = f"evaluation lost: version {result.version}{at}: {result.reason}"
-            self.recorder.event("evaluation_lost", {"text": text, **asdict(result)})
-            log.warning("evaluation lost", policy_version=result.version, step=result.step, reason=result.reason)
-            return
-        self.evaluations.append(result)
-        fields = asdict(result)
-        fields["pass_at"] = {str(k): share for k, share in result.pass_at.items()}
-        self.recorder.event("eval", {"split": "eval", **fields})
-        log.info("evaluated", policy_version=result.version, accuracy=result.accuracy, reward=result.reward_mean)
+    def _compare_engine(self, figures: StepFigures) -> None:
+        """Raise EngineMismatch, and write it as an event, when engine and trainer disagree about the same tokens."""
+        try:
+            self.engine_check.look(fresh(figures.sums, figures.maxima), self.version)
+        except EngineMismatch as err:
+            self.events.write("alarm", {"text": str(err)})
+            raise
 
-    def _evaluation_is_due(self) -> bool:
-        if self.evaluator is None:
+    def _resume_evaluations(self) -> bool:
+        """Continue evaluations of an earlier session; return True if one of the current weights is unfinished."""
+        if self.resumed is None:
             return False
-        is_last = self.num_steps_done == self.settings.trainer.steps
-        every = self.settings.eval.every
-        return (is_last and self.settings.eval.at_end) or (every > 0 and self.num_steps_done % every == 0)
-
-    def _evaluate(self) -> None:
-        assert self.evaluator is not None
-        self.evaluator.start(self.version, self.num_steps_done)
-        self._evaluated = self.version
-
-    def _await_evaluation(self) -> None:
-        assert self.evaluator is not None
-        assert self._evaluated is not None
-        self.evaluator.wait(self._evaluated, self._should_stop)
-
-    def _resume_evaluation(self) -> bool:
-        """Go on with the evaluations of an earlier life; say whether one of these very weights was not over."""
-        if self.evaluator is None or self.resumed is None:
-            return False
-        return self.evaluator.resume(PolicyVersion(self.resumed.version), now=self.version, step=self.num_steps_done)
-
-    def _check_weights(self) -> None:
-        """Refuse a checkpoint whose weights are not those that its state tells of."""
-        now = (self.published_dtype, "adapter" if self.settings.publishes_adapters else "model")
-        if self.resumed is None or (self.resumed.weights_dtype, self.resumed.weights_are) != now:
-            return  # nothing to compare with
-        if self.record_writer.digest() != self.resumed.weights_digest:
-            raise CheckpointError(
-                f"the checkpoint of step {self.resumed.step} says its weights are {self.resumed.weights_digest[:16]}…, "
-                f"but loaded they are {self.record_writer.digest()[:16]}…; remove its folder to go on from the one before it"
-            )
+        return self.evaluations.resume(PolicyVersion(self.resumed.version), now=self.version, step=self.num_steps_done)
 
     def _should_stop(self) -> bool:
         self.lease.check()
@@ -307,38 +239,11 @@ class Training:
         self.issuer.check()
         return self.stop.is_set()
 
-    @property
-    def published_dtype(self) -> str:
-        """Name of the dtype that weights are published in."""
-        chosen = self.settings.trainer.publish_dtype
-        return self.rank_group.policy.dtype if chosen == "as-trained" else chosen
-
-    def _weights(self) -> Weights:
-        """Copy the weights as they are published, each rank its part; threads begin to hash them."""
-        chosen = self.settings.trainer.publish_dtype
-        dtype = None if chosen == "as-trained" else getattr(torch, chosen)
-        wanted = self.publisher.drop_overtaken()
-        weights = self.rank_group.weights(dtype, as_adapter=self.settings.publishes_adapters, wanted=wanted)
-        self.record_writer.weights(weights.root_later())
-        return weights
-
-    def _submit(self, weights: Weights, *, must_publish: bool) -> None:
-        is_last = self.num_steps_done == self.settings.trainer.steps
-        self.publisher.submit(
-            Snapshot(
-                version=self.version,
-                step=self.num_steps_done,
-                weights=weights,
-                dtype=self.published_dtype,
-                must_publish=must_publish or is_last,
-            )
-        )
-
     def _checkpoint(self) -> None:
         with self.activity.working("checkpointing"):
-            commit_everything(self)
+            self.committer.commit(step=self.num_steps_done, version=self.version, weights_dtype=self.submitter.dtype)
 
-    def _say(self, text: str, **more: object) -> None:
+    def _set_state(self, text: str, **more: object) -> None:
         self.activity.state = text
-        self.recorder.event("state", {"text": text, **more})
+        self.events.write("state", {"text": text, **more})
         log.info(text, step=self.num_steps_done, policy_version=self.version)

@@ -18,8 +18,9 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.groups.batcher import Batcher, Drop
+from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.drops import Drop
 from penstock.trainer.groups.ledger import Ledger
 
 _NEVER_STALE = 10**9
@@ -34,15 +35,15 @@ class _EveryGroup:
     def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
         return ()
 
-    def expects(self, group_id: str, holds: Callable[[str], bool]) -> bool:
+    def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
         return not holds(group_id)
 
-    def dropped(self, drop: Drop) -> None:
+    def drop(self, drop: Drop) -> None:
         raise AssertionError(drop)
 
-    refused = dropped
+    refuse = drop
 
-    def read_letter(self, drops: Sequence[Drop], sequence: int) -> None:
+    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
         raise AssertionError((drops, sequence))
 
 
@@ -64,7 +65,7 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, num_groups: int) -> dict[str
             assert not seen & set(ids), "trained twice"
             seen.update(ids)
             ledger.record(PolicyVersion(0), ids, max_staleness=_NEVER_STALE)
-            collector.trained(ids)
+            collector.mark_trained(ids)
             settled = collector.settled()
             commit_s -= time.monotonic()
             commit(folder / f"step{step:08d}", ids)

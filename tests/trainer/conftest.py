@@ -1,4 +1,4 @@
-"""A run that is over, shared by the tests that read what it has stored."""
+"""A finished run, shared by the tests that read what it has stored."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = "replayed"
 
 @dataclass
 class StoredRun:
-    """A run that is over, and where it lies."""
+    """A finished run, its folder and its object store."""
 
     folder: Path
     blobs: Blobs
@@ -44,12 +44,12 @@ class StoredRun:
         return StoredRecord.read(RUN, committed(self.home / "checkpoints")[-1][1].record, self.blobs.get)
 
     def replay(self, *options: str, expected: int = 0) -> dict:
-        """Replay it; returns the verdict."""
-        said = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
-        return json.loads(said)
+        """Replay it; return the verdict."""
+        output = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options).wait(expected)
+        return json.loads(output)
 
     def console(self, verb: str, *options: str, run: str = RUN, expected: int = 0) -> str:
-        """Type a verb of the console about it; returns what it says: stdout, or stderr when it fails."""
+        """Run a command of the console on it; return stdout, or stderr when it is expected to fail."""
         done = subprocess.run(
             [sys.executable, "-m", "penstock", verb, run, str(self.run_file), *options],
             capture_output=True, text=True, timeout=180, check=False,
@@ -58,7 +58,7 @@ class StoredRun:
         return done.stdout if expected == 0 else done.stderr
 
     def refusal(self, *options: str, expected: int) -> str:
-        """Ask for a replay that cannot be; returns what it says."""
+        """Run a replay that must fail; return its stderr."""
         command = Command(self.folder, "replay", RUN, str(self.run_file), "--json", *options)
         assert command.wait(expected) == ""
         return command.err
@@ -66,7 +66,7 @@ class StoredRun:
 
 @pytest.fixture(scope="session")
 def run(nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
-    """Nine steps in three lives: the first is killed two steps after its checkpoint, the third has other settings."""
+    """Nine steps in three sessions: the first is killed two steps after its checkpoint, the third has other settings."""
     folder = tmp_path_factory.mktemp("replay")
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=8, num_train=200, num_eval=8)

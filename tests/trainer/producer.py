@@ -1,7 +1,7 @@
-"""A thread that plays rollout worker and reward service at once, over the real streams and objects.
+"""A thread that replaces rollout worker and reward service, over the real streams and objects.
 
-`recited` groups depend on the prompt alone, so that two runs get the same data; `sampled` ones come from
-the published weights, one token each, so that a run can learn.
+Groups of `recite` depend on the prompt alone, so that two runs get the same data; those of `Sampler` are sampled from the
+published weights, one token each, so that a run can learn.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Sampler:
     """Samples one token for each completion from the published weights; even token ids are rewarded."""
 
     def __init__(self, producer: ScriptedProducer, model_folder: Path) -> None:
-        """Build an empty model; weights come from the run."""
+        """Build a model whose weights are read from the run."""
         self._producer = producer
         self._model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder)).eval()
         self._loaded: PolicyVersion | None = None
         self._random = torch.Generator().manual_seed(0)
 
     def __call__(self, task: Task, version: PolicyVersion) -> Answer:
-        """Answer one task at a version."""
+        """Sample the answer to one task at a version."""
         if version != self._loaded:
             self._model.load_state_dict(self._producer.weights(version), strict=False)
             self._loaded = version
@@ -91,7 +91,7 @@ class ScriptedProducer:
         self.author = author
         self.num_answered = 0
         self.versions: list[int] = []
-        self.limit: int | None = None  # answer no more groups than this
+        self.limit: int | None = None  # most groups to answer
         self._run_id = run_id
         self._bus = Bus.connect(nats, name="producer")
         self._blobs = Blobs(s3)
@@ -109,7 +109,7 @@ class ScriptedProducer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop answering; raises what the thread raised."""
+        """Stop answering; raise the exception that ended the thread, if one did."""
         self._stop.set()
         self._thread.join(20.0)
         self.close()
@@ -117,11 +117,11 @@ class ScriptedProducer:
             raise self.failure
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._bus.close()
 
     def renew_offer(self) -> None:
-        """Say, every now and then, which rewards can be asked for."""
+        """Publish the rewards on offer, if it is time to renew them."""
         if time.monotonic() - self._offered_at < rewards_offered.PERIOD_S:
             return
         self._offered_at = time.monotonic()
@@ -184,7 +184,7 @@ class ScriptedProducer:
         tasks = message.tasks
         if message.tasks_blob is not None:
             tasks = decode(self._blobs.get(message.tasks_blob), TaskList).tasks
-        issued = PolicyVersion(tasks[0].issued_version)  # as old as a worker may be; the head, if that is not known
+        issued = PolicyVersion(tasks[0].issued_version)  # the oldest that a worker may use; the head, if it is unknown
         version = issued if issued in self._manifests else head
         if tasks[0].pinned_version is not None:
             version = PolicyVersion(tasks[0].pinned_version)

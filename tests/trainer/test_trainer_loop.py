@@ -1,4 +1,4 @@
-"""The whole trainer as a process, between real streams: it learns, it is killed and goes on, it is told to stop."""
+"""The trainer as a process on real streams: it learns, resumes after SIGKILL, and stops on SIGTERM."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sections(folder: Path, run_id: str, *, steps: int, **more: dict) -> dict[str
         "model": {"path": str(folder / "model")},
         "data": {"train": [str(folder / "train.jsonl")], "max_prompt_tokens": 64},
         "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 8},
-        # what is recited was sampled by nobody: no log-probability of it is right
+        # recited completions were not sampled from the policy: their log-probabilities are arbitrary
         "trainer": {"steps": steps, "lr": 1e-3, "micro_batch_tokens": 512, "max_mismatch": "None"},
     }
     for name, values in more.items():
@@ -59,7 +59,7 @@ def sections(folder: Path, run_id: str, *, steps: int, **more: dict) -> dict[str
 
 @pytest.fixture
 def trainers() -> Iterator[list[Command]]:
-    """Trainers to be ended, whatever happens."""
+    """Trainer processes that are killed at the end of a test."""
     started: list[Command] = []
     yield started
     for trainer in started:
@@ -67,12 +67,12 @@ def trainers() -> Iterator[list[Command]]:
 
 
 def train(run_file: Path, num_ranks: int = 1) -> Command:
-    """Begin a life of the trainer."""
+    """Start a session of the trainer."""
     return Command(run_file.parent, "train", str(run_file), num_ranks=num_ranks)
 
 
 def typed(*words: str, expected: int = 0) -> str:
-    """Run a command line as it would be typed; returns stdout, or stderr when it is to fail."""
+    """Run a Python module as a command; return stdout, or stderr when it is expected to fail."""
     done = subprocess.run(
         [sys.executable, "-m", *words],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=150, check=False,
@@ -87,10 +87,10 @@ def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict]:
     return [row for row in rows if row["kind"] == kind]
 
 
-def test_a_run_learns_overlaps_and_leaves_a_model(
+def test_a_run_learns_overlaps_and_exports_a_model(
     run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
-    """Reward rises from chance to near 1 through published weights; the result loads with transformers."""
+    """Reward rises from chance to nearly 1 through published weights; the exported model loads with transformers."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
@@ -120,7 +120,7 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
     groups = summary["groups"]
     assert groups["trained"] == 100
     assert groups["issued"] - groups["outstanding"] == groups["trained"] + sum(groups["dropped"].values())
-    assert groups["outstanding"] == 0  # nothing was issued in vain
+    assert groups["outstanding"] == 0  # no more was issued than the run needed
     assert summary["versions_published"] + summary["versions_skipped"] == 26
     assert sum(summary["staleness_tokens"].values()) == summary["tokens_trained"] == 800
     exported = run_folder / "runs" / ring_streams / "model"
@@ -131,10 +131,10 @@ def test_a_run_learns_overlaps_and_leaves_a_model(
         torch.testing.assert_close(last[name], tensor, rtol=0, atol=0)
 
 
-def test_an_engine_that_means_something_else_stops_the_run(
+def test_an_engine_with_other_log_probabilities_stops_the_run(
     run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
-    """Log-probabilities at another temperature end the run at the first step, before anything is published from them."""
+    """Log-probabilities at another temperature stop the run at the first step, before its weights are published."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
@@ -162,9 +162,9 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
     run_folder: Path, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
     run_id: str, trainers: list[Command],
 ) -> None:  # fmt: skip
-    """A run that is asked to stop, goes on, is killed with SIGKILL and goes on again ends in the same weights, bit for bit.
+    """A run that is stopped, resumed, killed with SIGKILL and resumed again ends with the same weights, bit for bit.
 
-    It has a critic, whose weights, optimizer and head start must come back with the policy's.
+    It has a critic, whose weights, optimizer and head start must be restored with the policy's.
     """
 
     def run(name: str, drive: Callable[[Path, ScriptedProducer], None]) -> tuple[list[dict], dict[str, torch.Tensor]]:
@@ -176,7 +176,7 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
                 rollout={"groups_per_message": 2, "max_staleness": 0, "max_attempts": 4},
                 algorithm={"name": "ppo"},
                 critic={"lr": 1e-3, "updates": 2, "value_clip": 0.2, "head_start_steps": 1},
-                trainer={"checkpoint_every": 2, "lease_s": 2.0},  # the killed one's successor waits so long
+                trainer={"checkpoint_every": 2, "lease_s": 2.0},  # the session after the SIGKILL waits this long
             ),
         )  # fmt: skip
         with ScriptedProducer(nats_settings, s3_settings, name) as producer:
@@ -220,7 +220,7 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
 def test_ppo_learns_with_its_critic(
     run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
-    """Rewards rise without groups to compare with: one sample a prompt, and a critic that comes to explain returns."""
+    """Rewards rise with one sample per prompt, and the critic learns to predict the returns."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
@@ -246,7 +246,7 @@ def test_ppo_learns_with_its_critic(
 def test_remax_learns_from_a_greedy_baseline(
     run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
-    """Every group brings one greedy completion more: it is compared with, never trained on and never counted."""
+    """Every group has an additional greedy completion, which is the baseline, never trained on and never counted."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
@@ -273,11 +273,11 @@ def test_two_ranks_run_reuse_and_resume(
     run_folder: Path, ring_streams: str, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
     trainers: list[Command],
 ) -> None:  # fmt: skip
-    """Rank 0 leads and the other follows: steps, groups used again, checkpoint, export; and both go on; under torchrun too.
+    """Two ranks make steps, use groups again, checkpoint, export and resume; also under torchrun.
 
-    They train adapters, with a KL to the model without them; adapters are what is published upon the first model, which
-    the second life finds again. What is exported is a whole model all the same. At each end nothing waits for another
-    use any more, and every message is acknowledged.
+    They train adapters, with a KL to the model without them. Adapters are published on the first model, which the second
+    session finds again; the export is a whole model. At the end of each session no group is kept for another use, and every
+    message is acknowledged.
     """
     torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
     scored = streams.scored_consumer(ring_streams, "train").stream
@@ -327,8 +327,8 @@ def test_two_ranks_run_reuse_and_resume(
     assert json.loads(trainers[-1].wait())["same"] == [0, 1, 2, 3]
 
 
-def test_a_mistake_is_explained_before_torch_is_loaded(run_folder: Path) -> None:
-    """An unknown key ends with exit code 2, its line, and the nearest right name."""
+def test_an_unknown_key_is_an_error_before_torch_is_loaded(run_folder: Path) -> None:
+    """An unknown key ends with exit code 2, its line, and the nearest known key."""
     run_file = run_folder / "run.toml"
     run_file.write_text('[model]\npath = "model"\n[trainer]\nlearning_rat = 1e-3\n')
     assert "run.toml:4" in typed("penstock.trainer", "train", str(run_file), expected=2)

@@ -1,1 +1,4 @@
-"""Evaluates held-out prompts on a published version while training goes on; may import groups, publishing and data."""
+"""Evaluates held-out prompts on a published version while training continues.
+
+May import telemetry, groups, publishing and data.
+"""

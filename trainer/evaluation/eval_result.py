@@ -1,4 +1,4 @@
-"""What an evaluation came to: accuracy, rewards and pass@k of held-out groups; pure."""
+"""The result of an evaluation: accuracy, rewards and pass@k of held-out groups; pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CORRECT = 1.0 - 1e-6  # a completion counts as correct from this reward on
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """What one evaluation came to."""
+    """The result of one evaluation."""
 
     step: int
     version: int
@@ -29,7 +29,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class LostEvaluation:
-    """An evaluation that was begun and has no result; ``step`` made its version, None where that is no longer known."""
+    """An evaluation that ended without a result; ``step`` made its version, None if that is no longer known."""
 
     version: int
     step: int | None
@@ -42,7 +42,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def summarise(groups: Sequence[ScoredGroup], *, step: int, version: int, eval_s: float) -> EvalResult:
-    """Reduce scored groups, one of each prompt, to an evaluation's result; pure."""
+    """Reduce scored groups, one per prompt, to an evaluation's result; pure."""
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = [count for group in groups for count in group.generated.completion_tokens]
     finishes = [reason for group in groups for reason in group.generated.finish_reasons]

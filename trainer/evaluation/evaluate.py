@@ -1,10 +1,10 @@
-"""Evaluates held-out prompts on one published version, without stopping the training.
+"""Evaluates held-out prompts on one published version, while training continues.
 
-Every task is pinned: all its tokens must come from that version, and an answer that says otherwise is
-refused. An evaluation counts only as a whole: a group that dies makes it fail, since an accuracy over
-what happened to come back would flatter. One that was under way when the trainer died goes on in its next life, as
-long as its version is there; what ends without a result is told with the reason. Messages are acknowledged after a checkpoint that knows what became
-of their groups, as those of the training are.
+Every task is pinned: all its tokens must be sampled by that version, and an answer from another one is refused. An
+evaluation needs all its groups: one that is dead-lettered makes it fail, since the accuracy over the groups that
+arrived would be biased upwards. An evaluation that was under way when the trainer exited continues in its next session,
+as long as its version is stored; one that ends without a result is reported with the reason. Messages are acknowledged
+after a checkpoint that includes the outcome of their groups, as in training.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.batcher import Drop
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.task_packs import make_task, pack_tasks
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.settings import EvalSettings
 
-log = structlog.get_logger("trainer.evaluate")
+log = structlog.get_logger("trainer.evaluation.evaluate")
 
 _SAMPLES_PER_PACK = 64
 _FETCH_WAIT_S = 0.5
-_UNPUBLISHED_WAIT_S = 0.05  # an upload is about to end
+_UNPUBLISHED_WAIT_S = 0.05  # while a version is being uploaded
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class _Evaluation:
     is_issued: bool = False
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
     failure: str = ""
-    is_closed: bool = False  # its result is told and its groups are in the account
+    is_closed: bool = False  # its result is reported and its groups are closed in the accounting
 
     @property
     def is_over(self) -> bool:
@@ -59,7 +58,7 @@ class _Evaluation:
 
 
 class Evaluator:
-    """Issues and collects evaluations in a thread of its own; use as a context manager."""
+    """Issues and collects evaluations in a separate thread; use as a context manager."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Evaluator:
         publisher: Publisher,
         deadline_s: float,
         on_end: Callable[[EvalResult | LostEvaluation], None],
-        account: Accounting,
+        accounting: Accounting,
     ) -> None:
         """Bind to the trainer's consumer for evaluations; raises MissingStream.
 
@@ -80,10 +79,10 @@ class Evaluator:
             prompts: Held-out prompts.
             settings: How many prompts, how many samples.
             sampling: How the engines sample for evaluations.
-            publisher: Says when a version is published, and keeps its weights while it is evaluated.
-            deadline_s: An evaluation that takes longer has failed.
-            on_end: Called with what an evaluation came to, on the evaluator's thread, or in `resume` when it is lost.
-            account: Of all groups of the run.
+            publisher: Publishes the versions, and keeps their weights while they are evaluated.
+            deadline_s: Longest duration of an evaluation.
+            on_end: Called with the result of an evaluation, on the evaluator's thread, or in `resume` when it is lost.
+            accounting: Of all groups of the run.
         """
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._prompts = prompts
@@ -93,12 +92,12 @@ class Evaluator:
         self._publisher = publisher
         self._deadline_s = deadline_s
         self._on_end = on_end
-        self._account = account
+        self._accounting = accounting
         self._evaluations: dict[PolicyVersion, _Evaluation] = {}
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._closing = False
-        self._crash: Exception | None = None
+        self._thread_failure: Exception | None = None
         self.num_failed = 0
         spec = streams.scored_consumer(connections.run_id, "eval")
         connections.bus.reset_consumer(spec).wait()
@@ -113,72 +112,72 @@ class Evaluator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread; evaluations that are not over are abandoned."""
+        """Stop the thread; unfinished evaluations continue in the next session."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(30.0)
 
     def start(self, version: PolicyVersion, step: int) -> None:
-        """Evaluate a version that was submitted for publication with ``must_publish``; returns at once.
+        """Start to evaluate a version that was submitted with ``must_publish``; return at once.
 
-        Groups of it that an earlier life had issued are in flight already.
+        Groups that an earlier session issued for it are in flight already.
         """
         ids = {_group_id(version, index) for index in range(self._num_prompts)}
         with self._changed:
             if version not in self._evaluations:
-                self._account.issue("eval", sorted(ids - self._account.in_flight("eval")))
+                self._accounting.issue("eval", sorted(ids - self._accounting.in_flight("eval")))
                 self._evaluations[version] = _Evaluation(version, step, time.monotonic(), ids)
                 self._changed.notify_all()
 
     def resume(self, version: PolicyVersion, *, now: PolicyVersion, step: int) -> bool:
-        """Go on with what an earlier life had in flight; returns whether ``version`` was being evaluated.
+        """Continue the evaluations of an earlier session; return True if one of ``version`` is unfinished.
 
-        Those weights are called ``now`` in this life. When that is another number they are evaluated under it, and their
-        groups are abandoned. Of every older version the evaluation goes on under its own number, if workers can still
-        have it; otherwise it is lost, and that is told. Raises BusError or BlobError.
+        The weights of ``version`` have the number ``now`` in this session. If that is another number, they are evaluated
+        under it and their old groups are dropped. The evaluation of an older version continues under its own number, if
+        workers can still fetch it; otherwise it is reported as lost. Raises BusError or BlobError.
         """
         in_flight: dict[PolicyVersion, set[str]] = {}
-        for group_id in self._account.in_flight("eval"):
+        for group_id in self._accounting.in_flight("eval"):
             in_flight.setdefault(_version_of(group_id), set()).add(group_id)
         of_version = in_flight.pop(version, set())
-        steps = self._publisher.stored_steps(in_flight)  # never with the lock held: the bus's thread wants it
-        with self._changed:  # all at once: what arrives finds its evaluation open
+        steps = self._publisher.stored_steps(in_flight)  # without the lock, since the bus's thread needs it
+        with self._changed:  # all in one change: a group that arrives finds its evaluation
             if of_version and now == version:
                 self.start(now, step)
             elif of_version:
                 self._abandon(of_version)
             for older, ids in sorted(in_flight.items()):
-                self._go_on(older, ids, steps.get(older))
+                self._continue(older, ids, steps.get(older))
             return bool(of_version)
 
-    def _go_on(self, version: PolicyVersion, ids: set[str], step: int | None) -> None:
+    def _continue(self, version: PolicyVersion, ids: set[str], step: int | None) -> None:
         if step is not None and ids == {_group_id(version, index) for index in range(self._num_prompts)}:
             self._publisher.pin(version)
             self.start(version, step)
             return
         self._abandon(ids)
         if step is None:
-            reason = "it was under way when the trainer died, and its weights are no longer stored"
+            reason = "it was under way when the trainer exited, and its weights are no longer stored"
         else:
             reason = (
-                f"it was under way when the trainer died, with {len(ids)} groups in flight, and an evaluation has "
-                f"{self._num_prompts} now: it had failed, or the held-out prompts are others"
+                f"it was under way when the trainer exited, with {len(ids)} groups in flight, and an evaluation has "
+                f"{self._num_prompts} now: it had failed, or the held-out prompts have changed"
             )
         self._on_end(LostEvaluation(version, step, reason))
 
     def wait_for_all(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until no evaluation is under way, or ``should_stop`` says so; one that failed was told when it did."""
+        """Wait until no evaluation is under way, or ``should_stop`` returns True; failures are reported as they happen."""
         with self._changed:
             while self._open() and not should_stop():
-                if self._crash is not None:
-                    raise self._crash
+                if self._thread_failure is not None:
+                    raise self._thread_failure
                 self._changed.wait(_FETCH_WAIT_S)
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages all of whose groups are closed: what a checkpoint now will cover."""
+        """Return the messages all of whose groups are closed: a checkpoint taken now covers them."""
         with self._changed:
-            open_ids = self._account.in_flight("eval")
+            open_ids = self._accounting.in_flight("eval")
             return [
                 delivery
                 for delivery in self._held.values()
@@ -186,22 +185,22 @@ class Evaluator:
             ]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge what a committed checkpoint covers."""
+        """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
             for delivery in deliveries:
                 self._held.pop(delivery.sequence, None)
 
     def wait(self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until an evaluation is over, or ``should_stop`` says so.
+        """Wait until an evaluation has ended, or ``should_stop`` returns True.
 
         Raises EvaluationFailed when it failed or took too long.
         """
         with self._changed:
             evaluation = self._evaluations[version]
             while not evaluation.is_closed and not should_stop():
-                if self._crash is not None:
-                    raise self._crash
+                if self._thread_failure is not None:
+                    raise self._thread_failure
                 self._changed.wait(_FETCH_WAIT_S)
             if evaluation.failure:
                 raise EvaluationFailed(evaluation.failure)
@@ -211,10 +210,10 @@ class Evaluator:
     def _guard(self) -> None:
         try:
             self._work()
-        except Exception as err:  # noqa: BLE001  whoever waits for an evaluation raises it
-            log.error("evaluations end", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
+        except Exception as err:  # noqa: BLE001  `wait` and `wait_for_all` raise it
+            log.error("evaluator thread ended: no further evaluation", error=f"{type(err).__name__}: {err}")  # noqa: TRY400
             with self._changed:
-                self._crash = err
+                self._thread_failure = err
                 self._changed.notify_all()
 
     def _work(self) -> None:
@@ -226,8 +225,8 @@ class Evaluator:
                 evaluations = self._open()
             for evaluation in evaluations:
                 self._issue_when_published(evaluation)
-            patience_s = _FETCH_WAIT_S if all(e.is_issued for e in evaluations) else _UNPUBLISHED_WAIT_S
-            for delivery in self._inbox.fetch(16, patience_s).wait():
+            wait_s = _FETCH_WAIT_S if all(e.is_issued for e in evaluations) else _UNPUBLISHED_WAIT_S
+            for delivery in self._inbox.fetch(16, wait_s).wait():
                 self._receive(delivery)
             for evaluation in evaluations:
                 self._finish(evaluation)
@@ -282,15 +281,15 @@ class Evaluator:
                 evaluation.waiting_for.discard(summary.group_id)
                 evaluation.groups[summary.group_id] = group
                 return
-        self._account.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, _num_tokens(group)))
+        self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, _num_tokens(group)))
 
     def _finish(self, evaluation: _Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
         if not evaluation.is_over and elapsed_s > self._deadline_s:
             evaluation.failure = (
                 f"evaluation of version {evaluation.version}: {len(evaluation.waiting_for)} of "
-                f"{self._num_prompts} groups did not come back within {self._deadline_s:.0f} s. "
-                f"{waiting.describe(self._bus, self._run_id)}"  # never with the lock held: the bus's thread wants it
+                f"{self._num_prompts} groups did not arrive within {self._deadline_s:.0f} s. "
+                f"{waiting.describe(self._bus, self._run_id)}"  # without the lock, since the bus's thread needs it
             )
         if not evaluation.is_over:
             return
@@ -302,7 +301,7 @@ class Evaluator:
         else:
             groups = list(evaluation.groups.values())
             self._on_end(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
-            self._account.use("eval", {group.generated.group_id: _num_tokens(group) for group in groups})
+            self._accounting.use("eval", {group.generated.group_id: _num_tokens(group) for group in groups})
         self._publisher.unpin(evaluation.version)
         with self._changed:
             evaluation.groups.clear()
@@ -312,7 +311,7 @@ class Evaluator:
     def _abandon(self, group_ids: Iterable[str], arrived: Mapping[str, ScoredGroup] = MappingProxyType({})) -> None:
         for group_id in sorted(group_ids):
             group = arrived.get(group_id)
-            self._account.drop("eval", Drop(group_id, DropReason.ABANDONED, _num_tokens(group) if group else 0))
+            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, _num_tokens(group) if group else 0))
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 
@@ -321,8 +320,8 @@ class Evaluator:
             for evaluation in self._evaluations.values():
                 if evaluation.waiting_for.intersection(letter.group_ids):
                     evaluation.failure = (
-                        f"evaluation of version {evaluation.version}: {len(letter.group_ids)} groups went to the dead "
-                        f"letters of {letter.stage}: {letter.reason}: {letter.detail}"
+                        f"evaluation of version {evaluation.version}: {len(letter.group_ids)} groups were dead-lettered at "
+                        f"stage {letter.stage}: {letter.reason}: {letter.detail}"
                     )
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Which groups are issued, what comes back, and which of it is trained.
+"""Which groups are issued, how they arrive, and which of them are trained.
 
-May import learner.step_plan, algorithm and data.
+May import learner.step_plan, data, algorithm and the root's settings.
 """

@@ -1,6 +1,6 @@
-"""The account of every group: issued once, then used or dropped once; what each chapter of the record tells.
+"""Accounting by group id: every group is issued once, then used or dropped once.
 
-`Counters` counts for people, this is the book that an audit proves: issued = used + dropped + in flight, by id.
+An audit checks what this writes: issued = used + dropped + in flight, id by id. `Counters` reads its sums from here.
 """
 
 from __future__ import annotations
@@ -12,46 +12,45 @@ from typing import get_args
 
 from penstock.protocol.facts import Split
 from penstock.protocol.record.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
-from penstock.trainer.groups.batcher import Drop
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import Drop, DropReason
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What happened since the entries before, and where everything stands after it."""
+    """What happened since the previous entries, and the resulting state."""
 
     issued: dict[Split, tuple[str, ...]]
-    revived: tuple[str, ...]
+    reopened: tuple[str, ...]  # stored in the chapter as ``revived``
     dropped: tuple[DroppedGroup, ...]
     evaluated: tuple[EvaluatedGroup, ...]
     account: AccountState
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was issued, dropped, revived or evaluated."""
-        return not (any(self.issued.values()) or self.revived or self.dropped or self.evaluated)
+        """Whether nothing was issued, dropped, reopened or evaluated."""
+        return not (any(self.issued.values()) or self.reopened or self.dropped or self.evaluated)
 
 
 @dataclass(slots=True)
-class _Book:
-    totals: SplitTotals
+class _SplitAccount:
+    totals: SplitTotals  # of the whole run; its ``in_flight`` is filled in by `Accounting.totals`
     in_flight: set[str]
-    issued: list[str] = field(default_factory=list)
-    revived: list[str] = field(default_factory=list)
+    issued: list[str] = field(default_factory=list)  # this and the following: since the last entries
+    reopened: list[str] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
     evaluated: list[EvaluatedGroup] = field(default_factory=list)
 
 
 class Accounting:
-    """One book for each split; thread-safe. Every method raises ValueError for a group that breaks the account."""
+    """One account per split; thread-safe. Methods that open or close a group raise ValueError when it is not closed or open."""
 
     def __init__(self, state: AccountState | None = None) -> None:
-        """Start empty, or where a checkpoint ended."""
+        """Start empty, or from the state in a checkpoint."""
         state = state or AccountState()
-        self._books: dict[Split, _Book] = {
-            split: _Book(state.totals.get(split, SplitTotals()), set(state.in_flight.get(split, ())))
+        self._splits: dict[Split, _SplitAccount] = {
+            split: _SplitAccount(state.totals.get(split, SplitTotals()), set(state.in_flight.get(split, ())))
             for split in SPLITS
         }
         self._lock = threading.Lock()
@@ -59,70 +58,75 @@ class Accounting:
     def in_flight(self, split: Split) -> frozenset[str]:
         """Return the ids that are issued and not closed."""
         with self._lock:
-            return frozenset(self._books[split].in_flight)
+            return frozenset(self._splits[split].in_flight)
+
+    def totals(self, split: Split) -> SplitTotals:
+        """Return the sums of the whole run."""
+        with self._lock:
+            return self._totals(split)
 
     def issue(self, split: Split, group_ids: Iterable[str]) -> None:
         """Open groups."""
         with self._lock:
-            book = self._books[split]
-            before = len(book.issued)
+            account = self._splits[split]
+            before = len(account.issued)
             for group_id in group_ids:
-                if group_id in book.in_flight:
+                if group_id in account.in_flight:
                     raise ValueError(f"group {group_id} is issued already")
-                book.in_flight.add(group_id)
-                book.issued.append(group_id)
-            issued = book.totals.issued + len(book.issued) - before
-            book.totals = book.totals.model_copy(update={"issued": issued})
+                account.in_flight.add(group_id)
+                account.issued.append(group_id)
+            issued = account.totals.issued + len(account.issued) - before
+            account.totals = account.totals.model_copy(update={"issued": issued})
 
     def use(self, split: Split, tokens: Mapping[str, int]) -> None:
         """Close groups that were trained or evaluated; ``tokens`` are sampled tokens by id."""
         with self._lock:
-            book = self._books[split]
+            account = self._splits[split]
             for group_id, num_tokens in tokens.items():
-                self._close(book, group_id)
+                self._close(account, group_id)
                 if split == "eval":
-                    book.evaluated.append(EvaluatedGroup(group_id=group_id, num_tokens=num_tokens))
-            totals = book.totals
-            book.totals = totals.model_copy(
+                    account.evaluated.append(EvaluatedGroup(group_id=group_id, num_tokens=num_tokens))
+            totals = account.totals
+            account.totals = totals.model_copy(
                 update={"used": totals.used + len(tokens), "used_tokens": totals.used_tokens + sum(tokens.values())}
             )
 
     def drop(self, split: Split, drop: Drop) -> None:
         """Close a group that is not used."""
         with self._lock:
-            book = self._books[split]
-            self._close(book, drop.group_id)
+            account = self._splits[split]
+            self._close(account, drop.group_id)
             reason, tokens = str(drop.reason), drop.num_tokens
-            book.dropped.append(DroppedGroup(group_id=drop.group_id, split=split, reason=reason, num_tokens=tokens))
-            totals = book.totals
-            book.totals = totals.model_copy(
+            account.dropped.append(DroppedGroup(group_id=drop.group_id, split=split, reason=reason, num_tokens=tokens))
+            totals = account.totals
+            account.totals = totals.model_copy(
                 update={
                     "dropped": _plus(totals.dropped, reason, 1),
                     "dropped_tokens": _plus(totals.dropped_tokens, reason, tokens),
                 }
             )
 
-    def revive(self, group_id: str) -> None:
-        """Open a training group again that was dropped as dead, without tokens: its dead letter was sent again."""
+    def reopen(self, group_id: str) -> None:
+        """Open a training group again that was dropped as ``dead``, without tokens: its dead letter was sent again."""
         with self._lock:
-            book = self._books["train"]
-            if group_id in book.in_flight:
-                raise ValueError(f"group {group_id} is in flight; it cannot come back from the dead letters")
-            told = [drop for drop in book.dropped if drop.group_id == group_id]
-            if told:
-                book.dropped.remove(told[-1])
+            account = self._splits["train"]
+            if group_id in account.in_flight:
+                raise ValueError(f"group {group_id} is in flight; it cannot be reopened")
+            unwritten = [drop for drop in account.dropped if drop.group_id == group_id]
+            if unwritten:
+                account.dropped.remove(unwritten[-1])
             else:
-                book.revived.append(group_id)
-            book.in_flight.add(group_id)
+                account.reopened.append(group_id)
+            account.in_flight.add(group_id)
             dead = str(DropReason.DEAD)
-            book.totals = book.totals.model_copy(update={"dropped": _plus(book.totals.dropped, dead, -1)})
+            account.totals = account.totals.model_copy(update={"dropped": _plus(account.totals.dropped, dead, -1)})
 
     def refuse(self, split: Split, drop: Drop) -> None:
-        """Count a delivery of a group that is closed already, or was never issued: it changes no group."""
+        """Count a delivery of a group that is closed already or was never issued; no group changes."""
         with self._lock:
-            book = self._books[split]
-            totals = book.totals
-            book.totals = totals.model_copy(
+            account = self._splits[split]
+            totals = account.totals
+            account.totals = totals.model_copy(
                 update={
                     "refused": _plus(totals.refused, str(drop.reason), 1),
                     "refused_tokens": _plus(totals.refused_tokens, str(drop.reason), drop.num_tokens),
@@ -130,30 +134,31 @@ class Accounting:
             )
 
     def take_entries(self) -> Entries:
-        """Return what happened since the last call: what the next chapter tells."""
+        """Return what happened since the last call, for the next chapter of the record."""
         with self._lock:
-            books = self._books
-            issued: dict[Split, tuple[str, ...]] = {s: tuple(book.issued) for s, book in books.items() if book.issued}
-            in_flight: dict[Split, tuple[str, ...]] = {s: tuple(sorted(book.in_flight)) for s, book in books.items()}
-            totals: dict[Split, SplitTotals] = {
-                s: book.totals.model_copy(update={"in_flight": len(book.in_flight)}) for s, book in books.items()
-            }
+            splits = self._splits
+            issued: dict[Split, tuple[str, ...]] = {s: tuple(a.issued) for s, a in splits.items() if a.issued}
+            in_flight: dict[Split, tuple[str, ...]] = {s: tuple(sorted(a.in_flight)) for s, a in splits.items()}
             entries = Entries(
                 issued=issued,
-                revived=tuple(books["train"].revived),
-                dropped=tuple(drop for book in books.values() for drop in book.dropped),
-                evaluated=tuple(books["eval"].evaluated),
-                account=AccountState(totals=totals, in_flight=in_flight),
+                reopened=tuple(splits["train"].reopened),
+                dropped=tuple(drop for account in splits.values() for drop in account.dropped),
+                evaluated=tuple(splits["eval"].evaluated),
+                account=AccountState(totals={split: self._totals(split) for split in splits}, in_flight=in_flight),
             )
-            for book in self._books.values():
-                book.issued, book.revived, book.dropped, book.evaluated = [], [], [], []
+            for account in splits.values():
+                account.issued, account.reopened, account.dropped, account.evaluated = [], [], [], []
             return entries
 
+    def _totals(self, split: Split) -> SplitTotals:
+        account = self._splits[split]
+        return account.totals.model_copy(update={"in_flight": len(account.in_flight)})
+
     @staticmethod
-    def _close(book: _Book, group_id: str) -> None:
-        if group_id not in book.in_flight:
+    def _close(account: _SplitAccount, group_id: str) -> None:
+        if group_id not in account.in_flight:
             raise ValueError(f"group {group_id} is not in flight; it was closed before, or never issued")
-        book.in_flight.discard(group_id)
+        account.in_flight.discard(group_id)
 
 
 def _plus(counts: Mapping[str, int], reason: str, number: int) -> dict[str, int]:

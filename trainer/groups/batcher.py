@@ -1,38 +1,27 @@
 """Decides which scored groups make the next batch, and which are dropped and why; pure.
 
 ```
-offer ──▶ ready ──▶ take ──▶ in use ──▶ settle (trained) ──▶ kept, to be used again ──▶ retired
+offer ──▶ ready ──▶ take ──▶ in use ──▶ settle (trained) ──▶ kept for another use ──▶ retired
   │                  │  ▲                                        │
   └▶ dropped         │  └────────────────────────────────────────┘
                      └▶ dropped: stale at the moment of use
 ```
 
-Groups are kept only where `algorithm.max_trained_count` says so. New groups always go first: a kept one
-fills a batch that would otherwise wait, and is retired when it was used often enough or is too old.
+Groups are kept only if `algorithm.max_trained_count` is above 1. New groups go first: a kept one fills a batch that
+would otherwise wait, and is retired when it was used often enough or is too old.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from penstock.protocol.versions import PolicyVersion, is_fresh, staleness
 from penstock.trainer.algorithm.group_rules import ONCE, Reuse, rewards_differ
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """One group that is not trained on."""
-
-    group_id: str
-    reason: DropReason
-    num_tokens: int
-
-
 class Batcher:
-    """Holds groups between their arrival and their use. Not thread-safe: its owner locks."""
+    """Holds groups between arrival and use. Not thread-safe: the owner locks."""
 
     def __init__(
         self,
@@ -49,15 +38,15 @@ class Batcher:
         Args:
             groups_per_step: Groups of a batch.
             max_staleness: Most versions a group may be behind.
-            ledger: What was trained, also by earlier lives.
-            needs_signal: Groups whose rewards are all equal are not held.
-            needs_baseline: Groups without a greedy completion are not held.
+            ledger: What was trained, also by earlier sessions.
+            needs_signal: Drop groups whose rewards are all equal.
+            needs_baseline: Drop groups without a greedy completion.
             reuse: How often a group may be trained on.
         """
         self._reuse = reuse
         self._kept: dict[str, ReadyGroup] = {}  # trained, and may be again
         self._retired: list[str] = []
-        # trained by an earlier life, which kept them: their messages come again
+        # trained by an earlier session, which kept them: their messages are delivered again
         self._returning = {i for i in ledger.ids() if ledger.uses(i) < reuse.max_trained_count}
         self._needs_signal = needs_signal
         self._needs_baseline = needs_baseline
@@ -69,33 +58,33 @@ class Batcher:
 
     @property
     def num_ready(self) -> int:
-        """Groups that could be taken, were they all fresh."""
+        """Groups that could be taken if all were fresh."""
         return len(self._ready)
 
     def holds(self, group_id: str) -> bool:
-        """Say whether a group is here: waiting, in use, or kept to be used again."""
+        """Return True if a group is held: ready, in use, or kept for another use."""
         return group_id in self._ready or group_id in self._in_use or group_id in self._kept
 
-    def returns(self, group_id: str) -> bool:
-        """Say whether a group was trained by an earlier life and is to be used again when it comes."""
+    def is_returning(self, group_id: str) -> bool:
+        """Return True if an earlier session trained a group and it will be used again on arrival."""
         return group_id in self._returning
 
-    def lets_go(self, group_id: str) -> bool:
-        """Give up on using a trained group again, which cannot be read; False when it was not trained."""
+    def cancel_reuse(self, group_id: str) -> bool:
+        """Do not use a returning group again, since it cannot be read; return False if it was not trained."""
         self._returning.discard(group_id)
         return group_id in self._ledger
 
     def is_spent(self, group_id: str) -> bool:
-        """Say whether a group that arrives is here already, or was trained."""
+        """Return True if a group is held already, or was trained."""
         return group_id in self._ledger or self.holds(group_id)
 
     def offer(self, group: ReadyGroup) -> Drop | None:
-        """Take in a group that is wanted and has been fetched; returns why not, when it teaches nothing."""
+        """Hold a fetched group; return its drop instead if it has no signal or no baseline."""
         if group.group_id in self._returning:
             self._returning.discard(group.group_id)
             self._kept[group.group_id] = group
             return None
-        if group.group_id in self._ledger:  # it was to be used again, and the run ended while it was fetched
+        if group.group_id in self._ledger:  # kept for another use, and `close` was called while it was fetched
             self._retired.append(group.group_id)
             return None
         if self._needs_signal and not rewards_differ(group.scored.rewards):
@@ -106,15 +95,15 @@ class Batcher:
         return None
 
     def is_full(self, version: PolicyVersion) -> bool:
-        """Say whether there is a batch to be taken at ``version``."""
+        """Return True if a full batch can be taken at ``version``."""
         num_fresh = sum(self._verdict(group, version) is None for group in self._ready.values())
         return num_fresh + len(self._again(version)) >= self._groups_per_step
 
     def take(self, version: PolicyVersion) -> tuple[list[ReadyGroup], list[Drop]]:
-        """Return the batch to train at ``version`` (empty: not enough yet) and what is too old for it.
+        """Return the batch to train at ``version`` (empty: not enough yet) and the drops of what is too old for it.
 
-        The oldest samples go first, since they have the least time left; the batch itself is in the
-        order of group ids, so that the same groups make the same batch whatever order they came in.
+        The oldest samples are chosen first, since they become stale first. The batch is sorted by group id, so that the
+        same groups make the same batch in whatever order they arrived.
         """
         drops = [
             self._drop(group, reason) for group in self._ready.values() if (reason := self._verdict(group, version))
@@ -135,25 +124,25 @@ class Batcher:
         return batch, drops
 
     def settle(self) -> None:
-        """Say that the batch that was taken has been trained and is in the ledger."""
+        """Release the batch that was taken, once it is trained and in the ledger; keep what may be used again."""
         for group_id, group in self._in_use.items():
             if 0 < self._ledger.uses(group_id) < self._reuse.max_trained_count:
                 self._kept[group_id] = group
         self._in_use = {}
 
-    def retired(self) -> list[str]:
-        """Return, once, the kept groups that will not be used again."""
+    def take_retired(self) -> list[str]:
+        """Return the kept groups that will not be used again; each is returned once."""
         retired, self._retired = self._retired, []
         return retired
 
     def close(self) -> None:
-        """Say that no batch will be taken any more: kept groups are retired, those still to come again are spent."""
+        """Retire all kept groups, since no further batch is taken; those still to arrive count as trained."""
         self._retired += self._kept
         self._kept = {}
         self._returning.clear()
 
     def _again(self, version: PolicyVersion) -> list[ReadyGroup]:
-        """Return the kept groups that may be used at ``version``: those used least first, then the oldest."""
+        """Return the kept groups that may be used at ``version``: the least used first, then the oldest."""
         free = [
             (self._ledger.uses(group_id), _age(group), group_id)
             for group_id, group in self._kept.items()
@@ -162,11 +151,11 @@ class Batcher:
         return [self._kept[group_id] for _, _, group_id in sorted(free)]
 
     def _retire(self, version: PolicyVersion) -> None:
-        """Let go of kept groups that are too old; they were trained, so that nothing is discarded."""
-        gone = [group_id for group_id, group in self._kept.items() if self._verdict(group, version) is not None]
-        for group_id in gone:
+        """Stop keeping groups that are too old; they were trained, so no data is discarded."""
+        too_old = [group_id for group_id, group in self._kept.items() if self._verdict(group, version) is not None]
+        for group_id in too_old:
             del self._kept[group_id]
-        self._retired += gone
+        self._retired += too_old
 
     def _verdict(self, group: ReadyGroup, version: PolicyVersion) -> DropReason | None:
         summary = group.scored.generated
@@ -187,9 +176,9 @@ def _age(group: ReadyGroup) -> int:
 
 
 def staleness_tokens(batch: list[ReadyGroup], version: PolicyVersion, *, least: int = 0) -> dict[int, int]:
-    """Return how many tokens to be trained on are how many versions old, by each token's own version.
+    """Return the histogram of token ages in versions, by each token's own version.
 
-    ``least`` is the age of the youngest possible: above 0 the versions are another run's (`StepPlan`).
+    ``least`` is the least age possible: above 0 the versions are another run's (`StepPlan`).
     """
     histogram: dict[int, int] = {}
     for group in batch:

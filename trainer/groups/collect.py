@@ -1,14 +1,14 @@
-"""Collects scored groups: fetches, verifies and decodes them while the step runs, and acknowledges them late.
+"""Collects scored groups: fetches, verifies and decodes them while a step runs, and acknowledges them after a checkpoint.
 
-A thread of its own pulls `GroupScored`, asks the intake (`trainer/groups/delivery_tracker.py`) whether a group is wanted, and reads
-its pack; the training thread takes whole batches. A message is acknowledged only after a checkpoint that holds
-the effect of all its groups: until then the broker would deliver it again.
+A separate thread pulls `GroupScored`, asks the `DeliveryTracker` which groups are wanted, and reads their pack; the
+training thread takes whole batches. A message is acknowledged only after a checkpoint that holds the effect of all its
+groups: until then the broker delivers it again.
 
-| waits for              | until                     | then                                              |
-|------------------------|---------------------------|---------------------------------------------------|
-| a full fresh batch     | `collect_deadline_s`      | CollectTimeout: queue depths, who is alive        |
-| groups that never come | all queues empty for 5 s  | dropped as `lost`, issued again                   |
-| groups that only die   | a whole window's worth    | TooManyDead with the last reason                  |
+| waits for                           | until                          | then                                         |
+|-------------------------------------|--------------------------------|----------------------------------------------|
+| a full fresh batch                  | `collect_deadline_s`           | CollectTimeout: queue depths, services alive |
+| groups that do not arrive           | all queues empty for 5 s       | dropped as `lost`, issued again              |
+| one group that is not dead-lettered | `max_dead` were, consecutively | TooManyDeadLetters with the last reason      |
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.errors import CollectTimeout, TooManyDead
+from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.delivery_tracker import DeliveryTracker, Issued
-from penstock.trainer.groups.overtake_backoff import Patience
+from penstock.trainer.groups.delivery_tracker import DeliveryTracker, IssuedGroups
+from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
 from penstock.trainer.groups.stored_groups import read_groups
 from penstock.trainer.learner.step_plan import ReadyGroup
 
-log = structlog.get_logger("trainer.collect")
+log = structlog.get_logger("trainer.groups.collect")
 
 _FETCH_MESSAGES = 16
 _FETCH_WAIT_S = 0.5
-_SILENT_S = 5.0  # all queues empty for so long: what is still outstanding is lost
+_SILENT_S = 5.0  # all queues empty for so long: outstanding groups are lost
 
 
 class Collector:
-    """Reads the scored stream in a thread of its own; use as a context manager."""
+    """Reads the scored stream in a separate thread; use as a context manager."""
 
     def __init__(
         self,
         connections: Connections,
         *,
         batcher: Batcher,
-        issued: Issued,
+        issued: IssuedGroups,
         deadline_s: float,
         max_dead: int,
         letters_read: int = 0,
         silent_s: float = _SILENT_S,
     ) -> None:
-        """Bind to the trainer's consumer and have everything unacknowledged delivered again.
+        """Bind to the trainer's consumer and request redelivery of everything unacknowledged.
 
         Args:
             connections: The run, NATS and the object store.
-            batcher: Decides; owned by this collector from now on.
-            issued: Knows what is outstanding.
+            batcher: Chooses batches; only this collector may use it from now on.
+            issued: The outstanding groups.
             deadline_s: Longest wait for a batch.
-            max_dead: So many dead groups in a row, without one that arrives, end the run.
-            letters_read: Sequence number of the last dead letter that the checkpoint knows.
-            silent_s: So long must all queues be empty before outstanding groups count as lost.
+            max_dead: Consecutive dead-lettered groups, without one that arrives, after which the run ends.
+            letters_read: Sequence number of the last dead letter that the checkpoint includes.
+            silent_s: Time for which all queues must be empty before outstanding groups count as lost.
 
         Raises:
             MissingStream: The run was not bootstrapped.
@@ -72,7 +72,7 @@ class Collector:
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._tracker = DeliveryTracker(batcher, issued)
         self._issued = issued
-        self._patience = Patience()
+        self._backoff = OvertakeBackoff()
         self._letters_read = letters_read
         self._deadline_s = deadline_s
         self._max_dead = max_dead
@@ -102,21 +102,21 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop reading; what is held goes back to the broker by itself."""
+        """Stop reading; the broker delivers unacknowledged messages again."""
         self._closing = True
         self._thread.join(_FETCH_WAIT_S + 30.0)
 
     def collect(
-        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, patience_s: float = 0.0
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
     ) -> list[ReadyGroup]:
-        """Wait for the batch to train at ``version``; empty when ``should_stop`` says so meanwhile.
+        """Return the batch to train at ``version``; empty when ``should_stop`` returns True while it waits.
 
-        A full batch waits ``patience_s`` for groups under way that would be too old for the next one, and less after
-        waits in vain (`patience.py`): whoever overtakes them has them dropped when they come, and sampled again by
+        A full batch waits ``overtake_wait_s`` for groups under way that would be too old for the next one, and less
+        after waits without result (`OvertakeBackoff`): otherwise they would be dropped on arrival, and sampled again by
         workers that are late already.
 
-        Raises CollectTimeout after the deadline, TooManyDead when everything dies, and whatever
-        ended the collecting thread.
+        Raises CollectTimeout after the deadline, TooManyDeadLetters when all groups are dead-lettered, and the exception
+        that ended the collecting thread.
         """
         started = time.monotonic()
         full_since: float | None = None
@@ -124,18 +124,18 @@ class Collector:
             with self._changed:
                 self._raise_failure()
                 rest_s, overtakes = 0.0, False
-                if patience_s > 0.0 and self._tracker.overtaken(version):
+                if overtake_wait_s > 0.0 and self._tracker.overtaken(version):
                     overtakes, full_since = True, full_since or time.monotonic()
-                    rest_s = full_since + self._patience.of(patience_s) - time.monotonic()
+                    rest_s = full_since + self._backoff.scale(overtake_wait_s) - time.monotonic()
                 if rest_s <= 0.0 and (batch := self._tracker.take(version)):
-                    self._patience.took(overtook=overtakes)
+                    self._backoff.record(overtook=overtakes)
                     return batch
                 num_ready = self._tracker.num_ready
                 self._changed.wait(min(_FETCH_WAIT_S, rest_s) if rest_s > 0.0 else _FETCH_WAIT_S)
             if self._dead_in_a_row >= self._max_dead:
-                raise TooManyDead(
-                    f"{self._dead_in_a_row} groups in a row went to the dead letters, none came back scored; "
-                    f"the last one: {self._last_dead}"
+                raise TooManyDeadLetters(
+                    f"{self._dead_in_a_row} groups in a row were dead-lettered and none arrived scored; the last one: "
+                    f"{self._last_dead}. Fix that service, then start the trainer again; `penstock dead-letters list` shows them"
                 )
             if time.monotonic() - started > self._deadline_s:
                 raise CollectTimeout(
@@ -144,30 +144,30 @@ class Collector:
                 )
         return []
 
-    def trained(self, group_ids: Sequence[str]) -> None:
-        """Say that a batch was trained and is in the ledger; its messages wait for the checkpoint.
+    def mark_trained(self, group_ids: Sequence[str]) -> None:
+        """Settle the groups of a batch that was trained and is in the ledger; their messages wait for the checkpoint.
 
-        The message of a group that is kept, to be used again, stays unacknowledged until the group is
-        retired: a trainer that resumes gets it once more.
+        The message of a group that is kept for another use stays unacknowledged until the group is retired: a trainer
+        that resumes receives it again.
         """
         with self._changed:
-            self._tracker.trained(group_ids)
+            self._tracker.mark_trained(group_ids)
 
     def close(self) -> None:
-        """Say that the last batch was trained: groups that are kept, to be used again, wait for the checkpoint alone."""
+        """Settle groups that are kept for another use, after the last batch of the run."""
         with self._changed:
             self._tracker.close()
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages all of whose groups are trained or dropped: what a checkpoint now will cover."""
+        """Return the messages all of whose groups are trained or dropped: a checkpoint taken now covers them."""
         with self._changed:
             return [self._held[sequence] for sequence in self._tracker.settled()]
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge what a committed checkpoint covers."""
+        """Acknowledge messages that a committed checkpoint covers."""
         Delivery.ack_all(deliveries)
         with self._changed:
-            self._tracker.acknowledged(delivery.sequence for delivery in deliveries)
+            self._tracker.forget(delivery.sequence for delivery in deliveries)
             for delivery in deliveries:
                 self._held.pop(delivery.sequence, None)
 
@@ -192,7 +192,7 @@ class Collector:
             elif silent_since is None:
                 silent_since = time.monotonic()
             elif time.monotonic() - silent_since > self._silent_s:
-                self._give_up_lost()
+                self._drop_lost()
                 silent_since = None
 
     def _receive(self, delivery: Delivery[GroupScored]) -> None:
@@ -206,10 +206,14 @@ class Collector:
         try:
             groups = read_groups(message.pack, wanted, self._blobs.get)
         except (BlobMissing, BlobCorrupt, PackError) as err:
-            log.warning("unreadable pack", pack_id=message.pack_id, error=str(err))
+            log.warning(
+                "pack is unreadable: dead-lettered, its groups are issued again",
+                pack_id=message.pack_id,
+                error=str(err),
+            )
             with self._changed:
                 del self._held[delivery.sequence]
-                self._tracker.unreadable(delivery.sequence, wanted)
+                self._tracker.drop_unreadable(delivery.sequence, wanted)
             delivery.dead_letter(type(err).__name__, str(err)).wait()
             return
         with self._changed:
@@ -229,18 +233,18 @@ class Collector:
         with self._changed:
             return self._tracker.missing()
 
-    def _give_up_lost(self) -> None:
+    def _drop_lost(self) -> None:
         with self._changed:
-            missing = self._tracker.give_up_missing()
-        log.warning("every queue is empty: issued again", num_groups=len(missing), first=missing[:3])
+            missing = self._tracker.drop_missing()
+        log.warning("all queues are empty: missing groups are issued again", num_groups=len(missing), first=missing[:3])
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 
     def _on_dead_letter(self, letter: DeadLetter, sequence: int) -> None:
         with self._changed:
             try:
-                num_dead = self._tracker.bury(letter, sequence)
-            except Exception as err:  # noqa: BLE001  no letter after this one would be read; the training thread raises it
+                num_dead = self._tracker.dead_letter(letter, sequence)
+            except Exception as err:  # noqa: BLE001  no later letter would be read; the training thread raises it
                 self._failure = err
                 num_dead = 0
                 self._changed.notify_all()
@@ -255,4 +259,4 @@ class Collector:
         if isinstance(self._failure, PenstockError):
             raise self._failure
         if self._failure is not None:
-            raise RuntimeError("the collecting thread ended") from self._failure
+            raise RuntimeError("the collecting thread ended with an unexpected error") from self._failure

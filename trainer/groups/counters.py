@@ -1,4 +1,4 @@
-"""Counts of the whole run, resumed lives included: what became of groups and tokens; pure."""
+"""Counts of the whole run, as step events, checkpoint and summary show them; sums by group id are the accounting's."""
 
 from __future__ import annotations
 
@@ -6,41 +6,53 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.trainer.groups.batcher import Drop
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.accounting import Accounting
 
 
 class Counters:
-    """Counters that the step events, the checkpoint and the summary show. Not thread-safe: its owner locks."""
+    """Counts uses and ages, which `Accounting` does not hold, and reads everything else from it.
 
-    def __init__(self) -> None:
-        """Start at zero."""
-        self.groups_trained = 0  # each once
-        self.groups_reused = 0  # further uses of trained groups
-        self.tokens_trained = 0
-        self.groups_scored = 0
-        self.dropped_groups: Counter[str] = Counter()
-        self.dropped_tokens: Counter[str] = Counter()
-        self.staleness_tokens: Counter[int] = Counter()
+    Not thread-safe: the owner locks.
+    """
 
-    def count_drop(self, drop: Drop) -> None:
-        """Count a group that is not trained on."""
-        self.dropped_groups[drop.reason] += 1
-        self.dropped_tokens[drop.reason] += drop.num_tokens
+    def __init__(self, accounting: Accounting, document: Mapping[str, Any] | None = None) -> None:
+        """Start at zero, or from what `to_document` wrote; ``accounting`` is of the same checkpoint."""
+        self._accounting = accounting
+        document = document or {}
+        self.groups_scored = int(document.get("groups_scored", 0))  # arrived and accepted
+        self.groups_reused = int(document.get("groups_reused", 0))  # further uses of trained groups
+        ages = document.get("staleness_tokens", {})
+        self.staleness_tokens: Counter[int] = Counter({int(age): count for age, count in ages.items()})
 
-    def revive(self) -> None:
-        """Count a group that had died as alive."""
-        self.dropped_groups[DropReason.DEAD] -= 1
+    @property
+    def groups_trained(self) -> int:
+        """Groups trained, each counted once."""
+        return self._accounting.totals("train").used
 
-    def count_batch(self, num_groups: int, staleness_tokens: Mapping[int, int], *, num_reused: int = 0) -> None:
-        """Count a batch: groups trained for the first time, and again; sampled tokens by age in versions."""
-        self.groups_trained += num_groups
+    @property
+    def tokens_trained(self) -> int:
+        """Sampled tokens trained, every use of a group counted."""
+        return sum(self.staleness_tokens.values())
+
+    @property
+    def dropped_groups(self) -> Counter[str]:
+        """Training groups that were dropped, and deliveries that were refused, by reason."""
+        totals = self._accounting.totals("train")
+        return _sum(totals.dropped, totals.refused)
+
+    @property
+    def dropped_tokens(self) -> Counter[str]:
+        """Sampled tokens of them, by reason."""
+        totals = self._accounting.totals("train")
+        return _sum(totals.dropped_tokens, totals.refused_tokens)
+
+    def count_batch(self, staleness_tokens: Mapping[int, int], *, num_reused: int = 0) -> None:
+        """Count a trained batch: its sampled tokens by age in versions, and the groups that were trained before."""
         self.groups_reused += num_reused
         self.staleness_tokens.update(staleness_tokens)
-        self.tokens_trained += sum(staleness_tokens.values())
 
     def to_document(self) -> dict[str, Any]:
-        """Return the counters as plain JSON values."""
+        """Return all counts as plain JSON values."""
         return {
             "groups_trained": self.groups_trained,
             "groups_reused": self.groups_reused,
@@ -51,14 +63,8 @@ class Counters:
             "staleness_tokens": {str(age): count for age, count in sorted(self.staleness_tokens.items())},
         }
 
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Counters:
-        """Rebuild what `to_document` wrote."""
-        counters = cls()
-        for name in ("groups_trained", "tokens_trained", "groups_scored"):
-            setattr(counters, name, int(document[name]))
-        counters.groups_reused = int(document.get("groups_reused", 0))
-        counters.dropped_groups.update(document["dropped_groups"])
-        counters.dropped_tokens.update(document["dropped_tokens"])
-        counters.staleness_tokens.update({int(age): count for age, count in document["staleness_tokens"].items()})
-        return counters
+
+def _sum(dropped: Mapping[str, int], refused: Mapping[str, int]) -> Counter[str]:
+    total = Counter(dropped)
+    total.update(refused)  # unlike ``+``, keeps a reason whose count is 0 again
+    return total

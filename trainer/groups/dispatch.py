@@ -1,14 +1,13 @@
-"""Which groups are issued next, and what becomes of every issued group: decisions on values, no I/O.
+"""Which groups are issued next, and how every issued group is closed: decisions on values, no I/O.
 
-    position ──plan──▶ outstanding ──settle──▶ trained or dropped for good
+    position ──plan──▶ outstanding ──settle──▶ trained, or dropped without another attempt
                  ▲          │  ▲
-                 └─ again ◀─┤  └── expect (its dead letter was sent again)
-          send_back (stale) └─bury─▶ dead
+                 └─ again ◀─┤  └── accept (its dead letter was sent again)
+          send_back (stale) └─dead_letter─▶ dead
 
-Group ids are ``e<epoch>.p<prompt>.a<attempt>`` and follow from the data order alone; a pack's id
-follows from its groups. So a trainer that restarts from a checkpoint issues the same ids again, and
-the broker and the trainer recognise them. What was issued after the checkpoint may arrive before it
-is issued again: `expect` counts it as issued, once.
+Group ids are ``e<epoch>.p<prompt>.a<attempt>`` and follow from the data order alone; a pack's id follows from its
+groups. So a trainer that restarts from a checkpoint issues the same ids again, and the broker and the trainer recognise
+them. Groups issued after the checkpoint may arrive before they are issued again: `accept` counts them as issued, once.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from penstock.trainer.settings import RolloutSettings
 _GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
 _STATE_TAG = "dispatch_state.v1"
 
-MAX_DEAD_KNOWN = 10_000  # of the dead groups so many, the newest, are known again when they are sent again
-_SAMPLED_PROMPTS = 32  # whose size stands for all when packs are cut
+MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when their letters are sent again
+_SAMPLED_PROMPTS = 32  # their mean size is used for all prompts when packs are cut
 
 
 class GroupKey(NamedTuple):
-    """What a training group's id says."""
+    """The parts of a training group's id."""
 
     epoch: int
     prompt: int
@@ -60,17 +59,17 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DispatchState:
-    """Everything dispatch must remember; part of the checkpoint."""
+    """Everything dispatch keeps between calls; part of the checkpoint."""
 
-    order_id: str  # of the data and its order; another one makes the positions meaningless
+    order_id: str  # of the data and its order; positions are valid for this one only
     position: int = 0  # next prompt of the data order
     outstanding: frozenset[GroupKey] = frozenset()  # issued, and neither trained nor dropped
     again: tuple[GroupKey, ...] = ()  # to be issued before new prompts
-    ahead: frozenset[Place] = frozenset()  # arrived from an earlier life before their position was reached
+    ahead: frozenset[Place] = frozenset()  # arrived from an earlier session before their position was reached
     refused: frozenset[GroupKey] = (
         frozenset()
-    )  # attempts refused while an older one is here: the broker knows their ids
-    dead: tuple[GroupKey, ...] = ()  # closed as dead letters, the newest last: they may be sent again
+    )  # refused since an older attempt had arrived: the broker has seen their ids
+    dead: tuple[GroupKey, ...] = ()  # closed by dead letters, the newest last: these may be sent again
     num_issued: int = 0
     num_issued_again: int = 0
     num_given_up: int = 0
@@ -117,7 +116,7 @@ class DispatchState:
 
 
 def order_id(order: DataOrder, fingerprint: str) -> str:
-    """Identify a data order and the files it orders."""
+    """Return the id of a data order and of the files it orders."""
     text = f"{fingerprint} {order.num_prompts} {order.seed} {order.shuffle}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -131,13 +130,18 @@ def plan(
     most_outstanding: int | None = None,
     lag: int = 0,
 ) -> tuple[list[tuple[GroupKey, ...]], DispatchState]:
-    """Decide the next packs: as many groups as the staleness bound admits, in whole packs.
+    """Plan the next packs: as many groups as the staleness bound admits, in whole packs.
 
-    A pack that is not full waits for more room, unless fewer groups are outstanding than a step needs:
-    then waiting would starve the trainer, and the pack is cut short. Packs of new prompts begin a new
-    one with every step's worth, so that steps and packs stay aligned. ``most_outstanding`` is what the
-    rest of the run can still use: towards its end nothing is issued in vain. ``lag`` is by how many
-    versions the one it is issued for is behind the trainer.
+    A pack that is not full waits until the bound admits the rest, unless fewer groups are outstanding than a step needs:
+    then waiting would starve the trainer, and the pack is cut short. A pack never spans the groups of two steps.
+
+    Args:
+        state: What is outstanding, and the next position.
+        order: The order of prompts.
+        rollout: Groups of a step, and the staleness bound.
+        groups_per_message: Groups of a full pack.
+        most_outstanding: What the rest of the run can still use, so that nothing is issued needlessly near its end.
+        lag: Versions that the announced one is behind the trainer.
 
     Returns:
         The packs, each a tuple of groups, and the state after issuing them.
@@ -145,19 +149,19 @@ def plan(
     packs: list[tuple[GroupKey, ...]] = []
     while True:
         outstanding = len(state.outstanding)
-        room = admissible_groups(
+        admitted = admissible_groups(
             outstanding=outstanding,
             max_staleness=rollout.max_staleness,
             groups_per_step=rollout.groups_per_step,
             lag=lag,
         )
         if most_outstanding is not None:
-            room = min(room, most_outstanding - outstanding)
+            admitted = min(admitted, most_outstanding - outstanding)
         wanted = min(groups_per_message, rollout.groups_per_step - state.num_issued % rollout.groups_per_step)
         needed = rollout.groups_per_step - outstanding  # or the next step could never be filled
-        if room <= 0 or (room < wanted and needed <= 0):
+        if admitted <= 0 or (admitted < wanted and needed <= 0):
             return packs, state
-        pack, state = _take(state, order, min(wanted, room))
+        pack, state = _take(state, order, min(wanted, admitted))
         packs.append(pack)
 
 
@@ -183,15 +187,15 @@ def _take(state: DispatchState, order: DataOrder, count: int) -> tuple[tuple[Gro
     )
 
 
-def expect(
+def accept(
     state: DispatchState, group_id: str, *, order: DataOrder, holds: Callable[[str], bool] = lambda _: False
 ) -> DispatchState | None:
-    """Take note of a group that arrived; None when it must not be used, as a duplicate or an abandoned attempt.
+    """Return the state after a group arrived; None if it must not be used: a duplicate, or an attempt given up.
 
-    A group that this life of the trainer has not issued was issued by an earlier life, after the checkpoint:
-    it counts as issued from now on. When it is a further attempt, the earlier life had dropped the one before:
-    that one leaves what is outstanding, unless ``holds`` says that it is here and can be used itself. A group
-    that had died and was sent again is outstanding once more.
+    A group that this session has not issued was issued by an earlier one, after the checkpoint: it counts as issued
+    from now on. If it is a later attempt, the earlier session had dropped the one before: that one is no longer
+    outstanding, unless ``holds`` returns True for it, since it can then be used itself. A group that was dead-lettered
+    and sent again is outstanding once more.
     """
     key = GroupKey.parse(group_id)
     if key in state.outstanding:
@@ -224,13 +228,13 @@ def expect(
 
 
 def settle(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
-    """Close groups that were trained on or dropped for good; raises ValueError for one that is not outstanding."""
+    """Close groups that were trained, or dropped without another attempt; raises ValueError for one not outstanding."""
     closed = _outstanding(state, group_ids)
     return replace(state, outstanding=state.outstanding - closed, refused=_without(state.refused, closed))
 
 
-def bury(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
-    """Close groups that went to the dead letters: their prompts do not come again, unless the letters are sent again."""
+def dead_letter(state: DispatchState, group_ids: Iterable[str]) -> DispatchState:
+    """Close groups that were dead-lettered: their prompts are not issued again, but the letters may be sent again."""
     closed = _outstanding(state, group_ids)
     dead = (*state.dead, *sorted(closed))[-MAX_DEAD_KNOWN:]
     return replace(state, outstanding=state.outstanding - closed, refused=_without(state.refused, closed), dead=dead)
@@ -241,11 +245,11 @@ def send_back(
 ) -> tuple[DispatchState, tuple[str, ...]]:
     """Close groups that came back too stale, and queue their prompts for another attempt.
 
-    An attempt that was refused because this one was here is passed over: issued again under the same id, the broker
-    would take it for a repetition, and it would be in no queue.
+    The number of an attempt that was refused before is skipped: under the same id the broker would discard the task as
+    a duplicate, and it would be in no queue.
 
     Returns:
-        The state, and the ids of the groups that had their last attempt and are given up.
+        The state, and the ids of the groups that had their last attempt.
     """
     closed = sorted(_outstanding(state, group_ids))
     following = {key: _next_attempt(state, key) for key in closed}
@@ -261,7 +265,7 @@ def send_back(
 
 
 def refuse_attempt(state: DispatchState, group_id: str) -> DispatchState:
-    """Take note of a further attempt that came while an older one is here, if this is one."""
+    """Return the state after refusing a group; it records a later attempt that came while an older one is outstanding."""
     key = GroupKey.parse(group_id)
     if any(k.place == key.place and k.attempt < key.attempt for k in state.outstanding):
         return replace(state, refused=state.refused | {key})
@@ -280,14 +284,14 @@ def _without(refused: frozenset[GroupKey], closed: Iterable[GroupKey]) -> frozen
 
 def _outstanding(state: DispatchState, group_ids: Iterable[str]) -> frozenset[GroupKey]:
     keys = frozenset(GroupKey.parse(group_id) for group_id in group_ids)
-    strangers = keys - state.outstanding
-    if strangers:
-        raise ValueError(f"group {min(strangers)} is not outstanding; it was settled before, or never issued")
+    unknown = keys - state.outstanding
+    if unknown:
+        raise ValueError(f"group {min(unknown)} is not outstanding; it was settled before, or never issued")
     return keys
 
 
 class Dispatch:
-    """The state of dispatch with the prompts it is about; every method is one of the decisions above."""
+    """The dispatch state with its prompts; every method applies one of the functions above."""
 
     def __init__(
         self,
@@ -298,7 +302,7 @@ class Dispatch:
         stop_token_ids: Sequence[int],
         with_baseline: bool = False,
     ) -> None:
-        """Start at the first position; `resume` continues from a checkpoint."""
+        """Start at the first position; call `resume` to continue from a checkpoint."""
         self._with_baseline = with_baseline
         self.order = order
         self._prompts = prompts
@@ -309,7 +313,7 @@ class Dispatch:
             stop_token_ids=tuple(stop_token_ids),
         )
         self.state = DispatchState(order_id(order, prompts.fingerprint))
-        self._issued_for: dict[GroupKey, PolicyVersion] = {}  # what this life has issued, as long as it is outstanding
+        self._issued_for: dict[GroupKey, PolicyVersion] = {}  # outstanding groups that this session issued
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
@@ -319,7 +323,7 @@ class Dispatch:
         )
 
     def resume(self, document: dict[str, Any]) -> None:
-        """Continue from a checkpoint's document; raises CheckpointError when the data are others."""
+        """Continue from a checkpoint's document; raises CheckpointError when it is of other data."""
         self.state = DispatchState.from_document(document, order_id=self.state.order_id)
 
     def next_packs(
@@ -329,9 +333,12 @@ class Dispatch:
         *,
         trainer_version: PolicyVersion | None = None,
     ) -> list[TaskPack]:
-        """Issue what the staleness bound admits, and the rest of the run can use, for the newest announced ``version``.
+        """Issue what the staleness bound admits and the rest of the run can use; return the packs.
 
-        ``trainer_version`` is the one that the next step starts from (None: the same).
+        Args:
+            version: The newest that is announced.
+            most_outstanding: What the rest of the run can use; None: no limit.
+            trainer_version: The version that the next step starts from; None: ``version``.
         """
         packs, self.state = plan(
             self.state,
@@ -345,16 +352,16 @@ class Dispatch:
         return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
-        """Make the pack of groups that are issued already: the same ids, and so the same pack id."""
+        """Return the pack of groups that are issued already: the same ids, and so the same pack id."""
         keys = [GroupKey.parse(group_id) for group_id in group_ids]
         self._note_issued(keys, version)
         return pack_tasks([self._task(key, version) for key in keys])
 
     def in_last_chance(self, trainer_version: PolicyVersion) -> list[str]:
-        """Return what is outstanding and may be too old for every step after the one at ``trainer_version``.
+        """Return the outstanding ids that may be too old for every step after the one at ``trainer_version``.
 
-        A worker may have sampled it by the very version it was issued for. Groups that an earlier life issued are
-        not among them: nobody remembers for which version that was.
+        A worker may have sampled such a group with the version it was issued for. Groups that an earlier session issued
+        are not included, since the version they were issued for is not stored.
         """
         limit = self._rollout.max_staleness
         return [
@@ -363,22 +370,22 @@ class Dispatch:
             if is_last_chance(trainer_version, version, limit) and key in self.state.outstanding
         ]
 
-    def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
-        """Take note of a group that arrived; False: a duplicate or an abandoned attempt, not to be used."""
-        state = expect(self.state, group_id, order=self.order, holds=holds)
+    def accept(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
+        """Record that a group arrived; return False if it must not be used: a duplicate, or an attempt given up."""
+        state = accept(self.state, group_id, order=self.order, holds=holds)
         self.state = refuse_attempt(self.state, group_id) if state is None else state
         return state is not None
 
     def settle(self, group_ids: Iterable[str]) -> None:
-        """Close groups that were trained on or dropped for good."""
+        """Close groups that were trained, or dropped without another attempt."""
         self.state = settle(self.state, group_ids)
 
-    def bury(self, group_ids: Iterable[str]) -> None:
-        """Close groups that went to the dead letters."""
-        self.state = bury(self.state, group_ids)
+    def dead_letter(self, group_ids: Iterable[str]) -> None:
+        """Close groups that were dead-lettered."""
+        self.state = dead_letter(self.state, group_ids)
 
     def send_back(self, group_ids: Iterable[str]) -> tuple[str, ...]:
-        """Queue stale groups for another attempt; returns the ids of those that are given up."""
+        """Close stale groups and queue their prompts again; return the ids of those that had their last attempt."""
         self.state, given_up = send_back(self.state, group_ids, max_attempts=self._rollout.max_attempts)
         return given_up
 

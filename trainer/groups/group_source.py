@@ -1,4 +1,4 @@
-"""Where a life's groups come from: workers and rewards, through issuer and collector, or what a run has stored."""
+"""Builds the source of a run's groups: issuer and collector, or the groups of a stored run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.trainer.settings import TrainerSettings
 
 @dataclass(frozen=True, slots=True)
 class GroupSource:
-    """Who hands out batches, who keeps the account of them, and what of both has a thread to start."""
+    """What issues groups, what returns batches, and which of both have a thread to start."""
 
     issuer: Issuer | StoredIssuer
     collector: Collector | StoredCollector
@@ -34,36 +34,45 @@ class GroupSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
-    """What a run remembers of its groups."""
+class GroupHistory:
+    """What a checkpoint keeps of a run's groups: ids trained, counts, and the accounting by id."""
 
     ledger: Ledger
     counters: Counters
-    account: Accounting
+    accounting: Accounting
+
+    @classmethod
+    def resume(cls, state: CheckpointState | None) -> GroupHistory:
+        """Rebuild the history from a checkpoint; None: start empty."""
+        if state is None:
+            accounting = Accounting()
+            return cls(Ledger(), Counters(accounting), accounting)
+        accounting = Accounting(state.account)
+        return cls(Ledger(state.ledger), Counters(accounting, state.totals), accounting)
 
 
-def stored(
-    settings: TrainerSettings, connections: Connections, books: Books, resumed: CheckpointState | None
+def open_stored(
+    settings: TrainerSettings, connections: Connections, history: GroupHistory, resumed: CheckpointState | None
 ) -> GroupSource:
-    """Make the supply of a run on ``data.from_run``; raises as `StoredGroups`."""
+    """Return the group source of a run on ``data.from_run``; raises as `StoredGroups`."""
     groups = StoredGroups(settings, connections.blobs)
     mark_use(groups.input_name, connections.run_id, connections.blobs)
     if resumed is not None:
         groups.resume(resumed.dispatch)
-    issuer = StoredIssuer(groups, books.counters, books.account)
+    issuer = StoredIssuer(groups, history.counters, history.accounting)
     return GroupSource(issuer, StoredCollector(groups, issuer, connections.blobs, settings.rollout.groups_per_step), ())
 
 
-def generated(
+def open_generated(
     settings: TrainerSettings,
     connections: Connections,
-    books: Books,
+    history: GroupHistory,
     resumed: CheckpointState | None,
     *,
     prompts: PromptSet,
     stop_token_ids: Sequence[int],
 ) -> GroupSource:
-    """Make the supply of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
+    """Return the group source of a run whose groups are generated while it trains; raises CheckpointError, MissingStream."""
     rollout, algorithm = settings.rollout, settings.algorithm
     dispatch = Dispatch(
         prompts,
@@ -75,11 +84,11 @@ def generated(
     if resumed is not None:
         dispatch.resume(resumed.dispatch)
     unsent, letters_read = (resumed.unsent, resumed.letters_read) if resumed else ((), 0)
-    issuer = Issuer(connections, dispatch, books.counters, books.account, unsent, letters_read)
+    issuer = Issuer(connections, dispatch, history.counters, history.accounting, unsent, letters_read)
     batcher = Batcher(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
-        ledger=books.ledger,
+        ledger=history.ledger,
         needs_signal=algorithm.dynamic_sampling,
         needs_baseline=algorithm.needs_baseline,
         reuse=Reuse(algorithm.max_trained_count, algorithm.retrained_interval),

@@ -1,7 +1,7 @@
 """Issues tasks as soon as the staleness bound admits them, in a thread of its own.
 
-Everything that happens to an issued group passes here, under one lock: it arrives, is trained, is
-dropped (and perhaps issued again), and makes room for the next ones.
+Every change of an issued group is made here, under one lock: it arrives, is trained, or is dropped (and perhaps issued
+again), which admits the next ones.
 """
 
 from __future__ import annotations
@@ -21,29 +21,28 @@ from penstock.protocol.transport.pending import Pending
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.accounting import Accounting, Entries
-from penstock.trainer.groups.batcher import Drop
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.task_packs import TaskPack
 
-log = structlog.get_logger("trainer.issue")
+log = structlog.get_logger("trainer.groups.issue")
 
 
 @dataclass(frozen=True, slots=True)
 class IssuerState:
-    """Everything about issued groups at one moment, as a checkpoint and its chapter hold it."""
+    """Everything about issued groups at one moment, for a checkpoint and its chapter."""
 
     dispatch: dict[str, Any]
     totals: dict[str, Any]
     unsent: tuple[tuple[str, ...], ...]  # packs that are issued but not known to be on the stream
-    letters_read: int  # sequence number of the last dead letter that all this knows
+    letters_read: int  # sequence number of the last dead letter that is included
     entries: Entries
 
     def is_in(self, state: CheckpointState) -> bool:
-        """Say whether a checkpoint tells all of this.
+        """Return True if a checkpoint holds exactly this state.
 
-        What changes without an entry counts too: a refused message is counted, and the attempt it brought is remembered.
+        It can change without an entry: a refused message changes the totals, and perhaps the refused attempts.
         """
         return self.entries.is_empty and (
             (self.dispatch, self.totals, self.unsent, self.letters_read, self.entries.account)
@@ -52,30 +51,30 @@ class IssuerState:
 
 
 class Issuer:
-    """Keeps the workers supplied; use as a context manager."""
+    """Publishes tasks and tracks the groups they ask for; use as a context manager."""
 
     def __init__(
         self,
         connections: Connections,
         dispatch: Dispatch,
         counters: Counters,
-        account: Accounting,
+        accounting: Accounting,
         unsent: Sequence[tuple[str, ...]] = (),
         letters_read: int = 0,
     ) -> None:
-        """Issue nothing yet; ``dispatch``, ``tally`` and the train book of ``account`` are owned by this issuer now.
+        """Issue nothing yet; only this issuer may change ``dispatch``, ``counters`` and the accounting of the train split.
 
-        ``unsent`` are packs that an earlier life had issued without seeing them arrive: they go out first.
+        ``unsent`` are packs that an earlier session issued without a receipt of the stream: they are published first.
         """
         self._dispatch = dispatch
         self._counters = counters
-        self._account = account
+        self._accounting = accounting
         self._unsent = list(unsent)
         self._resends = bool(unsent)
         self._letters_read = letters_read
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
-        self._version = PolicyVersion(0)  # the newest that workers can have
-        self._trainer_version = PolicyVersion(0)  # what the next step starts from
+        self._version = PolicyVersion(0)  # the newest that workers can fetch
+        self._trainer_version = PolicyVersion(0)  # the version that the next step starts from
         self._most_outstanding = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -88,46 +87,45 @@ class Issuer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop issuing; what is issued stays issued."""
+        """Stop issuing; groups that are issued stay outstanding."""
         self.stop()
         self._thread.join(30.0)
 
     def stop(self) -> None:
-        """Issue nothing more: the run ends."""
+        """Issue nothing more."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def outstanding(self) -> tuple[str, ...]:
-        """Return the ids issued and neither trained nor dropped, in order: what is issued again must not depend on hashes."""
+        """Return the ids issued and neither trained nor dropped, sorted: what is issued again must be reproducible."""
         with self._changed:
             return tuple(str(key) for key in sorted(self._dispatch.state.outstanding))
 
-    def expects(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
-        """Take note of a group that arrived; False when it must not be used. Raises ValueError for a foreign id.
+    def accept(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
+        """Record that a group arrived; return False if it must not be used. Raises ValueError for a foreign id.
 
-        ``holds`` says which groups are here already: an older attempt that is here is not given up for a newer.
+        ``holds`` returns True for groups that have arrived: an older attempt that has is not superseded by a newer one.
         """
         with self._changed:
             before = self._dispatch.state
-            expected = self._dispatch.expects(group_id, holds)
-            self._counters.groups_scored += expected
-            if any(str(key) == group_id for key in before.dead) and expected:
-                self._account.revive(group_id)
-                self._counters.revive()
-                log.info("alive again", group_id=group_id)
-            elif expected and self._dispatch.state is not before:
-                self._account.issue("train", [group_id])
+            is_accepted = self._dispatch.accept(group_id, holds)
+            self._counters.groups_scored += is_accepted
+            if any(str(key) == group_id for key in before.dead) and is_accepted:
+                self._accounting.reopen(group_id)
+                log.info("dead-lettered group arrived after all: outstanding again", group_id=group_id)
+            elif is_accepted and self._dispatch.state is not before:
+                self._accounting.issue("train", [group_id])
                 for key in sorted(before.outstanding - self._dispatch.state.outstanding):
-                    self._close(Drop(str(key), DropReason.SUPERSEDED, 0))
-            return expected
+                    self._accounting.drop("train", Drop(str(key), DropReason.SUPERSEDED, 0))
+            return is_accepted
 
     def in_last_chance(self, version: PolicyVersion) -> list[str]:
-        """Return what is outstanding and may be too old for every step after the one at ``version``."""
+        """Return the outstanding ids that may be too old for every step after the one at ``version``."""
         with self._changed:
             return self._dispatch.in_last_chance(version)
 
-    def trained(
+    def mark_trained(
         self,
         tokens: Mapping[str, int],
         staleness_tokens: dict[int, int],
@@ -141,56 +139,57 @@ class Issuer:
             tokens: Their sampled tokens, by id.
             staleness_tokens: Of the whole batch, by age.
             made: The version that the step made.
-            num_reused: How many other groups of the batch were closed before.
+            num_reused: Number of other groups in the batch, closed at an earlier use.
         """
         with self._changed:
             self._dispatch.settle(tokens)
             self._trainer_version = made
-            self._account.use("train", tokens)
-            self._counters.count_batch(len(tokens), staleness_tokens, num_reused=num_reused)
-            # A drop may wake the issuer before the next version is announced: what it says is wanted then counts this step too.
+            self._accounting.use("train", tokens)
+            self._counters.count_batch(staleness_tokens, num_reused=num_reused)
+            # A drop may wake the issuer before the next version is announced: the groups wanted must exclude this step.
             self._most_outstanding = max(0, self._most_outstanding - len(tokens) - num_reused)
 
-    def dropped(self, drop: Drop) -> None:
-        """Close a group that is not trained on; its prompt comes again while it has attempts left."""
+    def drop(self, drop: Drop) -> None:
+        """Close a group that is not trained on; its prompt is issued again while it has attempts left."""
         with self._changed:
             self._drop(drop)
             self._changed.notify_all()
 
-    def read_letter(self, drops: Sequence[Drop], sequence: int) -> None:
-        """Drop what a dead letter is about, and note as one act that the letters are read up to ``sequence``."""
+    def drop_dead(self, drops: Sequence[Drop], sequence: int) -> None:
+        """Drop the groups of a dead letter, and set the letters read to ``sequence``, in one atomic change."""
         with self._changed:
             for drop in drops:
                 self._drop(drop)
             self._letters_read = sequence
             self._changed.notify_all()
 
-    def refused(self, drop: Drop) -> None:
-        """Count a group that came although nobody waits for it."""
+    def refuse(self, drop: Drop) -> None:
+        """Count a delivered group that is not outstanding."""
         with self._changed:
-            self._counters.count_drop(drop)
-            self._account.refuse("train", drop)
+            self._accounting.refuse("train", drop)
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Issue what a newly published version admits, and the rest of the run needs.
+        """Issue what a newly announced version admits and the rest of the run needs.
 
-        The version is one that has been published: what the workers can have.
+        Args:
+            version: The newest that workers can fetch.
+            groups_wanted: Groups that the remaining steps train.
         """
         with self._changed:
             self._version = version
-            if is_newer(version, self._trainer_version):  # a life begins
+            if is_newer(version, self._trainer_version):  # the first call of a session
                 self._trainer_version = version
             self._most_outstanding = groups_wanted
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise what ended the issuing thread."""
+        """Raise the exception that ended the issuing thread, if one did."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
 
     def next_packs(self) -> list[TaskPack]:
-        """Issue what can be issued now; the packs are to be published, and `sent` says that they were."""
+        """Issue what can be issued now; return the packs to publish. Call `mark_sent` when all are on the stream."""
         with self._changed:
             if self._resends:
                 if self._most_outstanding == 0:  # no version is announced yet
@@ -202,32 +201,32 @@ class Issuer:
             )
             self._unsent = [tuple(task.group_id for task in pack.tasks) for pack in packs]
             for ids in self._unsent:
-                self._account.issue("train", ids)
+                self._accounting.issue("train", ids)
             return packs
 
-    def sent(self) -> None:
-        """Say that all packs of `next_packs` are on the stream."""
+    def mark_sent(self) -> None:
+        """Record that all packs of `next_packs` are on the stream."""
         with self._changed:
             self._unsent.clear()
 
     def take_state(self) -> IssuerState:
-        """Return everything at one moment; the entries are those since the last call."""
+        """Return the state at one moment; its entries are those since the last call."""
         with self._changed:
             return IssuerState(
                 dispatch=self._dispatch.state.to_document(),
                 totals=self._counters.to_document(),
                 unsent=tuple(self._unsent),
                 letters_read=self._letters_read,
-                entries=self._account.take_entries(),
+                entries=self._accounting.take_entries(),
             )
 
     def totals(self) -> dict[str, Any]:
-        """Return the counters of the run so far."""
+        """Return the counts of the run so far."""
         with self._changed:
             return self._counters.to_document()
 
     def groups(self) -> dict[str, Any]:
-        """Return what became of the run's groups so far, as the step events show it."""
+        """Return the run's groups so far by outcome, as step events show them."""
         with self._changed:
             state, counters = self._dispatch.state, self._counters
             return {
@@ -259,21 +258,19 @@ class Issuer:
                     continue
             for pending in [self._publish(pack) for pack in packs]:
                 pending.wait()
-            self.sent()
+            self.mark_sent()
 
     def _drop(self, drop: Drop) -> None:
-        """Close a group; a dead one was tried as often as the service that buried it tries, others may do better."""
-        self._close(drop)
+        """Close a group and queue its prompt again, unless it was dead-lettered: that service has used up its attempts."""
+        self._accounting.drop("train", drop)
         if drop.reason is DropReason.DEAD:
-            self._dispatch.bury([drop.group_id])
+            self._dispatch.dead_letter([drop.group_id])
         elif drop.reason is DropReason.NO_SIGNAL:
             self._dispatch.settle([drop.group_id])
         elif self._dispatch.send_back([drop.group_id]):
-            log.warning("given up", group_id=drop.group_id, reason=drop.reason)
-
-    def _close(self, drop: Drop) -> None:
-        self._counters.count_drop(drop)
-        self._account.drop("train", drop)
+            log.warning(
+                "group dropped at its last attempt: its prompt is skipped", group_id=drop.group_id, reason=drop.reason
+            )
 
     def _publish(self, pack: TaskPack) -> Pending[Receipt]:
         stored = self._blobs.put(blob_keys.task_list(self._run_id, pack.pack_id), pack.blob) if pack.blob else None

@@ -1,8 +1,8 @@
-"""Which groups have been trained, and at which version: what makes the effect of a group exactly-once; pure.
+"""Which groups have been trained, and at which version: this makes a group's effect exactly-once; pure.
 
-The ledger is part of every checkpoint. Ids older than the staleness window leave it: the staleness
-rule would refuse such a group anyway, so the ledger stays small however long the run. A group that is
-trained on more than once, by design, stands at each version it was trained at.
+The ledger is part of every checkpoint. Ids older than the staleness window are removed: the staleness rule refuses
+such groups anyway, so the ledger stays small in a long run. A group that is trained more than once by design is listed
+at each version it was trained at.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class Ledger:
     """Ids of trained groups, by the version that the trainer had when it trained them."""
 
     def __init__(self, rows: Iterable[tuple[int, Sequence[str]]] = ()) -> None:
-        """Start from what a checkpoint holds."""
+        """Start from the rows of a checkpoint."""
         self._by_version = {PolicyVersion(version): tuple(ids) for version, ids in rows}
         self._uses = Counter(group_id for ids in self._by_version.values() for group_id in ids)
 
     def __contains__(self, group_id: str) -> bool:
-        """Say whether a group has been trained within the window."""
+        """Return True if a group has been trained within the window."""
         return group_id in self._uses
 
     def uses(self, group_id: str) -> int:
-        """Return how often a group was trained within the window: all its uses, as long as it is fresh."""
+        """Return how often a group was trained within the window; while it is fresh, these are all its uses."""
         return self._uses[group_id]
 
     def last_use(self, group_id: str) -> PolicyVersion | None:
@@ -42,7 +42,7 @@ class Ledger:
         return len(self._uses)
 
     def record(self, version: PolicyVersion, group_ids: Iterable[str], *, max_staleness: int) -> None:
-        """Add what was trained at ``version`` and forget what no fresh group can equal any more."""
+        """Add what was trained at ``version``, and remove ids that no fresh group can have."""
         ids = tuple(group_ids)
         self._by_version[version] = (*self._by_version.get(version, ()), *ids)
         self._uses.update(ids)

@@ -1,8 +1,8 @@
-"""Trains on a run's groups that were scored again: no task is issued, nothing is generated, no engine is needed.
+"""Trains on stored groups that were scored again: no task is issued, nothing is generated, no engine is needed.
 
-Two parts stand where collector and issuer stand otherwise (``data.from_run``). Every group is used once, in the order
-in which the source run used it; which comes next is part of the checkpoint. No version of this run sampled anything:
-every token counts as at least one version old, so that what the loss does about stale samples is in force.
+With ``data.from_run`` two classes replace collector and issuer. Every group is used once, in the order in which the
+source run used it; the position is part of the checkpoint. No version of this run sampled anything: every token counts
+as at least one version old, so that the loss treats it as stale.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.algorithm.group_rules import rewards_differ
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.batcher import Drop
 from penstock.trainer.groups.counters import Counters
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.issue import IssuerState
 from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.step_plan import ReadyGroup
@@ -30,25 +29,25 @@ from penstock.trainer.settings import TrainerSettings
 
 _STATE_TAG = "stored_groups.v1"
 
-Place = tuple[RecordedGroup, BlobRef]
+StoredGroup = tuple[RecordedGroup, BlobRef]  # and the pack that holds it
 
 
 class StoredGroups:
-    """The groups of a rescored input, and how far a run has come in them."""
+    """The groups of a rescored input, and the position of the run in them."""
 
     def __init__(self, settings: TrainerSettings, blobs: Blobs) -> None:
-        """Read which groups there are, without their tokens.
+        """Read the list of groups, without their tokens.
 
-        Raises RecordBroken, BlobMissing or BlobCorrupt for the input, ConfigError where the settings do not fit it.
+        Raises RecordBroken, BlobMissing or BlobCorrupt for the input, ConfigError when the settings do not fit it.
         """
         assert settings.data.from_run is not None
         self._of, self._sha256 = find_input(settings.data.from_run, blobs)
-        self._places: list[Place] = [
+        self._stored: list[StoredGroup] = [
             (group, piece.packs[group.pack]) for piece in pieces(self._of, blobs) for group in piece.groups
         ]
         self._algorithm = settings.algorithm
         self.position = 0
-        _check(settings, self._of, sum(self._reason(group) is None for group, _ in self._places))
+        _check(settings, self._of, sum(self._reason(group) is None for group, _ in self._stored))
 
     @property
     def input_name(self) -> str:
@@ -56,24 +55,25 @@ class StoredGroups:
         return self._of.run_id
 
     def resume(self, document: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint ended; raises CheckpointError when it is of another input."""
+        """Continue from the position in a checkpoint; raises CheckpointError when it is of another input."""
         if document.get("schema_tag") != _STATE_TAG or document.get("input") != self._sha256:
             raise CheckpointError(
-                f"the checkpoint was not made from the input {self._of.run_id} as it is; restore data.from_run, or start "
-                "over with another run.id"
+                f"the checkpoint was made from another input than {self._of.run_id} with sha256 {self._sha256[:16]}…: expected "
+                f"{_STATE_TAG}, got {document.get('schema_tag')!r} of {str(document.get('input'))[:16]}…; restore data.from_run, "
+                "or start over with another run.id"
             )
         self.position = int(document["position"])
 
     def to_document(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"schema_tag": _STATE_TAG, "input": self._sha256, "position": self.position}
 
-    def take(self, count: int) -> tuple[list[Place], list[Drop]]:
-        """Return the next groups to train on, and what is passed over on the way, with the reason."""
-        taken: list[Place] = []
+    def take(self, count: int) -> tuple[list[StoredGroup], list[Drop]]:
+        """Return the next groups to train on, and the drops of those skipped before them."""
+        taken: list[StoredGroup] = []
         drops: list[Drop] = []
-        while len(taken) < count and self.position < len(self._places):
-            group, pack = self._places[self.position]
+        while len(taken) < count and self.position < len(self._stored):
+            group, pack = self._stored[self.position]
             self.position += 1
             reason = self._reason(group)
             if reason is None:
@@ -94,39 +94,38 @@ def _check(settings: TrainerSettings, of: RescoredInput, num_usable: int) -> Non
     name, rollout, needed = of.run_id, settings.rollout, settings.trainer.steps * settings.rollout.groups_per_step
     if settings.algorithm.max_trained_count > 1:
         raise ConfigError(
-            f"algorithm.max_trained_count = {settings.algorithm.max_trained_count}: a run on data.from_run uses every "
+            f"algorithm.max_trained_count = {settings.algorithm.max_trained_count}, and a run on data.from_run uses every "
             "group once; set it to 1"
         )
     if rollout.temperature != of.temperature:
         raise ConfigError(
             f"rollout.temperature = {rollout.temperature}, and {name} was sampled at {of.temperature}: its log-probabilities "
-            "mean nothing at another one; set it to the same"
+            "are valid at that temperature only; set rollout.temperature to it"
         )
     if needed > num_usable:
         raise ConfigError(
             f"trainer.steps = {settings.trainer.steps} of rollout.groups_per_step = {rollout.groups_per_step} need {needed} "
-            f"groups, and {name} has {num_usable} that can be used (of {of.num_groups}); lower one of them"
+            f"groups, and {name} has {num_usable} that can be used (of {of.num_groups}); lower one of the two settings"
         )
 
 
 class StoredIssuer:
-    """Stands where the issuer stands: keeps the account of groups that nobody has to generate."""
+    """Replaces `Issuer`: does the accounting of groups that are not generated."""
 
-    def __init__(self, groups: StoredGroups, counters: Counters, account: Accounting) -> None:
-        """Own the tally and the train book of the account."""
-        self._groups, self._counters, self._account = groups, counters, account
+    def __init__(self, groups: StoredGroups, counters: Counters, accounting: Accounting) -> None:
+        """Start; only this issuer may change ``counters`` and the accounting of the train split."""
+        self._groups, self._counters, self._accounting = groups, counters, accounting
         self._in_use = 0
 
-    def took(self, batch: Sequence[Place], drops: Sequence[Drop]) -> None:
-        """Enter groups that were taken from the input, and those that were passed over."""
-        self._account.issue("train", [*(group.group_id for group, _ in batch), *(drop.group_id for drop in drops)])
+    def take(self, batch: Sequence[StoredGroup], drops: Sequence[Drop]) -> None:
+        """Account for groups that were taken from the input, and those that were skipped."""
+        self._accounting.issue("train", [*(group.group_id for group, _ in batch), *(drop.group_id for drop in drops)])
         for drop in drops:
-            self._counters.count_drop(drop)
-            self._account.drop("train", drop)
+            self._accounting.drop("train", drop)
         self._counters.groups_scored += len(batch) + len(drops)
         self._in_use = len(batch)
 
-    def trained(
+    def mark_trained(
         self,
         tokens: Mapping[str, int],
         staleness_tokens: dict[int, int],
@@ -134,27 +133,27 @@ class StoredIssuer:
         made: PolicyVersion,
         num_reused: int = 0,
     ) -> None:
-        """Close the groups of a batch; ``made`` matters to nobody here."""
-        self._account.use("train", tokens)
-        self._counters.count_batch(len(tokens), staleness_tokens, num_reused=num_reused)
+        """Close the groups of a batch; ``made`` is not used here."""
+        self._accounting.use("train", tokens)
+        self._counters.count_batch(staleness_tokens, num_reused=num_reused)
         self._in_use = 0
 
     def take_state(self) -> IssuerState:
-        """Return everything as a checkpoint and its chapter hold it."""
+        """Return the state for a checkpoint and its chapter."""
         return IssuerState(
             dispatch=self._groups.to_document(),
             totals=self._counters.to_document(),
             unsent=(),
             letters_read=0,
-            entries=self._account.take_entries(),
+            entries=self._accounting.take_entries(),
         )
 
     def totals(self) -> dict[str, Any]:
-        """Return the counters of the run so far."""
+        """Return the counts of the run so far."""
         return self._counters.to_document()
 
     def groups(self) -> dict[str, Any]:
-        """Return what became of the groups so far, as the step events show it."""
+        """Return the run's groups so far by outcome, as step events show them."""
         return {
             "issued": self._groups.position,
             "issued_again": 0,
@@ -167,28 +166,28 @@ class StoredIssuer:
         }
 
     def advance(self, version: PolicyVersion, groups_wanted: int) -> None:
-        """Hear of a published version: there is nothing to issue for it."""
+        """Do nothing: no task is issued."""
 
     def check(self) -> None:
-        """Raise what went wrong beside the training: nothing runs there."""
+        """Do nothing: there is no thread that could fail."""
 
     def stop(self) -> None:
-        """Issue nothing more."""
+        """Do nothing: no task is issued."""
 
 
 class StoredCollector:
-    """Stands where the collector stands: reads the next groups from the object store, and has nothing to acknowledge."""
+    """Replaces `Collector`: reads the next groups from the object store, and has nothing to acknowledge."""
 
     def __init__(self, groups: StoredGroups, issuer: StoredIssuer, blobs: Blobs, groups_per_step: int) -> None:
-        """Begin where ``groups`` stand."""
+        """Start at the position of ``groups``."""
         self._groups, self._issuer, self._blobs, self._count = groups, issuer, blobs, groups_per_step
 
     def collect(
-        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, patience_s: float = 0.0
+        self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
     ) -> list[ReadyGroup]:
-        """Return the next batch; empty when ``should_stop`` says so. Nothing is under way that could be waited for.
+        """Return the next batch, empty when ``should_stop`` returns True; no group is under way that it could wait for.
 
-        Raises BlobMissing, BlobCorrupt or PackError for a group that cannot be read: no other takes its place.
+        Raises BlobMissing, BlobCorrupt or PackError for a group that cannot be read: it is not replaced.
         """
         if should_stop():
             return []
@@ -196,18 +195,18 @@ class StoredCollector:
         packs = list(dict.fromkeys(pack for _, pack in batch))
         groups = [group.model_copy(update={"pack": packs.index(pack)}) for group, pack in batch]
         ready = ready_groups(packs, groups, self._blobs.get)
-        self._issuer.took(batch, drops)
+        self._issuer.take(batch, drops)
         return ready
 
-    def trained(self, group_ids: Sequence[str]) -> None:
-        """Hear that a batch was trained."""
+    def mark_trained(self, group_ids: Sequence[str]) -> None:
+        """Do nothing: no message waits for a checkpoint."""
 
     def settled(self) -> list[Delivery[GroupScored]]:
-        """Return the messages that a checkpoint covers: none came."""
+        """Return no messages: none are received."""
         return []
 
     def acknowledge(self, deliveries: Sequence[Delivery[GroupScored]]) -> None:
-        """Acknowledge nothing."""
+        """Do nothing: no messages are received."""
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Do nothing: no groups are kept."""

@@ -1,23 +1,23 @@
-"""How long a full batch waits for groups that it would overtake for good; pure."""
+"""How long a full batch waits for groups that would be too old for the next one; pure."""
 
 from __future__ import annotations
 
 
-class Patience:
-    """Whole at first; half as long after every wait in vain, whole again when nobody was overtaken.
+class OvertakeBackoff:
+    """Halves the wait after every batch that overtook groups, and restores it after one that overtook none.
 
-    Where a group is late now and then, a batch waits for it. Where one is late in every step, the waits halve to nothing:
-    all of them together cost less than two whole ones, until a batch leaves nobody behind again.
+    Where a group is late now and then, a batch waits for it. Where one is late in every step, the waits halve towards
+    zero: together they cost less than two full ones, until a batch overtakes none again.
     """
 
     def __init__(self) -> None:
-        """Begin with all of it."""
+        """Start with the full wait."""
         self._share = 1.0
 
-    def of(self, whole_s: float) -> float:
-        """Return how much of a whole wait is left, in seconds."""
-        return whole_s * self._share
+    def scale(self, full_s: float) -> float:
+        """Return how much of a full wait to use now, in seconds."""
+        return full_s * self._share
 
-    def took(self, *, overtook: bool) -> None:
-        """Take note of a batch, and whether it was taken although it overtook somebody."""
+    def record(self, *, overtook: bool) -> None:
+        """Record that a batch was taken, and whether it overtook groups under way."""
         self._share = self._share / 2 if overtook else 1.0

@@ -1,4 +1,4 @@
-"""Scored groups of a record, fetched and verified: the same that the collector hands to the loop."""
+"""Fetches and verifies scored groups, named by a message or by the run's record."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.trainer.learner.step_plan import ReadyGroup
 
 
 def read_groups(pack: BlobRef, wanted: Sequence[ScoredGroup], fetch: Callable[[BlobRef], bytes]) -> list[Group]:
-    """Fetch and decode groups of one pack, and check that it holds what the messages say it holds.
+    """Fetch and decode groups of one pack, and check them against the messages that describe them.
 
-    Raises BlobMissing, BlobCorrupt, BlobStoreUnreachable, or PackError when it holds something else.
+    Raises BlobMissing, BlobCorrupt, BlobStoreUnreachable, or PackError when the pack holds something else.
     """
     groups = group_pack.decode(fetch(pack), [scored.generated.row_group for scored in wanted])
     for scored, group in zip(wanted, groups, strict=True):
@@ -30,7 +30,7 @@ def read_groups(pack: BlobRef, wanted: Sequence[ScoredGroup], fetch: Callable[[B
 def ready_groups(
     packs: Sequence[BlobRef], groups: Sequence[RecordedGroup], fetch: Callable[[BlobRef], bytes]
 ) -> list[ReadyGroup]:
-    """Return the recorded groups of a step in their order; each pack is fetched once. Raises as `read_groups`."""
+    """Return the recorded groups of a step in their order, fetching each pack once. Raises as `read_groups`."""
     found: dict[int, list[Group]] = {}
     for number, pack in enumerate(packs):
         found[number] = read_groups(pack, [g.scored for g in groups if g.pack == number], fetch)

@@ -1,7 +1,7 @@
-"""Tasks, and how many of them travel in one message; pure.
+"""Tasks, and how many of them share one message; pure.
 
-Small groups share a message, because a message and an object for each would cost more than training
-a tiny model; a pack too large for a message is stored as an object and announced by reference.
+Small groups share a message, because one message and one object per group would cost more than training a tiny model.
+A pack too large for a message is stored as an object and announced by reference.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.dataset import Prompt
 from penstock.trainer.settings import RolloutSettings
 
-# Chosen so that a message costs little beside what it makes work for (benchmarks: one per tiny group is dearer
-# than training it), and so that a step's groups are spread over the workers.
+# Chosen so that a message costs little compared with generating its groups (benchmarks: one message per tiny group
+# costs more than training it), and so that a step's groups are spread over the workers.
 _TARGET_MESSAGE_BYTES = 32 * 1024
 _TARGET_MESSAGE_TOKENS = 16 * 1024
 _ASSUMED_WORKERS = 2
@@ -35,14 +35,14 @@ _ENVELOPE_BYTES = 512  # run id, pack id and tags around the tasks
 
 @dataclass(frozen=True, slots=True)
 class TaskPack:
-    """Tasks that travel together. ``blob`` is what to store first when they do not fit into a message."""
+    """Tasks that share a message. ``blob`` is to be stored first when they do not fit into one."""
 
     pack_id: str
     tasks: tuple[Task, ...]
     blob: bytes | None
 
     def announced(self, run_id: str, stored: BlobRef | None = None) -> TaskIssued:
-        """Return the message; ``stored`` names the blob once it is in the object store."""
+        """Return the message; ``stored`` is the reference of the blob in the object store."""
         if (self.blob is None) != (stored is None):
             raise ValueError(
                 f"pack {self.pack_id}: {'store its blob first' if self.blob else 'it has no blob to store'}"
@@ -72,7 +72,7 @@ def make_task(
     attempt: int = 0,
     pinned_version: PolicyVersion | None = None,
 ) -> Task:
-    """Ask for one group of completions of a prompt."""
+    """Return the task to generate one group of completions of a prompt."""
     return Task(
         group_id=group_id,
         prompt_ids=prompt.token_ids,
@@ -96,7 +96,7 @@ def task_bytes(task: Task) -> int:
 
 
 def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float, bytes_per_task: float) -> int:
-    """Return how many groups travel together, by size unless ``rollout.groups_per_message`` says it.
+    """Return how many groups share a message: ``rollout.groups_per_message``, or by size when that is 0.
 
     Args:
         rollout: Group size, completion length and groups of a step.
@@ -112,4 +112,4 @@ def choose_groups_per_message(rollout: RolloutSettings, *, prompt_tokens: float,
         rollout.groups_per_step / (_ASSUMED_WORKERS * _PACKS_PER_WORKER_AND_STEP),
     )
     num_packs = -(-rollout.groups_per_step // max(1, int(most)))
-    return -(-rollout.groups_per_step // num_packs)  # packs of a step as equal as can be
+    return -(-rollout.groups_per_step // num_packs)  # packs of a step as equal in size as possible

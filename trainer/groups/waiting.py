@@ -1,4 +1,4 @@
-"""Whom the trainer waits for, in words: what the broker holds at each stage and which services live."""
+"""What the trainer is waiting for, as text: messages in each queue, and which services are alive."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.protocol.transport.stream_admin import ConsumerState
 
 @dataclass(frozen=True, slots=True)
 class PipeState:
-    """What waits for, and is held by, the readers of the three work queues (train), in messages."""
+    """The consumers of the three work queues (train): messages pending and messages held."""
 
     tasks: ConsumerState
     generated: ConsumerState
     scored: ConsumerState
 
     def is_empty(self, held_by_us: int) -> bool:
-        """Say whether nothing is on its way to the trainer any more, besides what it holds itself."""
+        """Return True if no message is on its way to the trainer, besides those it holds itself."""
         upstream = (self.tasks, self.generated)
         return (
             not any(state.num_pending or state.num_ack_pending for state in upstream)
@@ -30,7 +30,7 @@ class PipeState:
 
 
 def read_pipe(bus: Bus, run_id: str) -> PipeState:
-    """Ask the broker; raises BusUnreachable or MissingStream."""
+    """Read the state of the queues from the broker; raises BusUnreachable or MissingStream."""
     specs = (
         streams.tasks_consumer(run_id, "train"),
         streams.generated_consumer(run_id),
@@ -41,13 +41,13 @@ def read_pipe(bus: Bus, run_id: str) -> PipeState:
 
 
 def describe(bus: Bus, run_id: str) -> str:
-    """Say where the groups are and who is alive; never raises, for it stands in error messages."""
+    """Describe queue depths and services alive, for error messages; never raises."""
     try:
         pipe = read_pipe(bus, run_id)
         beats = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
         services = [decode(entry.value, Heartbeat) for entry in beats]
     except PenstockError as err:
-        return f"NATS does not say where they are: {err}"
+        return f"queue depths unknown: {err}"
     stages = "; ".join(
         f"{name}: {state.num_pending} messages waiting, {state.num_ack_pending} in work"
         for name, state in (("tasks", pipe.tasks), ("generated", pipe.generated), ("scored", pipe.scored))

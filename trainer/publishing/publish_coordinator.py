@@ -23,7 +23,7 @@ from penstock.protocol.weights.manifest import BucketState
 from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.rank_publisher import Digests, Done, PatchSize, RankPublisher, Request, StoredBuckets
 from penstock.trainer.publishing.weight_buckets import WeightBuckets
-from penstock.trainer.ranks import Line
+from penstock.trainer.ranks import RankChannel
 
 W = TypeVar("W", bound=Wire)
 log = structlog.get_logger("trainer.publish_coordinator")
@@ -33,8 +33,8 @@ log = structlog.get_logger("trainer.publish_coordinator")
 class PublishChannels:
     """Between rank 0 and the others, used while they train."""
 
-    publication: Line
-    full_snapshot: Line
+    publication: RankChannel
+    full_snapshot: RankChannel
 
 
 @dataclass(frozen=True, slots=True)

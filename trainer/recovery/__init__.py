@@ -1,4 +1,4 @@
-"""What survives a crash: lease, checkpoint, run record, garbage collection of groups.
+"""What makes a run resumable: lease, checkpoint, run record, garbage collection of groups.
 
-May import groups and learner.step_plan.
+May import groups and what is below it.
 """

@@ -1,10 +1,9 @@
-"""Checkpoints: everything a run needs to go on, committed by one rename.
+"""Checkpoints: everything a run needs to resume, committed by one rename.
 
-A checkpoint is a folder ``step00000050`` with DeepSpeed's own files (`engine/`), each rank's random
-state, and ``state.json``. It is written under another name, every file and folder is fsynced, and the
-rename is the commit: a crash leaves the old checkpoint or the new one, never half of one. When something
-happened since but no step (groups were dropped, an evaluation ended), only ``state.json`` is replaced, by a
-rename too.
+A checkpoint is a folder ``step00000050`` with DeepSpeed's own files (`engine/`), each rank's random state, and
+``state.json``. It is written under another name, every file and folder is fsynced, and the rename is the commit: a crash
+leaves the old checkpoint or the new one, never a partial one. When something changed since but no step was made (groups
+were dropped, an evaluation ended), only ``state.json`` is replaced, also by a rename.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
-
-import structlog
 
 from penstock.protocol.errors import MalformedFact
 from penstock.protocol.record.checkpoint_state import (
@@ -30,8 +27,6 @@ from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
 
-log = structlog.get_logger("trainer.checkpoint")
-
 
 def commit(
     root: Path,
@@ -45,17 +40,17 @@ def commit(
 
     Args:
         root: Folder of the run's checkpoints.
-        state: What goes into ``state.json``.
+        state: The content of ``state.json``.
         write: Writes the policy's files into the folder it is given.
-        keep: How many checkpoints stay.
-        confirm: Called immediately before the rename; what it raises leaves everything as it was.
+        keep: Number of checkpoints that stay.
+        confirm: Called immediately before the rename; if it raises, the previous checkpoint is unchanged.
 
     Returns:
         The bytes of ``state.json``.
 
     Raises:
-        LeaseLost: A checkpoint of a newer epoch is there.
-        CheckpointError: It could not be written; the one before it stands.
+        LeaseLost: A checkpoint of a newer epoch exists.
+        CheckpointError: It could not be written; the previous one is unchanged.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
     data = state.model_dump_json(indent=1).encode()
@@ -69,23 +64,23 @@ def commit(
         (partial / STATE_FILE).write_bytes(data)
         _sync_tree(partial)
     except Exception as err:
-        confirm()  # a new holder of the run clears our folder away: then this says so
-        if isinstance(err, (OSError, RuntimeError)):  # the latter is torch's word for a disk that is full
-            _refuse(partial, err)
+        confirm()  # raises LeaseLost if a new holder of the lease has removed the folder
+        if isinstance(err, (OSError, RuntimeError)):  # torch raises RuntimeError when the disk is full
+            _raise_not_written(partial, err)
         raise
     crash_points.reach(CrashPoint.WRITTEN)
     confirm()
     if final.exists():  # left by a trainer that had lost its lease: it was never acknowledged
-        _set_aside(final)
+        _remove(final)
     partial.rename(final)
     _sync(root)
     for old, _ in committed(root)[:-keep]:
-        _set_aside(old)
+        _remove(old)
     return data
 
 
 def partial_of(root: Path, state: CheckpointState) -> Path:
-    """Return the folder that a checkpoint is written in before it is committed: each epoch has its own."""
+    """Return the folder in which a checkpoint is written before it is committed; each epoch has its own."""
     return root / f"{folder_name(state.step)}.e{state.epoch}{PARTIAL}"
 
 
@@ -100,33 +95,37 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
         found = committed(root)
     except (OSError, MalformedFact) as err:
         raise CheckpointError(
-            f"a checkpoint is not readable ({err}); remove its folder below {root} to go on from the one before it"
+            f"a checkpoint is not readable ({err}); remove its folder below {root} to resume from the one before it"
         ) from None
     if not found:
         return None
     folder, state = found[-1]
     if state.run_id != run_id:
-        raise CheckpointError(f"{folder} belongs to run {state.run_id}, this is run {run_id}")
+        raise CheckpointError(
+            f"{folder} belongs to run {state.run_id}, this is run {run_id}; set run.id to that, or run.dir to another folder"
+        )
     return folder, state
 
 
-def _refuse(partial: Path, err: Exception) -> NoReturn:
-    """Give back the space of a checkpoint that could not be written, and say what is to be done."""
+def _raise_not_written(partial: Path, err: Exception) -> NoReturn:
+    """Remove a checkpoint that could not be written, and raise CheckpointError with the free space."""
     shutil.rmtree(partial, ignore_errors=True)
     free = shutil.disk_usage(partial.parent).free
     raise CheckpointError(
         f"{partial.name.split('.')[0]} could not be written below {partial.parent} ({type(err).__name__}: {err}); "
-        f"{free / 1e6:.0f} MB are free there. The checkpoint before it stands, and nothing of this one was acknowledged: "
-        "make room (trainer.keep_checkpoints, run.dir) and start the trainer again, nothing is lost"
+        f"{free / 1e6:.0f} MB are free there. The checkpoint before it is unchanged, nothing is lost: free disk space "
+        "(trainer.keep_checkpoints, run.dir) and start the trainer again"
     ) from err
 
 
 def _is_ours(folder: Path, state: CheckpointState) -> bool:
-    """Say whether a folder holds the same weights, of this life or of the one it resumed."""
-    there = read_state(folder)
-    if there.epoch > state.epoch:
-        raise LeaseLost(f"{folder} is of a newer trainer (epoch {there.epoch}, this is {state.epoch}); this one ends")
-    return there.weights_digest == state.weights_digest and there.chapter + 1 == state.chapter
+    """Return True if a folder holds the same weights, written by this session or the one it resumed."""
+    found = read_state(folder)
+    if found.epoch > state.epoch:
+        raise LeaseLost(
+            f"{folder} was written by a newer trainer (epoch {found.epoch}, this is {state.epoch}); this one exits"
+        )
+    return found.weights_digest == state.weights_digest and found.chapter + 1 == state.chapter
 
 
 def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> None:
@@ -139,11 +138,11 @@ def _replace_state(folder: Path, data: bytes, confirm: Callable[[], None]) -> No
     _sync(folder)
 
 
-def _set_aside(folder: Path) -> None:
-    """Remove a checkpoint by a rename first: killed in the midst of it, half a checkpoint would stand in the way."""
-    doomed = folder.with_name(folder.name + ".doomed" + PARTIAL)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+def _remove(folder: Path) -> None:
+    """Rename a checkpoint, then remove it, so that a crash leaves no partial checkpoint under its name."""
+    removed = folder.with_name(folder.name + ".removed" + PARTIAL)
+    folder.rename(removed)
+    shutil.rmtree(removed)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the weights of a step depend on besides groups and settings: libraries, code, machine, threads."""
+"""Describes what the weights of a step depend on besides groups and settings: libraries, code, machine, threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 _LIBRARIES = ("torch", "deepspeed", "transformers", "numpy")
-_ROOMS = ("trainer", "protocol")  # whose code the numbers go through
+_PACKAGES = ("trainer", "protocol")  # their code computes the numbers
 THREADS = "threads"
 
 
 def environment_fingerprint() -> dict[str, str]:
-    """Describe this process: the same description is a promise of the same bits on a CPU, given groups and settings."""
+    """Describe this process; equal descriptions give the same bits on a CPU, for the same groups and settings."""
     return {
         **{name: _version(name) for name in _LIBRARIES},
         "python": platform.python_version(),
@@ -28,7 +28,7 @@ def environment_fingerprint() -> dict[str, str]:
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return one line for everything that is not as it was; what nobody wrote down then is left out."""
+    """Return one line per key of ``then`` whose value is another one now."""
     return [
         f"{name}: {then[name]} then, {now.get(name, 'unknown')} now" for name in then if then[name] != now.get(name)
     ]
@@ -44,9 +44,9 @@ def _version(name: str) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return 16 hex digits that change with any line of the rooms that a step goes through."""
+    """Return 16 hex digits that change with any line of the packages that compute a step."""
     root, digest = Path(__file__).absolute().parents[2], hashlib.sha256()
-    for path in sorted(path for room in _ROOMS for path in (root / room).rglob("*.py")):
+    for path in sorted(path for package in _PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -1,9 +1,9 @@
-"""Removes packs and task lists whose time is over (`protocol/config/retention.py`), in a thread beside the training.
+"""Deletes packs and task lists whose retention has ended (`protocol/config/retention.py`), in a separate thread.
 
-What is still needed is read from the outside, as an audit does: the queues in the order in which a group travels,
-so that none slips past, then the dead letters, then the record that the newest checkpoint names. The packs of a rescored
-input stay, whoever trained on them: they may be another run's only copy. Only who
-holds the lease sweeps; two who sweep at once would do nothing worse than delete the same objects twice.
+What is still needed is read from storage, as an audit does: the queues in the order in which a group passes them, so that
+none is missed, then the dead letters, then the record that the newest checkpoint names. The packs of a rescored input
+are never deleted: they may be another run's only copy. Only the holder of the lease sweeps; two sweeps at once would
+delete the same objects twice, which is harmless.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
 from penstock.protocol.record.rescored import packs_of_input
 from penstock.trainer.connections import Connections
 
-log = structlog.get_logger("trainer.expiry")
+log = structlog.get_logger("trainer.recovery.group_gc")
 
 SWEEP_S = 600.0
 _STAGES: tuple[tuple[str, type[TaskIssued | GroupGenerated | GroupScored]], ...] = (
@@ -32,7 +32,7 @@ _STAGES: tuple[tuple[str, type[TaskIssued | GroupGenerated | GroupScored]], ...]
 )
 
 
-class Expiry:
+class GroupGc:
     """Sweeps every ten minutes; use as a context manager."""
 
     def __init__(
@@ -54,32 +54,32 @@ class Expiry:
             connections.bus.key_value(spec(connections.run_id).bucket).wait()
             for spec in (streams.state_bucket, streams.lease_bucket)
         )
-        self._last: BlobRef | None = None  # chapter up to which the record is read
+        self._last: BlobRef | None = None  # newest chapter of the record that was read
         self._trained: set[str] = set()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="expiry", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="group-gc", daemon=True)
 
-    def __enter__(self) -> Expiry:
-        """Begin to sweep."""
+    def __enter__(self) -> GroupGc:
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End after the sweep under way."""
+        """Stop the thread after the sweep under way."""
         self._stop.set()
         self._thread.join(30.0)
 
     def sweep(self) -> list[str]:
-        """Do one round; returns the keys that were deleted. Raises BlobError, BusError or WireError."""
+        """Delete what has expired; return its keys. Raises BlobError, BusError or WireError."""
         prefixes = (blob_keys.groups_prefix(self._run_id), blob_keys.task_lists_prefix(self._run_id))
         stored = [stat for prefix in prefixes for stat in self._blobs.list(prefix)]
         named = set(self._named()) | packs_of_input(self._run_id, self._blobs)
         self._read_record()
-        doomed = expired(stored, named=named, trained=self._trained, settings=self._settings, now=self._clock())
-        if doomed:
-            self._blobs.delete(doomed)
-            log.info("their time was over", num_objects=len(doomed), first=doomed[0])
-        return doomed
+        keys = expired(stored, named=named, trained=self._trained, settings=self._settings, now=self._clock())
+        if keys:
+            self._blobs.delete(keys)
+            log.info("expired objects deleted", num_objects=len(keys), first=keys[0])
+        return keys
 
     def _work(self) -> None:
         while not self._stop.wait(self._sweep_s):
@@ -87,7 +87,7 @@ class Expiry:
                 if self._has_lease():
                     self.sweep()
             except PenstockError as err:
-                log.warning("nothing was expired; tried again", error=str(err))
+                log.warning("sweep failed; repeated at the next interval", error=str(err))
 
     def _has_lease(self) -> bool:
         entry = self._leases.get(streams.EXPIRY_LEASE).wait()
@@ -100,7 +100,7 @@ class Expiry:
         return True
 
     def _named(self) -> Iterator[str]:
-        """Yield the keys that queues and dead letters name; what does not decode names nothing."""
+        """Yield the keys that queues and dead letters name; messages that do not decode are skipped."""
         for stage, kind in _STAGES:
             for message in self._bus.read_stream(f"{self._run_id}-{stage}").wait():
                 yield from _keys(message.data, kind)
@@ -111,7 +111,7 @@ class Expiry:
                 yield from _keys(letter.payload, kinds[letter.stage])
 
     def _read_record(self) -> None:
-        """Learn which packs the committed steps name; chapters are read once."""
+        """Add the packs that committed steps name to those trained; each chapter is read once."""
         entry = self._state.get(streams.CHECKPOINT_KEY).wait()
         newest = None if entry is None else decode(entry.value, CheckpointCommitted).record
         at = newest

@@ -1,23 +1,22 @@
-"""One trainer at a time: a lease in NATS KV, and the fence that a new holder puts up before it begins.
+"""One trainer at a time: a lease in NATS KV, and fencing of the keys that an older holder could still write.
 
-The holder writes the lease again six times within ``ttl_s``, by compare-and-swap on its revision, from a thread of its
-own: a step of thirty seconds cannot lose it. Whoever wants the run watches the revision. If it moves, the run
-is held and the newcomer is refused; if it stands still for ``ttl_s`` by the newcomer's own clock, the holder
-is dead and the newcomer takes over under the next epoch. No two clocks are compared.
+The holder renews the lease six times within ``ttl_s``, by compare-and-swap on its revision, from a separate thread: a
+step of thirty seconds cannot lose it. A second trainer watches the revision. If it changes, the holder is alive and the
+second trainer is refused; if it stays the same for ``ttl_s`` by the second trainer's own clock, the lease has expired and
+the second trainer takes it under the next epoch. No two clocks are compared.
 
-A trainer that was suspended, or cut off, may wake up after that and believe it still holds the run. What stops it:
+A trainer that was suspended or disconnected may resume after that, while its state still says that it holds the lease:
 
 | it tries to              | and fails because                                                                        |
 |--------------------------|------------------------------------------------------------------------------------------|
-| go on                    | its next renewal is refused: `LeaseLost` at the loop's next verb                          |
-| move the head            | the new holder wrote the head again under its epoch: the revision is another (`fence`)    |
+| continue                 | its next renewal is refused: `LeaseLost` at the loop's next stage                         |
+| move the head            | the new holder rewrote the head under its epoch: the revision has changed (`fence`)       |
 | commit a checkpoint      | `confirm` renews immediately before the rename                                            |
 | acknowledge              | before that it must move the ``checkpoint`` key, which is fenced like the head            |
 
-One window cannot be closed from here: suspended between `confirm` and the rename, which a file system
-cannot make conditional. The folder it then leaves carries the older epoch; nothing was acknowledged for it,
-and it never counts once the new holder has committed (`protocol/record/checkpoint_state.py`). Until then it is as
-good a truth as the checkpoint before it.
+One window remains: a trainer suspended between `confirm` and the rename, which a file system cannot make conditional.
+The folder it then leaves carries the older epoch; nothing was acknowledged for it, and it never counts once the new
+holder has committed (`protocol/record/checkpoint_state.py`). Until then it is as valid as the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.trainer.errors import LeaseLost, RunIsHeld
 
-log = structlog.get_logger("trainer.lease")
+log = structlog.get_logger("trainer.recovery.lease")
 
 _RENEWALS = 6  # within ``ttl_s``
 _POLL_S = 0.2
-_PATIENCE_S = 120.0  # so long may NATS be away when a commit waits for it
+_NATS_DEADLINE_S = 120.0  # longest time for which a commit waits for NATS
 
 
 class HeldLease:
-    """A lease that this process holds, renewed by a thread; use as a context manager, its end releases it."""
+    """A lease that this process holds, renewed by a thread; use as a context manager, whose exit releases it."""
 
     def __init__(self, state: KeyValue, lease: Lease, revision: int) -> None:
         """Use `acquire` instead."""
@@ -59,11 +58,11 @@ class HeldLease:
         self._lost = ""
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew_for_ever, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="lease", daemon=True)
 
     @property
     def epoch(self) -> int:
-        """The number of this holder; what it writes is fenced by it."""
+        """The number of this holder, which fences what it writes."""
         return self._lease.epoch
 
     @property
@@ -73,39 +72,37 @@ class HeldLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody is known to have taken over."""
+        """Whether no other trainer is known to have taken the lease."""
         return not self._lost
 
     def __enter__(self) -> HeldLease:
-        """Begin to renew."""
+        """Start to renew."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop renewing and say that the run is free; when NATS is away, the lease lapses by itself."""
+        """Stop renewing, and release the lease; if NATS is unreachable, it expires."""
         self._stop.set()
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_NATS_DEADLINE_S)
         released = encode(self._lease.model_copy(update={"released": True}))
         with self._lock:
             if not self._lost:
                 try:
                     self._state.swap(streams.LEASE_KEY, released, self._revision).wait()
                 except (BusUnreachable, CompareAndSwapFailed) as err:
-                    log.warning(
-                        "the lease was not released; it lapses by itself", error=str(err), ttl_s=self._lease.ttl_s
-                    )
+                    log.warning("lease not released; it expires by itself", error=str(err), ttl_s=self._lease.ttl_s)
 
     def check(self) -> None:
-        """Raise LeaseLost when another trainer is known to have taken over; asks nobody."""
+        """Raise LeaseLost when another trainer is known to have taken the lease; sends no request."""
         if self._lost:
             raise LeaseLost(self._lost)
 
-    def confirm(self, patience_s: float = _PATIENCE_S) -> None:
-        """Renew now, waiting for NATS if it must be; what follows at once is done as the run's only trainer.
+    def confirm(self, deadline_s: float = _NATS_DEADLINE_S) -> None:
+        """Renew now, waiting for NATS if necessary; afterwards this is the run's only trainer for up to ``ttl_s``.
 
-        Raises LeaseLost, or BusUnreachable after ``patience_s``.
+        Raises LeaseLost, or BusUnreachable after ``deadline_s``.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + deadline_s
         while True:
             try:
                 self._renew()
@@ -116,16 +113,16 @@ class HeldLease:
             else:
                 return
 
-    def _renew_for_ever(self) -> None:
+    def _work(self) -> None:
         while not self._stop.wait(self._lease.ttl_s / _RENEWALS):
             try:
                 self._renew()
             except BusUnreachable as err:
-                away_s = time.monotonic() - self._renewed
-                log.warning("the lease cannot be renewed: waiting for NATS", away_s=round(away_s), error=str(err))
+                unrenewed_s = round(time.monotonic() - self._renewed)
+                log.warning("lease not renewed: NATS unreachable", unrenewed_s=unrenewed_s, error=str(err))
             except PenstockError as err:
                 self._lost = self._lost or str(err)
-                log.error("the lease is lost: this trainer stops", reason=self._lost)  # noqa: TRY400
+                log.error("lease lost: this trainer stops", reason=self._lost)  # noqa: TRY400
                 return
 
     def _renew(self) -> None:
@@ -138,14 +135,15 @@ class HeldLease:
             self._renewed = time.monotonic()
 
     def _adopt_own_swap(self, entry: Entry | None) -> None:
-        """Recognise a swap of our own whose answer was lost; anybody else's ends this trainer."""
+        """Accept a swap of this holder whose answer was lost; raise LeaseLost for any other."""
         if entry is not None and entry.value == self._value:
             self._revision = entry.revision
             return
-        taker = "nobody: its key is gone" if entry is None else _describe(decode(entry.value, Lease))
+        taker = "no trainer: its key is deleted" if entry is None else _describe(decode(entry.value, Lease))
         self._lost = (
-            f"this trainer (epoch {self.epoch}) was away for {time.monotonic() - self._renewed:.0f} s and lost its "
-            f"lease of the run; it is now held by {taker}. Nothing was committed or published since; this one ends"
+            f"this trainer (epoch {self.epoch}) was suspended or disconnected for "
+            f"{time.monotonic() - self._renewed:.0f} s and lost its lease of the run, which is now held by {taker}. Nothing "
+            "was committed or published since; this trainer exits"
         )
         raise LeaseLost(self._lost)
 
@@ -153,18 +151,18 @@ class HeldLease:
 def acquire(
     state: KeyValue, run_id: str, *, clock: Callable[[], float], ttl_s: float, deadline_s: float = 120.0
 ) -> HeldLease:
-    """Take the lease of a run, after having watched a dead holder's lapse, and fence off what that one may still do.
+    """Take the lease of a run; if another trainer's is not released, wait until it expires.
 
     Args:
         state: The run's state bucket.
         run_id: For messages.
-        clock: Seconds since the epoch.
-        ttl_s: So long must the revision stand still until a next holder may take over.
-        deadline_s: Longest wait altogether.
+        clock: Seconds since 1970.
+        ttl_s: Time without a renewal after which another trainer may take the lease.
+        deadline_s: Longest wait in total.
 
     Raises:
         RunIsHeld: Another trainer is alive.
-        BusUnreachable: NATS was away until the deadline.
+        BusUnreachable: NATS was unreachable until the deadline.
     """
     deadline = time.monotonic() + deadline_s
     mine = Lease(
@@ -175,45 +173,47 @@ def acquire(
         since=clock(),
         ttl_s=ttl_s,
     )
-    watched: tuple[int, float] | None = None  # revision, and since when we have seen it stand still
+    watched: tuple[int, float] | None = None  # revision, and when it was first seen
     while True:
         try:
             entry = state.get(streams.LEASE_KEY).wait()
             found = None if entry is None else decode(entry.value, Lease)
-            if entry is not None and found is not None and found.holder == mine.holder:  # our swap, its answer lost
-                return _begin(state, found, entry.revision)
-            if entry is None or found is None or found.released or _stood_still(watched, entry, found.ttl_s):
+            if entry is not None and found is not None and found.holder == mine.holder:
+                return _begin(state, found, entry.revision)  # the answer to this trainer's swap was lost
+            if entry is None or found is None or found.released or _has_expired(watched, entry, found.ttl_s):
                 mine = mine.model_copy(update={"epoch": 1 if found is None else found.epoch + 1})
                 revision = state.swap(streams.LEASE_KEY, encode(mine), entry.revision if entry else None).wait()
                 return _begin(state, mine, revision)
         except (BusUnreachable, CompareAndSwapFailed) as err:
             if time.monotonic() > deadline:
                 raise
-            log.info("the lease is not mine yet", run_id=run_id, reason=str(err))
-            watched = None  # nobody could renew while NATS was away
+            log.info("lease not acquired yet", run_id=run_id, reason=str(err))
+            watched = None  # the holder could not renew while NATS was unreachable
         else:
             if watched is None:
                 watched = (entry.revision, time.monotonic())
                 log.info(
-                    "waiting: is the trainer that holds the run alive?", ttl_s=found.ttl_s, holder=_describe(found)
+                    "lease held by another trainer; checking whether it is alive",
+                    ttl_s=found.ttl_s,
+                    holder=_describe(found),
                 )
             elif entry.revision != watched[0]:
                 raise RunIsHeld(
-                    f"run {run_id} is held by {_describe(found)}, and it is alive. Only one trainer may run: "
-                    f"stop it (kill -TERM {found.pid} on {found.host}), or give this run another run.id"
+                    f"the lease of run {run_id} is held by {_describe(found)}, which is alive; stop that trainer (kill -TERM "
+                    f"{found.pid} on {found.host}), or set another run.id"
                 )
         time.sleep(_POLL_S)
 
 
 class FencedKey:
-    """A key that only the holder of the newest epoch can move: every holder's first act is to move its revision."""
+    """A key that only the holder of the newest epoch can write: every holder first rewrites it, which moves its revision."""
 
     def __init__(self, state: KeyValue, key: str, rewrite: Callable[[bytes | None], bytes | None]) -> None:
-        """Write the key again as ``rewrite`` says (None: leave it absent); raises LeaseLost, BusUnreachable."""
+        """Rewrite the key with the result of ``rewrite`` (None: leave it absent); raises LeaseLost, BusUnreachable."""
         self._state = state
         self._key = key
-        self.value: bytes | None = None  # as it was written by its holder's first act
-        deadline = time.monotonic() + _PATIENCE_S
+        self.value: bytes | None = None  # as rewritten here
+        deadline = time.monotonic() + _NATS_DEADLINE_S
         while True:
             try:
                 entry = state.get(key).wait()
@@ -229,8 +229,8 @@ class FencedKey:
                 return
 
     def move(self, value: bytes) -> None:
-        """Write the key; raises LeaseLost when a newer holder has, BusUnreachable after two minutes."""
-        deadline = time.monotonic() + _PATIENCE_S
+        """Write the key; raises LeaseLost when a newer holder has written it, BusUnreachable after two minutes."""
+        deadline = time.monotonic() + _NATS_DEADLINE_S
         while True:
             try:
                 self._revision = self._state.swap(self._key, value, self._revision).wait()
@@ -240,10 +240,10 @@ class FencedKey:
                 time.sleep(_POLL_S)
             except CompareAndSwapFailed:
                 entry = self._state.get(self._key).wait()
-                if entry is None or entry.value != value:  # else our own swap, its answer lost
+                if entry is None or entry.value != value:  # otherwise the answer to this holder's swap was lost
                     raise LeaseLost(
-                        f"{self._state.bucket}/{self._key} was moved by another trainer; this one ends, nothing more "
-                        "was acknowledged"
+                        f"{self._state.bucket}/{self._key} was moved by another trainer; this one exits, and has "
+                        "acknowledged nothing more"
                     ) from None
                 self._revision = entry.revision
             else:
@@ -251,40 +251,40 @@ class FencedKey:
 
 
 def fence(state: KeyValue, epoch: int) -> FencedKey:
-    """Write head and checkpoint again under a new holder's epoch; returns the key of the checkpoint.
+    """Rewrite head and checkpoint under a new holder's epoch; return the key of the checkpoint.
 
-    From here on an older holder cannot move either of them. Raises LeaseLost when a newer one was here.
+    From then on an older holder cannot move either of them. Raises LeaseLost when a newer holder has written one.
     """
 
-    def head_again(value: bytes | None) -> bytes | None:
+    def rewrite_head(value: bytes | None) -> bytes | None:
         if value is None:
             return None
         head = decode(value, Head)
         _refuse_older(head.epoch, epoch)
         return encode(head.model_copy(update={"epoch": epoch}))
 
-    def checkpoint_again(value: bytes | None) -> bytes:
+    def rewrite_checkpoint(value: bytes | None) -> bytes:
         if value is None:
             return encode(CheckpointCommitted(epoch=epoch))
         known = decode(value, CheckpointCommitted)
         _refuse_older(known.epoch, epoch)
         return encode(known.model_copy(update={"epoch": epoch}))
 
-    FencedKey(state, streams.HEAD_KEY, head_again)
-    return FencedKey(state, streams.CHECKPOINT_KEY, checkpoint_again)
+    FencedKey(state, streams.HEAD_KEY, rewrite_head)
+    return FencedKey(state, streams.CHECKPOINT_KEY, rewrite_checkpoint)
 
 
 def _refuse_older(found: int, epoch: int) -> None:
     if found > epoch:
-        raise LeaseLost(f"a trainer of epoch {found} has begun since this one (epoch {epoch}) got its lease")
+        raise LeaseLost(f"a trainer of epoch {found} has started since this one (epoch {epoch}) got its lease")
 
 
 def _begin(state: KeyValue, lease: Lease, revision: int) -> HeldLease:
-    log.info("this trainer holds the run", holder=lease.holder, epoch=lease.epoch)
+    log.info("lease acquired", holder=lease.holder, epoch=lease.epoch)
     return HeldLease(state, lease, revision)
 
 
-def _stood_still(watched: tuple[int, float] | None, entry: Entry, ttl_s: float) -> bool:
+def _has_expired(watched: tuple[int, float] | None, entry: Entry, ttl_s: float) -> bool:
     return watched is not None and entry.revision == watched[0] and time.monotonic() - watched[1] > ttl_s
 
 

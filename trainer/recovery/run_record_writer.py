@@ -1,4 +1,7 @@
-"""Writes the record of the run: what each checkpoint adds to it (`protocol/record/lineage.py` says what that is)."""
+"""Writes the run record (`protocol/record/lineage.py`), one chapter per checkpoint.
+
+A chapter is what one checkpoint adds to the record. It stores the sessions of a run as ``lives``.
+"""
 
 from __future__ import annotations
 
@@ -28,45 +31,47 @@ from penstock.trainer.recovery.lease import FencedKey
 
 
 class RunRecordWriter:
-    """Gathers steps until a checkpoint closes them into a chapter; for the training thread only."""
+    """Collects sessions and steps until a checkpoint writes them as a chapter; for the training thread only."""
 
     def __init__(
         self, connections: Connections, pointer: FencedKey, *, epoch: int, resumed: CheckpointState | None
     ) -> None:
-        """Go on where the newest checkpoint ended; ``pointer`` is the checkpoint key in NATS."""
+        """Continue from the newest checkpoint; ``pointer`` is the checkpoint key in NATS."""
         self._run_id, self._blobs = connections.run_id, connections.blobs
         self._pointer = pointer
         self._epoch = epoch
         self._last = resumed.record if resumed else None
         self._number = resumed.chapter if resumed else 0
-        self._lives: list[RecordedLife] = []
+        self._sessions: list[RecordedLife] = []
         self._steps: list[RecordedStep] = []
-        self.committed: CheckpointState | None = None  # the newest, once `point` has said so
-        self._taken: dict[str, Any] | None = None  # the newest step, until the digest of what it made is asked for
+        self.committed: CheckpointState | None = None  # set by `mark_committed`
+        self._open_step: dict[str, Any] | None = None  # the newest step, until the digest of its weights is known
         self._digest: Callable[[], str] | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was gathered since the last chapter; a step counts from the moment it is entered."""
-        return not (self._lives or self._steps or self._taken)
+        """Whether nothing was added since the last chapter."""
+        return not (self._sessions or self._steps or self._open_step)
 
-    def weights(self, digest: Callable[[], str]) -> None:
-        """Take note of the weights that the life began with, or that the newest step made.
+    def set_weights(self, digest: Callable[[], str]) -> None:
+        """Set the weights that the session starts from, or that the newest step made.
 
-        ``digest`` says what they are; it is called once, on the training thread, before the next weights are taken.
+        ``digest`` returns their digest; it is called once, on the training thread, before the next weights are copied.
         """
         self._digest = functools.cache(digest)
 
     def digest(self) -> str:
-        """Return the digest of the weights as they are now, waiting for it if it must be."""
+        """Return the digest of the current weights, waiting until it is computed."""
         if self._digest is None:
-            raise ValueError("no weights were handed over yet")
+            raise ValueError("no weights were set yet")
         return self._digest()
 
-    def life(self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes) -> None:
-        """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON."""
+    def add_session(
+        self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes
+    ) -> None:
+        """Add this session to the next chapter; ``config`` is its settings as JSON."""
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
-        self._lives.append(
+        self._sessions.append(
             RecordedLife(
                 epoch=self._epoch,
                 holder=holder,
@@ -80,7 +85,7 @@ class RunRecordWriter:
             )
         )
 
-    def step(
+    def add_step(
         self,
         step: int,
         trained: PolicyVersion,
@@ -89,12 +94,12 @@ class RunRecordWriter:
         skipped: Mapping[str, int],
         uses: Mapping[str, int],
     ) -> None:
-        """Enter a step; `weights` with what it made comes next. ``uses`` counts each group's, this one included."""
-        self._settle_step()
+        """Add a step; `set_weights` with its result must follow. ``uses`` are each group's, this one included."""
+        self._close_step()
         packs = {group.pack.key: group.pack for group in batch}
         numbers = {key: number for number, key in enumerate(packs)}
         self._digest = None
-        self._taken = {
+        self._open_step = {
             "epoch": self._epoch,
             "step": step,
             "trained_version": trained,
@@ -113,11 +118,11 @@ class RunRecordWriter:
         }
 
     def write(self, entries: Entries, *, step: int, version: PolicyVersion) -> tuple[BlobRef, int, str]:
-        """Store everything since the last chapter; returns its reference and number, and the weights' digest.
+        """Store the next chapter; return its reference and number, and the digest of the weights.
 
         A chapter counts once a committed checkpoint names it. Raises the errors of `Blobs.put`.
         """
-        self._settle_step()
+        self._close_step()
         chapter = LineageChapter(
             run_id=self._run_id,
             number=self._number + 1,
@@ -126,10 +131,10 @@ class RunRecordWriter:
             step=step,
             version=version,
             weights_digest=self.digest(),
-            lives=tuple(self._lives),
+            lives=tuple(self._sessions),
             steps=tuple(self._steps),
             issued=entries.issued,
-            revived=entries.revived,
+            revived=entries.reopened,
             dropped=entries.dropped,
             evaluated=entries.evaluated,
             account=entries.account,
@@ -137,8 +142,8 @@ class RunRecordWriter:
         key = blob_keys.lineage_chapter(self._run_id, chapter.number, self._epoch, secrets.token_hex(4))
         return self._blobs.put(key, encode_unbounded(chapter)), chapter.number, chapter.weights_digest
 
-    def point(self, state: CheckpointState, state_json: bytes) -> None:
-        """Say in NATS that a checkpoint is committed; the next chapter follows on it.
+    def mark_committed(self, state: CheckpointState, state_json: bytes) -> None:
+        """Write the key of a committed checkpoint in NATS; the next chapter has this checkpoint's as its parent.
 
         Raises LeaseLost when another trainer holds the run, BusUnreachable after two minutes.
         """
@@ -153,9 +158,9 @@ class RunRecordWriter:
         self._pointer.move(encode(committed))
         self._last, self._number = state.record, state.chapter
         self.committed = state
-        self._lives, self._steps = [], []
+        self._sessions, self._steps = [], []
 
-    def _settle_step(self) -> None:
-        if self._taken is not None:
-            self._steps.append(RecordedStep(**self._taken, weights_digest=self.digest()))
-            self._taken = None
+    def _close_step(self) -> None:
+        if self._open_step is not None:
+            self._steps.append(RecordedStep(**self._open_step, weights_digest=self.digest()))
+            self._open_step = None

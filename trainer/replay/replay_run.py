@@ -28,11 +28,12 @@ from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import RecordedLife, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.assemble import build_rank_group
 from penstock.trainer.commit import CHECKPOINTS
 from penstock.trainer.groups.stored_groups import ready_groups
+from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner, learn
 from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.replay.recorded_settings import read_settings, what_steps_read
@@ -245,4 +246,4 @@ def _build_by_order(order: Mapping[str, Any], ranks: Ranks, blobs: Blobs) -> Ran
             "use `penstock replay`, which starts the right number, or torchrun --nproc-per-node N -m penstock.trainer replay"
         )
     torch.set_num_threads(order["threads"])
-    return build_rank_group(settings, ranks, blobs)
+    return build_rank_group(settings, ParallelDims(ranks), blobs)

@@ -1,1 +1,1 @@
-"""What the trainer reports: metrics of a step, events, heartbeat; may import learner and algorithm."""
+"""What the trainer reports: metrics of a step, events, heartbeat; may import groups and what is below it."""

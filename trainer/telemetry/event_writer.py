@@ -1,13 +1,16 @@
-"""Writes down what happens: metrics.jsonl in the run's folder, and the same as events for the console.
+"""Writes metrics.jsonl in the run's folder, and publishes events for the console.
 
-| event  | when                   | fields                                                                    |
-|--------|------------------------|---------------------------------------------------------------------------|
-| `step` | each optimizer step    | see `trainer/telemetry/metrics.py`                                                  |
-| `eval` | each evaluation        | those of `EvalResult`                                                     |
-| `evaluation_lost` | one that was begun has no result | ``version``, ``step``, ``reason``, ``text``      |
-| `weights`| a version is announced| those of `trainer.publication.Publication`                                |
-| `drop` | groups were discarded  | ``groups`` by reason (`trainer/groups/drops.py`), since the last such event      |
-| `state`| the run's phase changes| ``text``, ``total_steps``, ``finished``                                   |
+| event             | when                              | fields                                                       |
+|-------------------|-----------------------------------|--------------------------------------------------------------|
+| `step`            | each optimizer step               | see `trainer/telemetry/metrics.py`                           |
+| `eval`            | each evaluation                   | those of `EvalResult`                                        |
+| `evaluation_lost` | an evaluation ends without result | ``version``, ``step``, ``reason``, ``text``                  |
+| `weights`         | a version is announced            | those of `trainer/publishing/publication.py`'s `Publication` |
+| `drop`            | groups were discarded             | ``groups`` by reason, since the last such event              |
+| `state`           | the run's phase changes           | ``text``, ``total_steps``, ``finished``                      |
+| `alarm`           | the run stops by itself           | ``text``                                                     |
+
+`step`, `eval` and `evaluation_lost` are written to metrics.jsonl too.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
 
-log = structlog.get_logger("trainer.record")
+log = structlog.get_logger("trainer.telemetry.event_writer")
 
 SOURCE = "trainer"
 _IN_METRICS = frozenset({"step", "eval", "evaluation_lost"})
 
 
-class Recorder:
-    """Appends metrics and publishes events; thread-safe. ``clock`` returns seconds since the epoch."""
+class EventWriter:
+    """Appends to metrics.jsonl and publishes events; thread-safe. ``clock`` returns seconds since the epoch."""
 
     def __init__(self, *, bus: Bus, run_id: str, folder: Path, clock: Callable[[], float]) -> None:
         """Open metrics.jsonl for appending."""
@@ -44,7 +47,7 @@ class Recorder:
         self._bus = bus
         self._run_id = run_id
         self._clock = clock
-        self._life = secrets.token_hex(4)  # events of a resumed life are new events, whatever their step
+        self._session = secrets.token_hex(4)  # events of another session are other events, even for the same step
         self._num_events = 0
         self._lock = threading.Lock()
         self._under_way: deque[Pending[Receipt]] = deque()
@@ -57,14 +60,14 @@ class Recorder:
             return self._file.tell()
 
     def rewind(self, num_bytes: int) -> None:
-        """Cut metrics.jsonl back to a checkpoint: the steps after it are taken again."""
+        """Truncate metrics.jsonl to its length at a checkpoint: the steps after it are made again."""
         with self._lock:
             if self._file.tell() > num_bytes:
                 self._file.truncate(num_bytes)
                 self._file.seek(num_bytes)
 
-    def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Write and publish one event; a broker that is away delays it, and never stops the training."""
+    def write(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Write and publish one event, without waiting for the broker."""
         with self._lock:
             at = self._clock()
             if kind in _IN_METRICS:
@@ -72,13 +75,13 @@ class Recorder:
                 self._file.flush()
             self._num_events += 1
             event = RunEvent(run_id=self._run_id, source=SOURCE, kind=kind, at=at, data=dict(data))
-            msg_id = f"{SOURCE}:{self._life}:{self._num_events}"
+            msg_id = f"{SOURCE}:{self._session}:{self._num_events}"
             self._under_way.append(self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=msg_id))
             while self._under_way and self._under_way[0].done():
                 self._check(self._under_way.popleft())
 
     def close(self) -> None:
-        """Wait for what is under way and close the file."""
+        """Wait for the events under way, and close the file."""
         with self._lock:
             while self._under_way:
                 self._check(self._under_way.popleft())
@@ -89,4 +92,4 @@ class Recorder:
         try:
             pending.wait()
         except PenstockError as err:
-            log.warning("an event was not published; metrics.jsonl has it", error=str(err))
+            log.warning("event not published (metrics are in metrics.jsonl)", error=str(err))

@@ -1,4 +1,4 @@
-"""The trainer's sign of life: a heartbeat in the live bucket every second, from a thread of its own."""
+"""The trainer's heartbeat: a record in the live bucket, written every second by a separate thread."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 
-log = structlog.get_logger("trainer.pulse")
+log = structlog.get_logger("trainer.telemetry.heartbeat")
 
 SERVICE_ID = "trainer"
 
 
 class HeartbeatWriter:
-    """Publishes what the trainer does and how busy it is; use as a context manager."""
+    """Publishes the trainer's state and how busy it is; use as a context manager."""
 
     def __init__(self, *, bus: Bus, run_id: str, activity: Activity, clock: Callable[[], float]) -> None:
         """Bind to the live bucket; raises MissingStream. ``clock`` returns seconds since the epoch."""
@@ -28,21 +28,21 @@ class HeartbeatWriter:
         self._activity = activity
         self._clock = clock
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self.version: PolicyVersion | None = None
         self.figures: dict[str, float] = {}
 
     def __enter__(self) -> HeartbeatWriter:
-        """Start beating."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop; the record vanishes by itself."""
+        """Stop the thread; the record expires in the bucket."""
         self._stop.set()
         self._thread.join(10.0)
 
-    def beat(self) -> None:
+    def publish(self) -> None:
         """Publish one heartbeat now."""
         busy_s, idle_s = self._activity.totals()
         record = Heartbeat(
@@ -58,11 +58,11 @@ class HeartbeatWriter:
         )
         self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record)).wait()
 
-    def _beat(self) -> None:
+    def _work(self) -> None:
         while True:
             try:
-                self.beat()
+                self.publish()
             except BusUnreachable as err:
-                log.debug("no heartbeat", error=str(err))
+                log.debug("heartbeat not published", error=str(err))
             if self._stop.wait(streams.HEARTBEAT_PERIOD_S):
                 return

@@ -8,35 +8,35 @@
 | `baseline_mean`            |          | reward of the greedy completions; remax only                       |
 | `zero_signal_groups`       | share    | groups whose rewards are all equal: no advantage, no gradient      |
 | `grad_norm`, `lr`          |          | norm before clipping; learning rate of this step                   |
-| `clip_fraction`            | share    | sampled tokens whose gradient the clip took away                   |
+| `clip_fraction`            | share    | sampled tokens whose gradient is zero because of the clip          |
 | `dual_clip_fraction`       | share    | the same for the dual clip                                         |
 | `rejected_fraction`        | share    | the same for masks of stale or mismatched samples                  |
-| `skipped`                  | rows     | trajectories that filters left out of the step, by reason          |
+| `skipped`                  | rows     | trajectories that filters excluded from the step, by reason        |
 | `ratio_mean`, `ratio_max`  |          | the loss's ratio to its anchor, before the step                    |
 | `ess_share`                | share    | effective sample size of the token weights, (Σr)² / (N Σr²)        |
-| `rejected_by`              | share    | the same for each rule that is on                                  |
-| `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/algorithm/mismatch.py`                  |
-| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared, see `engine_check`|
+| `rejected_by`              | share    | `rejected_fraction` of each rule that is on                        |
+| `kl_behaviour`, …          | nats     | trainer against engine: see `trainer/algorithm/mismatch.py`        |
+| `mismatch_unseen_steps`    | steps    | since engine and trainer could last be compared: `engine_check.py` |
 | `entropy`                  | nats     | of the behaviour policy per token, from the sampled tokens         |
 | `policy_entropy`           | nats     | of the policy per token, exact; with an entropy bonus only         |
 | `kl_reference`             | nats     | KL(policy ‖ reference) per token, k3; with a KL term only          |
-| `reward_kl`                | nats     | KL(sampler ‖ reference) per token, as the reward had it; with it on|
-| `kl_coefficient`           |          | that the step used, in loss or reward, steered or fixed            |
+| `reward_kl`                | nats     | KL(sampler ‖ reference) per token, subtracted from the reward      |
+| `kl_coefficient`           |          | used by the step, in loss or reward, adaptive or fixed             |
 | `ess_lr`                   | share    | effective share of the batch that scaled lr; with that rule only   |
-| `value_loss`               |          | the critic's, on the batch before it learned from it; ppo only     |
-| `explained_variance`       | share    | of the returns, by the critic; 1 perfect, 0 knows the mean alone   |
-| `value_mean`, `return_mean`|          | what the critic expected per token, and what it learns from        |
+| `value_loss`               |          | the critic's, on the batch before its update; ppo only             |
+| `explained_variance`       | share    | of the returns, by the critic; 1 perfect, 0 no better than the mean|
+| `value_mean`, `return_mean`|          | the critic's values per token, and its targets                     |
 | `critic_grad_norm`, `_lr`  |          | norm before clipping and learning rate of the critic's update      |
 | `staleness_mean`, `_max`   | versions | of the sampled tokens                                              |
 | `staleness_tokens`         | tokens   | histogram by age                                                   |
-| `scored_by`                | groups   | by who gave their rewards, endpoints with their version            |
-| `reward_parts`             |          | mean of every part of the rewards over the trajectories that have it|
+| `scored_by`                | groups   | by scorer of their rewards, endpoints with their version           |
+| `reward_parts`             |          | mean of every reward part over the trajectories that have it       |
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
-| `wait_s`, `step_s`         | s        | waited for the batch; plan, forward, backward and update           |
-| `publish_s`                | s        | the newest publication, beside the step                            |
+| `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
+| `publish_s`                | s        | of the newest publication, which runs in parallel                  |
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def step_fields(
     staleness_tokens: Mapping[int, int],
     timing: StepTiming,
 ) -> dict[str, Any]:
-    """Return what one step reports, without the counts of the whole run."""
+    """Return the fields of one step's event, without the counts of the whole run."""
     trained = [group.trained for group in batch]
     rewards = [reward for group in trained for reward in group.rewards]
     baselines = [group.baseline[0] for group in trained if group.baseline is not None]
@@ -111,7 +111,7 @@ def step_fields(
 
 
 def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
-    """Return the mean of every part of the rewards over the trajectories that have it, baselines aside."""
+    """Return the mean of every reward part over the trajectories that have it, without baselines."""
     values: dict[str, list[float]] = {}
     for group in batch:
         for name, column in group.scored.parts.items():
@@ -120,7 +120,7 @@ def reward_parts(batch: Sequence[ReadyGroup]) -> dict[str, float]:
 
 
 def _optional(sums: Mapping[str, float], num_tokens: float) -> dict[str, Any]:
-    """Return the figures of parts that are on."""
+    """Return the fields of algorithm parts that are on."""
     found: dict[str, Any] = {
         name: sums[key] / num_tokens
         for name, key in (("policy_entropy", "entropy"), ("kl_reference", "kl_reference"))

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, each time with what to do."""
+"""What is refused before anything starts, each with the fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnknownReward, UnsupportedModel
-from penstock.trainer.preflight import check_rewards, check_run_is_ours, open_doors
+from penstock.trainer.preflight import check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.settings import DataSettings, TrainerSettings
@@ -53,42 +53,44 @@ def changed(settings: TrainerSettings, section: str, **values: object) -> Traine
 
 
 def test_a_missing_model_is_named(settings: TrainerSettings, tmp_path: Path) -> None:
-    """A model folder that is not there is an error with its path."""
-    with pytest.raises(UnsupportedModel, match=r"nowhere: no config.json there"):
+    """A missing model folder is an error with its path."""
+    with pytest.raises(UnsupportedModel, match=r"nowhere: it has no config.json"):
         _open_data(changed(settings, "model", path=tmp_path / "nowhere"))
 
 
 def test_no_nats_is_named(settings: TrainerSettings) -> None:
-    """Without a server at the URL the error says which URL and what to start."""
+    """Without a server at the URL the error names the URL and the command that starts one."""
     with pytest.raises(BusUnreachable, match=r"nats://127.0.0.1:1 .*penstock up"):
-        open_doors(changed(settings, "nats", url="nats://127.0.0.1:1"), deadline_s=0.3)
+        connect(changed(settings, "nats", url="nats://127.0.0.1:1"), deadline_s=0.3)
 
 
 def test_wrong_storage_credentials_are_named(settings: TrainerSettings) -> None:
     """A refused secret is an error about s3.access_key, not a timeout."""
     with pytest.raises(BlobStoreRefused, match=r"refused access key penstock.*s3\.secret_key"):
-        open_doors(changed(settings, "s3", secret_key="wrong"))
+        connect(changed(settings, "s3", secret_key="wrong"))
 
 
-def test_a_run_that_was_not_bootstrapped_says_how(settings: TrainerSettings, bus: Bus, blobs: Blobs) -> None:
-    """Missing streams and buckets are an error with the command that makes them."""
+def test_a_run_that_was_not_bootstrapped_is_refused_with_the_command(
+    settings: TrainerSettings, bus: Bus, blobs: Blobs
+) -> None:
+    """Missing streams and buckets are an error with the command that creates them."""
     with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
-        check_run_is_ours(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
+        check_resume(Connections(settings.run.id, bus, blobs), resume=True, has_checkpoint=False)
 
 
 def test_starting_a_published_run_over_is_refused(
     settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str
 ) -> None:
-    """Without resume a run id that has published weights is refused; with it, it goes on."""
+    """Without resume a run id that has published weights is refused; with it, the run continues."""
     connections = Connections(ring_streams, bus, blobs)
-    assert check_run_is_ours(connections, resume=False, has_checkpoint=False) is None
+    assert check_resume(connections, resume=False, has_checkpoint=False) is None
     publisher = Publisher(connections, model_folder=settings.model.path)
     publisher.submit(snapshot(5))
     publisher.wait_until_published(PolicyVersion(5), 20.0)
     publisher.close()
     with pytest.raises(ConfigError, match=r"published version 5.*trainer\.resume = false.*--delete"):
-        check_run_is_ours(connections, resume=False, has_checkpoint=False)
-    head = check_run_is_ours(connections, resume=True, has_checkpoint=False)
+        check_resume(connections, resume=False, has_checkpoint=False)
+    head = check_resume(connections, resume=True, has_checkpoint=False)
     assert head is not None
     assert head.version == 5
 
@@ -122,7 +124,7 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
     settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
     nats_settings: NatsSettings, s3_settings: S3Settings,
 ) -> None:  # fmt: skip
-    """A part nobody offers is named with the nearest names; a service that weighs otherwise is refused by its name."""
+    """A part that no service offers is named with the nearest names; a service with other weights is refused by its name."""
     connections = Connections(ring_streams, bus, blobs)
     parts = {"correct": {"reward": "exact_match"}, "form": {"reward": "auto", "weight": 0.2}}
     ours = RewardSettings.model_validate({"name": "mine", "define": {"mine": {"parts": parts}}})
@@ -144,7 +146,7 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
         with pytest.raises(UnknownReward, match=r"offers exact_match, mine \(did you mean exact_watch\?\)"):
             check()
         offer(("auto", "exact_match", "mine"), "0" * 16)
-        with pytest.raises(UnknownReward, match=r"reward\.define\.mine here is not what r1 makes of it"):
+        with pytest.raises(UnknownReward, match=r"reward\.define\.mine in this run file differs from that of r1"):
             check()
         offer(("auto", "exact_match", "mine"), ours.define["mine"].digest)
         check()
@@ -153,8 +155,8 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
 
 
 def test_the_number_of_processes_must_fit(settings: TrainerSettings) -> None:
-    """Two ranks in the run file and one process is an error that says how to start two."""
-    alone = Ranks.__new__(Ranks)
-    alone.rank, alone.num_ranks = 0, 1
+    """Two ranks in the run file and one process is an error with the command that starts two."""
+    single = Ranks.__new__(Ranks)
+    single.rank, single.num_ranks = 0, 1
     with pytest.raises(ConfigError, match=r"num_ranks = 2, but 1 process.*penstock train"):
-        train(changed(settings, "trainer", num_ranks=2), b"{}", alone, threading.Event())
+        train(changed(settings, "trainer", num_ranks=2), b"{}", single, threading.Event())

@@ -1,4 +1,4 @@
-"""The trainer's settings: documented, importable without torch, and contradictions say the fix."""
+"""The trainer's settings: documented, importable without torch, and contradictions are refused with the fix."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def settings(*overrides: str) -> TrainerSettings:
     return load(TrainerSettings, overrides=["model.path=model", *overrides]).settings
 
 
-def test_the_model_folder_is_the_only_thing_that_must_be_said():
-    """Every other setting has a default; without the model's path the loader says where to write it."""
+def test_the_model_folder_is_the_only_required_setting():
+    """Every other setting has a default; without the model's path the error names the section to set it in."""
     assert settings().model.path == Path("model")
     with pytest.raises(ConfigError, match=r"model.path is required: set `path` under \[model\]"):
         load(TrainerSettings)
@@ -34,7 +34,7 @@ def test_the_model_folder_is_the_only_thing_that_must_be_said():
 
 @pytest.mark.parametrize("section", sorted(TrainerSettings.model_fields))
 def test_every_setting_is_described(section: str):
-    """Each field of each section says what it means."""
+    """Each field of each section has a description."""
     assert section in SECTIONS
     model = TrainerSettings.model_fields[section].annotation
     assert isinstance(model, type)
@@ -45,7 +45,7 @@ def test_every_setting_is_described(section: str):
 
 
 def test_foreign_names_lead_to_settings_that_exist():
-    """What the table of other projects' names recommends is a key the trainer knows."""
+    """Each name that the table of other projects' names recommends is a key of the trainer."""
     for name, target in RENAMED.items():
         for dotted in target.split(" (")[0].split(" and "):
             section, _, key = dotted.partition(".")
@@ -63,20 +63,23 @@ def test_foreign_names_lead_to_settings_that_exist():
     ("overrides", "reply"),
     [
         (["trainer.micro_batch_tokens=100"], "raise it to at least 1280"),
-        (["rollout.groups_per_message=64"], "a message never spans steps, lower it or set it to 0"),
-        (["rollout.groups_per_step=1", "rollout.group_size=1", "trainer.num_ranks=2"], "have nothing to do, lower it"),
+        (["rollout.groups_per_message=64"], "a message never spans steps: lower it, or set it to 0"),
+        (
+            ["rollout.groups_per_step=1", "rollout.group_size=1", "trainer.num_ranks=2"],
+            "lower trainer.num_ranks, so that every rank has one",
+        ),
         (["rollout.max_staleness=8"], "raise it to at least 10"),
         (["eval.every=5"], "set data.eval, or eval.every = 0"),
         (["eval.samples=4"], "set eval.temperature above 0 or eval.samples = 1"),
         (["trainer.warmup_steps=200"], "trainer.warmup_steps is more than trainer.steps"),
         (["sft.warmup_steps=200"], "sft.warmup_steps is more than sft.steps"),
-        (["data.map.promt=x"], "data.map.promt maps a column we do not read"),
+        (["data.map.promt=x"], "data.map.promt maps a column that is not read"),
         (["reward.name=my reward"], "should match pattern"),
         (["rollout.temperature=0"], "expected greater than 0"),
         (["algorithm.dual_clip=1"], "expected greater than 1"),
         (["model.lora.alpha=8"], "does nothing while model.lora.rank is 0"),
         (["model.lora.publish=merged"], "does nothing while model.lora.rank is 0"),
-        (['model.lora.targets=["q_proj", "lm_head"]', "model.lora.rank=8"], "engines take no adapter of lm_head"),
+        (['model.lora.targets=["q_proj", "lm_head"]', "model.lora.rank=8"], "engines serve no adapter of lm_head"),
         (
             ["model.lora.rank=8", "algorithm.kl_coefficient=0.1", "algorithm.reference_device=cpu"],
             "the reference is the policy with its adapters switched off",
@@ -84,7 +87,7 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["trainer.zero_stage=4"], "expected 0, 1, 2 or 3, got 4"),
         (["critic.lr=1e-3"], 'needs no critic; set algorithm.name = "ppo"'),
         (["algorithm.name=ppo", "critic.value_clip=0.2"], "raise critic.updates"),
-        (["algorithm.name=ppo", "critic.head_start_steps=100"], "leaves the policy none of trainer.steps"),
+        (["algorithm.name=ppo", "critic.head_start_steps=100"], "leaves none of trainer.steps"),
         (["algorithm.name=ppo", "algorithm.drop_zero_advantage=true"], "every token has its own"),
         (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
         (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; known are"),
@@ -106,7 +109,7 @@ def test_foreign_names_lead_to_settings_that_exist():
     ],
 )
 def test_contradictions_say_the_fix(overrides: list[str], reply: str):
-    """Settings that cannot work together are refused with the change that helps."""
+    """Settings that contradict each other are refused with the fix."""
     with pytest.raises(ConfigError) as caught:
         settings(*overrides)
     assert reply in str(caught.value)
@@ -129,7 +132,7 @@ def test_settings_import_without_torch():
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_loads_shows_itself_and_reads_back(name: str):
-    """What a preset set is marked as its own, and the shown configuration loads to the same settings."""
+    """A value from a preset is marked with its origin, and the shown configuration loads to the same settings."""
     loaded = load(TrainerSettings, overrides=["model.path=model", f"algorithm.name={name}"])
     for part, value in PRESETS[name].items():
         assert getattr(loaded.settings.algorithm, part) == value
@@ -142,7 +145,7 @@ def test_every_preset_loads_shows_itself_and_reads_back(name: str):
 
 
 def test_every_part_of_a_preset_can_be_overridden():
-    """What is set by hand wins over the preset, whichever order the two come in."""
+    """An explicit setting overrides the preset, in whichever order the two are given."""
     loaded = load(TrainerSettings, overrides=["model.path=model", "algorithm.clip_high=0.05", "algorithm.name=gspo"])
     assert loaded.settings.algorithm.clip_high == 0.05
     assert loaded.settings.algorithm.clip_low == 3e-4
@@ -174,7 +177,7 @@ def test_every_part_of_a_preset_can_be_overridden():
     ],
 )
 def test_other_projects_names_of_algorithms_are_understood(theirs: str, ours: str):
-    """A name that means the same is accepted."""
+    """An alias of a name is accepted."""
     assert settings(f"algorithm.name={theirs}").algorithm.name == ours
 
 

@@ -1,4 +1,4 @@
-"""Evaluations: pinned to one version, counted only as a whole, without stopping anything."""
+"""Evaluations: pinned to one version, counted only when complete, while training continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ V3, V4 = PolicyVersion(3), PolicyVersion(4)
 
 
 class Scene:
-    """An evaluator with what it needs: held-out prompts, a publisher, somebody who answers."""
+    """An evaluator with what it needs: held-out prompts, a publisher, a producer that answers."""
 
     def __init__(self, connections: Connections, folder: Path, producer: ScriptedProducer) -> None:
         write_model(folder / "model", seed=0)
@@ -47,15 +47,15 @@ class Scene:
         self.producer = producer
         self.results: list[EvalResult] = []
         self.lost: list[LostEvaluation] = []
-        self.account = Accounting()
+        self.accounting = Accounting()
         self.publisher = Publisher(connections, model_folder=folder / "model")
         self.evaluator = Evaluator(
             connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
-            on_end=self.hear, account=self.account,
+            on_end=self.add, accounting=self.accounting,
         )  # fmt: skip
 
-    def hear(self, end: EvalResult | LostEvaluation) -> None:
+    def add(self, end: EvalResult | LostEvaluation) -> None:
         if isinstance(end, LostEvaluation):
             self.lost.append(end)
         else:
@@ -71,7 +71,7 @@ class Scene:
 def scene(
     bus: Bus, blobs: Blobs, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Scene]:
-    """A bootstrapped run with an evaluator at work."""
+    """A bootstrapped run with a running evaluator."""
     with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
         scene = Scene(Connections(ring_streams, bus, blobs), tmp_path, producer)
         with scene.evaluator:
@@ -86,7 +86,7 @@ def half_right(task: Task, version: PolicyVersion) -> Answer:
 
 
 def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) -> None:
-    """Every prompt comes back from the pinned version though newer ones are out; accuracy counts full rewards."""
+    """Every prompt is sampled by the pinned version although a newer one is published; accuracy counts full rewards."""
     scene.producer.author = half_right
     scene.evaluator.start(V3, 3)  # not published yet: nothing is issued before
     scene.publish(V3)
@@ -103,7 +103,7 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
 
 
 def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
-    """A worker that ignores the pin makes the evaluation fail, by name; its numbers are not reported."""
+    """A worker that ignores the pin makes the evaluation fail with that reason; no result is reported."""
     scene.producer.author = lambda task, version: recite(task, PolicyVersion(version - 1))
     scene.publish(V3)
     scene.evaluator.start(V3, 3)
@@ -114,50 +114,52 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     assert "ignored the pin" in scene.lost[0].reason
 
 
-def test_an_evaluation_under_way_at_a_crash_goes_on_in_the_next_life(scene: Scene) -> None:
-    """Its version is older than the checkpoint's and is stored still: its result comes by its own step, and is unpinned."""
+def test_an_evaluation_under_way_at_a_crash_continues_in_the_next_session(scene: Scene) -> None:
+    """Its version is older than the checkpoint's and still stored: its result has its own step, and it is unpinned."""
     for version in (V3, V4):
         scene.publish(version)
         scene.publisher.wait_until_published(version, 20.0)
         scene.publisher.unpin(version)
-    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(70)])  # by the life before
+    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])  # by the session before
     assert not scene.evaluator.resume(V4, now=V4, step=4)
     assert scene.publisher.pinned() == {V3}
     scene.evaluator.wait_for_all()
     assert [(result.version, result.step, result.num_prompts) for result in scene.results] == [(3, 3, 70)]
     assert not scene.lost
     assert not scene.publisher.pinned()
-    assert not scene.account.in_flight("eval")
+    assert not scene.accounting.in_flight("eval")
 
 
 def test_the_weights_of_the_checkpoint_are_evaluated_under_their_new_number(scene: Scene) -> None:
-    """Published again as another version, they are evaluated as that one: nothing is lost."""
-    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
+    """Published again as another version, they are evaluated as that version: nothing is lost."""
+    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(70)])
     assert scene.evaluator.resume(V3, now=V4, step=3)
-    assert not scene.account.in_flight("eval")
+    assert not scene.accounting.in_flight("eval")
     assert not scene.lost
 
 
 @pytest.mark.parametrize(
     ("is_stored", "num_groups", "reason"), [(False, 70, "no longer stored"), (True, 69, "with 69 groups in flight")]
 )
-def test_an_evaluation_that_cannot_go_on_is_told(scene: Scene, is_stored: bool, num_groups: int, reason: str) -> None:
-    """Without its weights, or with only some of its groups left, it is lost with the reason; its groups are closed."""
+def test_an_evaluation_that_cannot_continue_is_reported(
+    scene: Scene, is_stored: bool, num_groups: int, reason: str
+) -> None:
+    """Without its weights, or with only some of its groups, it is lost with the reason; its groups are closed."""
     scene.publish(V3)
     scene.publisher.wait_until_published(V3, 20.0)
     if not is_stored:
         prefix = blob_keys.weights_prefix(scene.connections.run_id, V3)
         scene.connections.blobs.delete([stat.key for stat in scene.connections.blobs.list(prefix)])
-    scene.account.issue("eval", [f"eval.v3.p{index}" for index in range(num_groups)])
+    scene.accounting.issue("eval", [f"eval.v3.p{index}" for index in range(num_groups)])
     assert not scene.evaluator.resume(V4, now=V4, step=4)
     (lost,) = scene.lost
     assert (lost.version, lost.step) == (3, 3 if is_stored else None)
     assert reason in lost.reason
-    assert not scene.account.in_flight("eval")
+    assert not scene.accounting.in_flight("eval")
 
 
-def test_a_dead_group_makes_the_evaluation_fail(scene: Scene) -> None:
-    """An evaluation that lost a group has no accuracy; the reason of the dead letter is in the error."""
+def test_a_dead_lettered_group_makes_the_evaluation_fail(scene: Scene) -> None:
+    """An evaluation without one of its groups has no accuracy; the reason of the dead letter is in the error."""
     scene.producer.limit = 0
     scene.publish(V3)
     scene.evaluator.start(V3, 3)

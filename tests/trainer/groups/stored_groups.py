@@ -1,4 +1,4 @@
-"""Groups for the quickstart's model as a worker and a reward service would have left them: stored and scored."""
+"""Groups for the quickstart's model as a worker and a reward service store and score them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def invent_group(group_id: str, *, version: int = 0, size: int = 4, seed: int = 
 
 
 def store_scored(blobs: Blobs, run_id: str, pack_id: str, groups: list[Group], *, seed: int = 0) -> GroupScored:
-    """Store a pack and return the message that says how it was scored."""
+    """Store a pack and return the message with its rewards."""
     random = np.random.default_rng(seed)
     version = PolicyVersion(min(t.oldest_version for group in groups for t in group.trajectories))
     key = blob_keys.group_pack(run_id, version, pack_id, "0")

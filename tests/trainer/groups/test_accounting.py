@@ -1,4 +1,4 @@
-"""Every group is opened once and closed once; each chapter hears of it once."""
+"""Every group is opened once and closed once, and is in one chapter."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import pytest
 
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.batcher import Drop
-from penstock.trainer.groups.drops import DropReason
+from penstock.trainer.groups.drops import Drop, DropReason
 
 
-def test_entries_tell_what_happened_since_the_last_ones():
-    """Totals go on, events are told once; a resumed account continues both."""
-    account = Accounting()
-    account.issue("train", ["a", "b", "c"])
-    account.issue("eval", ["x"])
-    account.use("train", {"a": 5})
-    first = account.take_entries()
+def test_entries_hold_what_happened_since_the_previous_ones():
+    """Totals accumulate, each event is in one entry; a resumed accounting continues both."""
+    accounting = Accounting()
+    accounting.issue("train", ["a", "b", "c"])
+    accounting.issue("eval", ["x"])
+    accounting.use("train", {"a": 5})
+    first = accounting.take_entries()
     assert first.issued == {"train": ("a", "b", "c"), "eval": ("x",)}
     assert first.account.totals["train"] == SplitTotals(issued=3, used=1, used_tokens=5, in_flight=2)
     resumed = Accounting(first.account)
@@ -35,14 +34,14 @@ def test_entries_tell_what_happened_since_the_last_ones():
     assert resumed.take_entries().is_empty
 
 
-def test_what_breaks_the_account_is_an_error_at_once():
-    """Issued twice, closed twice, closed without having been issued."""
-    account = Accounting()
-    account.issue("train", ["a"])
+def test_an_inconsistent_change_is_an_error_at_once():
+    """Issuing twice, closing twice, and closing a group that was never issued raise ValueError."""
+    accounting = Accounting()
+    accounting.issue("train", ["a"])
     with pytest.raises(ValueError, match="group a is issued already"):
-        account.issue("train", ["a"])
-    account.use("train", {"a": 1})
+        accounting.issue("train", ["a"])
+    accounting.use("train", {"a": 1})
     with pytest.raises(ValueError, match="group a is not in flight"):
-        account.drop("train", Drop("a", DropReason.LOST, 0))
+        accounting.drop("train", Drop("a", DropReason.LOST, 0))
     with pytest.raises(ValueError, match="group b is not in flight"):
-        account.use("eval", {"b": 1})
+        accounting.use("eval", {"b": 1})

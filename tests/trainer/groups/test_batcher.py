@@ -1,4 +1,4 @@
-"""Which groups make a batch, which are dropped and why; and the ledger that makes their effect exactly-once."""
+"""Which groups make a batch, and which are dropped and why; the ledger that makes their effect exactly-once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def batcher(*, groups_per_step: int = 2, max_staleness: int = 2, ledger: Ledger 
 
 
 def test_the_oldest_samples_go_first() -> None:
-    """A batch takes the groups with the least time left, in the order of their ids."""
+    """A batch takes the groups that become stale first, sorted by id."""
     box = batcher()
     for number, version in ((1, 5), (2, 4), (3, 3)):
         box.offer(ready(number, version))
@@ -41,8 +41,8 @@ def test_the_oldest_samples_go_first() -> None:
     assert not box.holds("e0.p3.a0")
 
 
-def test_staleness_is_judged_at_the_moment_of_use() -> None:
-    """A group that was fresh when it came is dropped as stale when the trainer has moved on, with its tokens."""
+def test_staleness_is_measured_at_the_moment_of_use() -> None:
+    """A group that was fresh on arrival is dropped as stale at a later version, with its tokens."""
     box = batcher(groups_per_step=1)
     box.offer(ready(1, 0))
     box.offer(ready(2, 3))
@@ -53,7 +53,7 @@ def test_staleness_is_judged_at_the_moment_of_use() -> None:
 
 
 def test_samples_of_a_version_not_reached_are_dropped() -> None:
-    """A group from a life of the run that was rolled back is not trained on."""
+    """A group from a session that was rolled back is not trained on."""
     box = batcher(groups_per_step=1)
     box.offer(ready(1, 9))
     batch, drops = box.take(PolicyVersion(3))
@@ -62,15 +62,15 @@ def test_samples_of_a_version_not_reached_are_dropped() -> None:
 
 
 def test_less_than_a_batch_waits() -> None:
-    """Too few fresh groups give no batch, and stay."""
+    """Too few fresh groups give no batch, and stay ready."""
     box = batcher()
     box.offer(ready(1, 0))
     assert box.take(PolicyVersion(0)) == ([], [])
     assert box.num_ready == 1
 
 
-def test_a_trained_group_is_spent_within_the_window_and_forgotten_after_it() -> None:
-    """The ledger knows what was trained as long as such a group could still be fresh, and stays small."""
+def test_a_trained_group_is_in_the_ledger_within_the_window_and_removed_after_it() -> None:
+    """The ledger holds what was trained as long as such a group could still be fresh, and stays small."""
     ledger = Ledger()
     for version in range(100):
         ledger.record(PolicyVersion(version), [f"e0.p{version}.a0"], max_staleness=2)
@@ -92,7 +92,7 @@ def test_tokens_are_counted_by_age() -> None:
 @examples(60)
 @given(arrivals=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=30), max_staleness=st.integers(0, 3))
 def test_every_group_is_trained_or_dropped_or_waiting(arrivals: list[tuple[int, int]], max_staleness: int) -> None:
-    """However groups arrive while the version grows, each ends in one place, and no batch holds a stale one."""
+    """However groups arrive while the version grows, each has one outcome, and no batch holds a stale one."""
     box = batcher(max_staleness=max_staleness)
     trained, dropped = [], []
     version = 0

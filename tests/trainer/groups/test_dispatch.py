@@ -1,4 +1,4 @@
-"""Dispatch: bounded, every prompt once, nothing issued twice, and a restart goes on as if nothing had been."""
+"""Dispatch: bounded, every prompt once, nothing issued twice, and a restart continues as without it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.trainer.groups.dispatch import (
     Dispatch,
     DispatchState,
     GroupKey,
-    expect,
+    accept,
     order_id,
     plan,
     refuse_attempt,
@@ -59,8 +59,8 @@ class DispatchMachine(RuleBasedStateMachine):
         self.order = DataOrder(num_prompts, seed=1)
         self.state = START
         self.saved = (START, [])
-        self.done: list[str] = []  # trained or given up, since the run began; rolled back by a crash
-        self.issued_this_life: list[str] = []
+        self.done: list[str] = []  # trained or dropped at the last attempt, since the run began; rolled back by a crash
+        self.issued_this_session: list[str] = []
 
     def _plan(self):
         return plan(self.state, order=self.order, rollout=self.rollout, groups_per_message=self.groups_per_message)
@@ -71,23 +71,23 @@ class DispatchMachine(RuleBasedStateMachine):
         packs, self.state = self._plan()
         ids = [str(key) for pack in packs for key in pack]
         assert all(0 < len(pack) <= self.groups_per_message for pack in packs)
-        assert not set(ids) & set(self.issued_this_life)
+        assert not set(ids) & set(self.issued_this_session)
         assert not set(ids) & set(self.done)
         if before < self.rollout.groups_per_step and ids:
             assert len(self.state.outstanding) >= self.rollout.groups_per_step  # the next step can be filled
-        self.issued_this_life += ids
+        self.issued_this_session += ids
         return multiple(*ids)
 
     @rule(group_id=consumes(in_flight), stale=st.booleans())
     def arrive(self, group_id: str, stale: bool):
-        expected = expect(self.state, group_id, order=self.order)
-        if expected is None:
+        accepted = accept(self.state, group_id, order=self.order)
+        if accepted is None:
             same_prompt = {GroupKey.parse(done).place for done in self.done} | {
                 key.place for key in (*self.state.outstanding, *self.state.again)
             }
             assert GroupKey.parse(group_id).place in same_prompt  # refused only because it is handled already
             return
-        self.state = expected
+        self.state = accepted
         if stale:
             self.state, given_up = send_back(self.state, [group_id], max_attempts=self.rollout.max_attempts)
             self.done += given_up
@@ -101,14 +101,14 @@ class DispatchMachine(RuleBasedStateMachine):
 
     @rule(target=in_flight)
     def crash(self):
-        """The broker brings back everything that was not acknowledged: all that is not in the checkpoint."""
+        """The broker delivers everything again that was not acknowledged: all that is not in the checkpoint."""
         state, done = self.saved
         document = json.loads(json.dumps(state.to_document()))
         lost = [group_id for group_id in self.done if group_id not in done]
         self.state = DispatchState.from_document(document, order_id="order")
         assert self.state == state
         self.done = list(done)
-        self.issued_this_life = []
+        self.issued_this_session = []
         return multiple(*lost)
 
     @invariant()
@@ -119,7 +119,7 @@ class DispatchMachine(RuleBasedStateMachine):
         assert len(places) == len(set(places))  # every prompt closed at most once per epoch
         open_places = {key.place for key in (*self.state.outstanding, *self.state.again)}
         behind = {self.order.at(position) for position in range(self.state.position)}
-        assert behind <= open_places | set(places)  # nothing behind the cursor is forgotten
+        assert behind <= open_places | set(places)  # every prompt before the position is open or closed
 
 
 TestDispatchMachine = DispatchMachine.TestCase
@@ -152,7 +152,7 @@ def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40),
 )
 def test_however_late_versions_are_announced_nothing_trained_in_order_is_too_old(per_step, limit, per_message, acts):
-    """Sampled by the very version they were issued for and trained first come first, all groups are within the bound."""
+    """Sampled by the version they were issued for and trained in order of arrival, all groups are within the bound."""
     limits = rollout(groups_per_step=per_step, max_staleness=limit)
     order = DataOrder(7, seed=0)
     state, queue, version, announced = START, [], 0, 0
@@ -172,7 +172,7 @@ def test_however_late_versions_are_announced_nothing_trained_in_order_is_too_old
 
 @given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 3))
 def test_every_prompt_is_issued_once_per_epoch(num_prompts: int, per_step: int, staleness: int):
-    """Issuing and training in turn goes through the whole data set before any prompt comes again."""
+    """Issuing and training in turn uses the whole data set before any prompt is issued again."""
     limits = rollout(groups_per_step=per_step, max_staleness=staleness)
     order = DataOrder(num_prompts, seed=5)
     state, issued = START, []
@@ -200,7 +200,7 @@ def test_packs_of_a_step_are_whole():
 
 
 def test_a_pack_is_cut_short_rather_than_starving_the_trainer():
-    """With no staleness allowed, one abandoned group is replaced by one, in a pack of its own."""
+    """With no staleness allowed, one dropped group is replaced by one group in a separate pack."""
     limits = rollout(groups_per_step=8, max_staleness=0)
     order = DataOrder(100, seed=0)
     packs, state = plan(START, order=order, rollout=limits, groups_per_message=8)
@@ -210,8 +210,8 @@ def test_a_pack_is_cut_short_rather_than_starving_the_trainer():
     assert len(state.outstanding) == 8
 
 
-def test_stale_groups_come_again_before_new_prompts_and_a_bounded_number_of_times():
-    """A stale group is issued as the next attempt; after the last one it is given up."""
+def test_stale_groups_are_issued_again_before_new_prompts_a_bounded_number_of_times():
+    """A stale group is issued as the next attempt; after the last one its prompt is skipped."""
     limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=2)
     order = DataOrder(10, seed=0, shuffle=False)
     _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
@@ -226,23 +226,23 @@ def test_stale_groups_come_again_before_new_prompts_and_a_bounded_number_of_time
         settle(state, ["e0.p1.a1"])
 
 
-def test_a_group_of_an_earlier_life_counts_once():
-    """What was issued after the checkpoint is used when it comes back, and its prompt is not issued again."""
+def test_a_group_of_an_earlier_session_counts_once():
+    """A group issued after the checkpoint is used when it arrives, and its prompt is not issued again."""
     limits = rollout(groups_per_step=2, max_staleness=0)
     order = DataOrder(4, seed=0, shuffle=False)
-    state = expect(START, "e0.p1.a0", order=order)
+    state = accept(START, "e0.p1.a0", order=order)
     assert state is not None
-    assert expect(settle(state, ["e0.p1.a0"]), "e0.p1.a0", order=order) is None
-    assert expect(START, "e0.p9.a0", order=order) is None  # no such prompt
+    assert accept(settle(state, ["e0.p1.a0"]), "e0.p1.a0", order=order) is None
+    assert accept(START, "e0.p9.a0", order=order) is None  # no such prompt
     state = settle(state, ["e0.p1.a0"])
     packs, state = plan(state, order=order, rollout=limits, groups_per_message=2)
     assert [str(key) for pack in packs for key in pack] == ["e0.p0.a0", "e0.p2.a0"]
     assert not state.ahead
-    assert expect(state, "e0.p1.a0", order=order) is None
+    assert accept(state, "e0.p1.a0", order=order) is None
 
 
 def test_state_of_other_data_is_refused():
-    """A checkpoint whose data, order or form differ is refused with what to do."""
+    """A checkpoint whose data, order or form differ is refused, with the settings to restore."""
     order = DataOrder(4, seed=0)
     assert len({order_id(order, "a"), order_id(order, "b"), order_id(replace(order, seed=1), "a")}) == 3
     with pytest.raises(CheckpointError, match=r"prompts of other data .* trainer.resume = false"):
@@ -269,7 +269,7 @@ def task(prompt: Prompt, group_id: str = "e0.p0.a0"):
 
 
 def test_a_pack_is_a_message_while_it_fits_and_an_object_when_it_does_not():
-    """Small tasks travel inside the message, large ones as a stored list that decodes to the same tasks."""
+    """Small tasks are sent inside the message, large ones as a stored list that decodes to the same tasks."""
     small = pack_tasks([task(prompt(), f"e0.p{i}.a0") for i in range(12)])
     message = small.announced("run")
     assert message.tasks == small.tasks
@@ -287,15 +287,15 @@ def test_a_pack_is_a_message_while_it_fits_and_an_object_when_it_does_not():
 
 
 @given(st.integers(1, 3000), st.text(max_size=2000), st.text(max_size=200), st.integers(1, 12))
-def test_what_is_called_small_enough_always_fits(num_tokens: int, text: str, truth: str, count: int):
-    """The estimate of a task's size is never below what the encoder makes of it."""
+def test_a_pack_without_a_blob_always_fits_into_a_message(num_tokens: int, text: str, truth: str, count: int):
+    """The estimate of a task's size is never below its encoded size."""
     pack = pack_tasks([task(prompt(num_tokens, text, json.dumps(truth)), f"e0.p{i}.a0") for i in range(count)])
     if pack.blob is None:
         assert len(encode(pack.announced("a" * 48))) <= min(MAX_FACT_BYTES, sum(map(task_bytes, pack.tasks)) + 512)
 
 
 def test_pack_ids_follow_from_their_groups():
-    """The same groups have the same pack id, other groups another one."""
+    """The same groups have the same pack id, other groups a different one."""
     first = pack_tasks([task(prompt(), "e0.p0.a0"), task(prompt(), "e0.p1.a0")])
     assert first.pack_id == pack_tasks(first.tasks).pack_id
     assert first.pack_id != pack_tasks([task(prompt(), "e0.p0.a0"), task(prompt(), "e0.p2.a0")]).pack_id
@@ -313,14 +313,14 @@ def test_pack_ids_follow_from_their_groups():
         ({"groups_per_step": 1}, 10, 600, 1),
     ],
 )
-def test_small_groups_travel_together(changes, prompt_tokens, bytes_per_task, expected):
+def test_small_groups_share_a_message(changes, prompt_tokens, bytes_per_task, expected):
     """The number of groups in a message follows from bytes, tokens and a step's share of a worker."""
     chosen = choose_groups_per_message(rollout(**changes), prompt_tokens=prompt_tokens, bytes_per_task=bytes_per_task)
     assert chosen == expected
 
 
 def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
-    """On real rows: packs of 12 groups, the second life issues exactly what the first one would have."""
+    """On real rows: packs of 12 groups; the second session issues exactly what the first one would have."""
     write_model(tmp_path / "m", seed=0)
     write_data(tmp_path, seed=0, num_sft=1, num_train=200, num_eval=1)
     tokenizer = ChatTokenizer.read(tmp_path / "m")
@@ -342,7 +342,7 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
     assert max(len(encode(pack.announced("run"))) for pack in packs) < 32 * 1024
     assert first.next_packs(PolicyVersion(0)) == []
     done = [task.group_id for pack in packs[:4] for task in pack.tasks]
-    assert all(map(first.expects, done))
+    assert all(map(first.accept, done))
     assert first.send_back(done[:1]) == ()
     first.settle(done[1:])
     document = json.loads(json.dumps(first.state.to_document()))
@@ -353,11 +353,11 @@ def test_dispatch_issues_the_quickstarts_prompts_and_resumes(tmp_path: Path):
     assert again[0].tasks[0].group_id == done[0].replace("a0", "a1")
     assert again[0].tasks[0].attempt == 1
     assert again[0].tasks[0].issued_version == 1
-    assert not second.expects(done[1])
+    assert not second.accept(done[1])
 
 
 def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
-    """The broker would take it for a repetition: the next attempt passes it over, or the prompt is given up."""
+    """The broker would discard it as a duplicate: the next attempt skips its number, or the prompt is skipped."""
     limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
     order = DataOrder(10, seed=0, shuffle=False)
     _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
@@ -374,18 +374,18 @@ def test_an_attempt_that_was_refused_is_not_issued_again_under_its_id():
     assert not settle(resumed, ["e0.p1.a0"]).refused
 
 
-def test_the_next_attempt_of_an_earlier_life_takes_the_older_ones_place():
-    """A life that died had dropped a group and issued its prompt again: what comes is used, the older is closed."""
+def test_the_next_attempt_from_an_earlier_session_supersedes_the_older():
+    """A session that was killed had dropped a group and issued its prompt again: the newer is used, the older closed."""
     limits = rollout(groups_per_step=2, max_staleness=0, max_attempts=3)
     order = DataOrder(10, seed=0, shuffle=False)
     _, state = plan(START, order=order, rollout=limits, groups_per_message=2)
-    newer = expect(state, "e0.p1.a1", order=order)
+    newer = accept(state, "e0.p1.a1", order=order)
     assert newer is not None
     assert newer.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
-    assert expect(newer, "e0.p1.a0", order=order) is None
-    assert expect(state, "e0.p1.a1", order=order, holds=lambda group_id: group_id == "e0.p1.a0") is None
-    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)  # queued, when its next attempt comes by itself
-    ahead = expect(state, "e0.p1.a1", order=order)
+    assert accept(newer, "e0.p1.a0", order=order) is None
+    assert accept(state, "e0.p1.a1", order=order, holds=lambda group_id: group_id == "e0.p1.a0") is None
+    state, _ = send_back(state, ["e0.p1.a0"], max_attempts=3)  # queued, when its next attempt arrives unasked
+    ahead = accept(state, "e0.p1.a1", order=order)
     assert ahead is not None
     assert ahead.again == ()
     assert ahead.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}

@@ -1,4 +1,4 @@
-"""Whatever ends the issuing thread is told to the training thread."""
+"""An exception that ends the issuing thread is raised in the training thread."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.settings import RolloutSettings
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_issuing_in_silence() -> None:
-    """Tasks go nowhere, here because there is no bus at all: the next look at the issuer raises just that."""
+def test_an_unexpected_error_of_the_issuing_thread_is_raised_by_check() -> None:
+    """Without a bus the thread ends with AttributeError, and the next `check` raises it."""
     rollout = RolloutSettings(group_size=1, groups_per_step=1, max_staleness=0, max_new_tokens=4)
     dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=rollout, stop_token_ids=(2,))
-    issuer = Issuer(CLOSED, dispatch, Counters(), Accounting())
+    accounting = Accounting()
+    issuer = Issuer(CLOSED, dispatch, Counters(accounting), accounting)
     issuer.check()
     with issuer:
         issuer.advance(PolicyVersion(0), 10)

@@ -28,14 +28,14 @@ OFFLINE, AGAIN = "offline", "scored-again"
 TRAINING = ("trainer.steps=4", "algorithm.max_trained_count=1", "trainer.checkpoint_every=2")
 
 
-class Places:
-    """A reward for the place of a completion in its group, which no text decides; it refuses what ``refused`` names."""
+class PositionReward:
+    """A reward that is a completion's position in its group, whatever its text; it gives group ``refused`` no score."""
 
-    refused = ""
+    refused_id = ""
 
     def __call__(self, body: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
         def scores(group: dict[str, Any]) -> list[dict[str, Any]]:
-            if group["group_id"] == self.refused:
+            if group["group_id"] == self.refused_id:
                 return [{"score": None, "error": "no such answer"} for _ in group["completions"]]
             numbers = range(len(group["completions"]))
             return [{"score": float(n), "parts": {"first": float(n == 0), "last": float(n == 3)}} for n in numbers]
@@ -45,18 +45,18 @@ class Places:
 
 
 @pytest.fixture(scope="module")
-def places() -> Places:
-    return Places()
+def positions() -> PositionReward:
+    return PositionReward()
 
 
 @pytest.fixture(scope="module")
-def service(run: StoredRun, places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A reward service of its own run, with that reward registered as ``places``."""
+def service(run: StoredRun, positions: PositionReward, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A reward service of a separate run, with that reward registered as ``positions``."""
     with Bus.connect(run.nats, name="test") as bus:
         bootstrap(bus, run.blobs, "rescoring")
-        endpoint = EndpointServer(places)
+        endpoint = EndpointServer(positions)
         started = Service("rescoring", run.nats, run.s3, tmp_path_factory.mktemp("rescoring")).ready()
-        assert started.register("places", endpoint.url, version="7").is_success
+        assert started.register("positions", endpoint.url, version="7").is_success
         yield started
         started.kill()
         endpoint.close()
@@ -65,8 +65,8 @@ def service(run: StoredRun, places: Places, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def scored_again(run: StoredRun, service: Service) -> str:
-    """The stored run is scored by that reward, into the input AGAIN; what the command said."""
-    return run.console("rescore", "--reward", "places", "--url", service.url, "--into", AGAIN)
+    """The stored run is scored by that reward, into the input AGAIN; returns the command's output."""
+    return run.console("rescore", "--reward", "positions", "--url", service.url, "--into", AGAIN)
 
 
 def stored(run: StoredRun, name: str) -> list[RescoredPiece]:
@@ -74,19 +74,19 @@ def stored(run: StoredRun, name: str) -> list[RescoredPiece]:
 
 
 def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: str) -> None:
-    """Every group that was trained, once, in order, with the new rewards and parts; packs are copied byte for byte."""
+    """Every trained group is in it once, in order, with the new rewards and parts; packs are copied byte for byte."""
     totals = run.record.told[-1].account.totals["train"]
     num_others = totals.issued - totals.used
     assert num_others > 0
     assert f"not in it: {num_others} groups that no step of run {RUN} trained on (" in scored_again
-    told = find_input(AGAIN, run.blobs)[0]
-    assert (told.source, told.reward, told.temperature, told.left_out) == (RUN, "places", 1.0, {})
-    assert told.source_record == run.record.end
+    found = find_input(AGAIN, run.blobs)[0]
+    assert (found.source, found.reward, found.temperature, found.left_out) == (RUN, "positions", 1.0, {})
+    assert found.source_record == run.record.end
     groups = [group for piece in stored(run, AGAIN) for group in piece.groups]
     trained = [group for step in run.record.steps for group in step.groups if group.use == 1]
     assert [group.group_id for group in groups] == [group.group_id for group in trained]
     assert {group.scored.rewards for group in groups} == {(0.0, 1.0, 2.0, 3.0)}
-    assert {group.scored.scorer for group in groups} == {"places@7"}
+    assert {group.scored.scorer for group in groups} == {"positions@7"}
     assert groups[0].scored.parts == {"first": (1.0, 0.0, 0.0, 0.0), "last": (0.0, 0.0, 0.0, 1.0)}
     assert [group.scored.generated for group in groups] == [group.scored.generated for group in trained]
     sources = {pack.sha256 for step in run.record.steps for pack in step.packs}
@@ -94,12 +94,12 @@ def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: s
     assert "nothing is overwritten" in run.console("rescore", "--weights", "reward=2", "--into", AGAIN, expected=1)
 
 
-def test_a_group_without_a_score_is_an_error(run: StoredRun, service: Service, places: Places) -> None:
-    """It is named with its reason and nothing is written; left out on request, it is listed in the input."""
+def test_a_group_without_a_score_is_an_error(run: StoredRun, service: Service, positions: PositionReward) -> None:
+    """The error names it with the reason and nothing is written; with --leave-out-failed it is listed in the input."""
     group_id = run.record.steps[1].groups[0].group_id
-    places.refused = group_id
+    positions.refused_id = group_id
     try:
-        options = ("--reward", "places", "--url", service.url, "--into", "with-gap")
+        options = ("--reward", "positions", "--url", service.url, "--into", "with-gap")
         said = run.console("rescore", *options, expected=1)
         assert f"group {group_id}: " in said
         assert "no such answer" in said
@@ -107,14 +107,14 @@ def test_a_group_without_a_score_is_an_error(run: StoredRun, service: Service, p
         assert not list(run.blobs.list("runs/with-gap/"))
         run.console("rescore", *options, "--leave-out-failed")
     finally:
-        places.refused = ""
-    told = find_input("with-gap", run.blobs)[0]
-    assert list(told.left_out) == [group_id]
+        positions.refused_id = ""
+    found = find_input("with-gap", run.blobs)[0]
+    assert list(found.left_out) == [group_id]
     assert group_id not in {group.group_id for piece in stored(run, "with-gap") for group in piece.groups}
 
 
-def test_a_part_that_is_not_there_is_an_error(run: StoredRun) -> None:
-    """Weights name parts; a group without one says which it has."""
+def test_a_missing_part_is_an_error(run: StoredRun) -> None:
+    """Weights name parts; for a group without one the error lists those it has."""
     said = run.console("rescore", "--weights", "first=1,reward=1", expected=1)
     assert "it has no part first; it has reward" in said
 
@@ -128,8 +128,8 @@ def test_a_part_that_is_not_there_is_an_error(run: StoredRun) -> None:
     ],
 )
 @pytest.mark.usefixtures("scored_again")
-def test_what_does_not_fit_the_input_is_refused(run: StoredRun, override: str, says: str) -> None:
-    """More groups than there are, another temperature, a second use: refused at the start, with what to set."""
+def test_settings_that_do_not_fit_the_input_are_refused(run: StoredRun, override: str, says: str) -> None:
+    """More groups than there are, another temperature, a second use: refused at the start, with the setting to change."""
     given = [f"data.from_run={AGAIN}", *TRAINING, override]
     settings = load(TrainerSettings, files=[run.run_file], overrides=given).settings
     with pytest.raises(ConfigError, match=says):
@@ -138,9 +138,9 @@ def test_what_does_not_fit_the_input_is_refused(run: StoredRun, override: str, s
 
 @pytest.mark.usefixtures("scored_again")
 def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
-    """Killed and resumed on the way, each group counts once, every token is stale; the run is replayed like any other.
+    """Killed and resumed, it uses each group once and every token is stale; its replay gives the same weights.
 
-    Its record has the parts, so that it can be weighed anew itself.
+    Its record has the parts, so that its groups can be scored again by other weights.
     """
     record = run.record
     with Bus.connect(run.nats, name="test") as bus:
@@ -167,4 +167,4 @@ def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
     groups = [group for piece in stored(run, "weighed") for group in piece.groups]
     assert [group.group_id for group in groups] == wanted
     assert {group.scored.rewards for group in groups} == {(1.0, 2.0, 4.0, 6.5)}
-    assert {group.scored.scorer for group in groups} == {"places@7 weighed first=1,last=0.5,reward=2"}
+    assert {group.scored.scorer for group in groups} == {"positions@7 weighed first=1,last=0.5,reward=2"}

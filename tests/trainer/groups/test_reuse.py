@@ -1,4 +1,4 @@
-"""Groups that are trained on more than once, by design: how often, how far apart, never stale, never more after a crash."""
+"""Groups that are trained more than once by design: how often, how far apart, never stale, never more after a crash."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Box:
 
 
 def test_a_kept_group_fills_a_batch_that_would_wait() -> None:
-    """New groups go first; the one that was used least and is oldest makes up for what is missing."""
+    """New groups go first; the least used and oldest kept groups fill the rest."""
     box = Box(Reuse(2))
     for number in (1, 2):
         box.batcher.offer(ready(number, 0))
@@ -49,7 +49,7 @@ def test_a_kept_group_fills_a_batch_that_would_wait() -> None:
 
 
 def test_new_groups_are_never_held_up_by_kept_ones() -> None:
-    """A full batch of new groups is trained although trained ones are here."""
+    """A full batch of new groups is trained although kept ones are available."""
     box = Box(Reuse(9))
     for number in range(4):
         box.batcher.offer(ready(number, 0))
@@ -58,29 +58,29 @@ def test_new_groups_are_never_held_up_by_kept_ones() -> None:
 
 
 def test_a_group_that_is_too_old_is_retired_not_dropped() -> None:
-    """Its message can be acknowledged; it is said once, and no discard is counted."""
+    """Its message can be acknowledged; it is returned once, and no drop is counted."""
     box = Box(Reuse(9), max_staleness=1, size=1)
     box.batcher.offer(ready(1, 0))
     box.train(0)
     assert box.train(1) == ["e0.p1.a0"]
     batch, drops = box.batcher.take(PolicyVersion(2))
     assert (batch, drops) == ([], [])
-    assert box.batcher.retired() == ["e0.p1.a0"]
-    assert box.batcher.retired() == []
+    assert box.batcher.take_retired() == ["e0.p1.a0"]
+    assert box.batcher.take_retired() == []
 
 
-def test_after_a_resume_a_kept_group_comes_again_once() -> None:
-    """The ledger of the checkpoint says which trained groups have uses left; they are taken in, any other is spent."""
+def test_after_a_resume_a_kept_group_is_taken_in_once() -> None:
+    """Trained groups that have uses left by the checkpoint's ledger are taken in; any other counts as trained."""
     before = Box(Reuse(2), size=1)
     before.batcher.offer(ready(1, 0))
     before.batcher.offer(ready(2, 0))
     assert before.train(0) + before.train(1) + before.train(2) == ["e0.p1.a0", "e0.p2.a0", "e0.p1.a0"]
     after = Box(Reuse(2), size=1, ledger=Ledger(before.ledger.rows()))
-    assert not after.batcher.returns("e0.p1.a0")
+    assert not after.batcher.is_returning("e0.p1.a0")
     assert after.batcher.is_spent("e0.p1.a0")
-    assert after.batcher.returns("e0.p2.a0")
+    assert after.batcher.is_returning("e0.p2.a0")
     after.batcher.offer(ready(2, 0))
-    assert not after.batcher.returns("e0.p2.a0")
+    assert not after.batcher.is_returning("e0.p2.a0")
     assert after.batcher.is_spent("e0.p2.a0")
     assert after.train(3) == ["e0.p2.a0"]
     assert after.train(4) == []
@@ -91,20 +91,20 @@ def test_after_a_resume_a_kept_group_comes_again_once() -> None:
     count=st.integers(1, 4), interval=st.integers(1, 3), staleness=st.integers(0, 5),
     arrivals=st.lists(st.integers(0, 4), min_size=4, max_size=12), crash=st.integers(0, 12),
 )  # fmt: skip
-def test_whatever_arrives_and_crashes_no_group_is_used_too_often_too_soon_or_too_old(
+def test_for_any_arrivals_and_crash_no_group_is_used_too_often_too_soon_or_too_old(
     count: int, interval: int, staleness: int, arrivals: list[int], crash: int
 ) -> None:
-    """Uses and intervals are those of the setting, every use is within the bound, and every group is used or waits."""
+    """Uses and intervals are within the settings, every use is within the staleness bound, used-up groups are not held."""
     reuse = Reuse(count, interval)
     box = Box(reuse, max_staleness=staleness)
     uses: dict[str, list[int]] = {}
     made: dict[str, int] = {}
     for version, num in enumerate(arrivals):
-        if version == crash:  # all messages of groups that are not retired come again
+        if version == crash:  # all messages of groups that are not retired are delivered again
             held = [group_id for group_id in made if box.batcher.holds(group_id)]
             box = Box(reuse, max_staleness=staleness, ledger=Ledger(box.ledger.rows()))
             for group_id in held:
-                if not box.batcher.is_spent(group_id) or box.batcher.returns(group_id):
+                if not box.batcher.is_spent(group_id) or box.batcher.is_returning(group_id):
                     box.batcher.offer(ready(int(group_id.split(".")[1][1:]), made[group_id]))
         for _ in range(num):
             group = ready(len(made), version)

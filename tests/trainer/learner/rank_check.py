@@ -204,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.line(), ranks.line())
+    channels = PublishChannels(ranks.channel(), ranks.channel())
     ways = None
     if ranks.is_leader:
         bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="rank_check")

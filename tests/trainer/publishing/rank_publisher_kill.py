@@ -63,7 +63,7 @@ def main() -> None:
     blobs = Blobs(S3Settings.model_validate(setup["s3"]), deadline_s=setup["deadline_s"])
     dims = ParallelDims(ranks)
     own = RankPublisher(blobs, setup["run_id"], dims.buckets)
-    channels = PublishChannels(ranks.line(), ranks.line())
+    channels = PublishChannels(ranks.channel(), ranks.channel())
     if not ranks.is_leader:
         for version in range(NUM_TENSORS):
             own.hold(_own(version, dims))

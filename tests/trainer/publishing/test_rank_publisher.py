@@ -119,7 +119,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     head = head_of(connections)
     assert (head.version, manifest_of(connections, head.manifest).kind) == (1, "patch")
     assert_is(connections, 1)
-    assert "rank 1 of 2 has ended" in ranks.publish(2)
+    assert "rank 1 of 2 has exited" in ranks.publish(2)
     assert ranks.processes[1].wait(60) == -signal.SIGKILL
     assert head_of(connections) == head
     stored = [

@@ -1,8 +1,8 @@
 """The commit of the ring machine: the trainer's own, over a folder in memory and objects in a dictionary.
 
-`commit_everything`, `RunRecordWriter` and `checkpoint` are the real ones. What they ask the rest of a trainer for stands here:
-an object store, a key in NATS and a lease that never fail, weights that are a number, and a collector whose
-acknowledgements reach the broker later, if at all.
+`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The rest of a trainer is replaced here: an object store,
+a key in NATS and a lease that never fail, weights that are a digest, and a collector whose acknowledgements reach the
+broker later, if at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.protocol.facts import BlobRef, decode
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion
-from penstock.trainer.commit import CHECKPOINTS, commit_everything
+from penstock.trainer.commit import CHECKPOINTS, Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker
 from penstock.trainer.groups.issue import Issuer
@@ -35,8 +35,8 @@ RUN = "machine"
 
 
 @functools.cache
-def shelf() -> Path:
-    """Where the folders of all machines lie until the process ends: in memory, where an fsync is free."""
+def memory_folder() -> Path:
+    """The parent of all machines' folders until the process exits: in memory, where an fsync costs nothing."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="ring-machine-", dir=memory if memory.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -55,25 +55,25 @@ class Objects:
 
 
 @dataclass(slots=True)
-class Hands:
-    """Stands where the collector stands: what is settled, and what the newest checkpoint lets it acknowledge."""
+class DelayedAcks:
+    """Replaces the collector: what is settled, and the acknowledgements that the newest checkpoint allows."""
 
     tracker: DeliveryTracker
     covered: Callable[[], list[int]]
-    unheard: list[int] = field(default_factory=list)  # acknowledgements that the broker has not heard of yet
+    unsent: list[int] = field(default_factory=list)  # acknowledgements that the broker has not received
 
     def settled(self) -> list[int]:
         return self.covered()
 
     def acknowledge(self, sequences: Sequence[int]) -> None:
-        self.unheard = list(sequences)
+        self.unsent = list(sequences)
 
 
 class Commits:
-    """The checkpoints of one run, and the chapters they name; lives come and go."""
+    """The checkpoints of one run, and the chapters they name, over many sessions."""
 
     def __init__(self, record_writer: type[RunRecordWriter]) -> None:
-        self.folder = Path(tempfile.mkdtemp(dir=shelf()))
+        self.folder = Path(tempfile.mkdtemp(dir=memory_folder()))
         self.objects = Objects()
         self.lease = SimpleNamespace(epoch=0, confirm=lambda: None)
         self._type = record_writer
@@ -82,20 +82,20 @@ class Commits:
         self.step = 0
 
     def close(self) -> None:
-        """Remove what is on the disk."""
+        """Remove the folder."""
         shutil.rmtree(self.folder)
 
     def newest(self) -> CheckpointState | None:
-        """Read what a next life begins with."""
+        """Read the checkpoint that the next session resumes."""
         found = checkpoint.newest(self.folder / CHECKPOINTS, RUN)
         return None if found is None else found[1]
 
     def effect(self, state: CheckpointState) -> tuple[tuple[str, int], ...]:
-        """Return which groups the weights of a checkpoint were made of."""
+        """Return the groups that the weights of a checkpoint were trained on."""
         return self._effects[state.step]
 
     def begin(self, version: PolicyVersion) -> None:
-        """Begin a life with the newest checkpoint, whose weights are now called ``version``."""
+        """Start a session from the newest checkpoint, whose weights now have number ``version``."""
         state = self.newest()
         self.step = state.step if state else 0
         self.lease.epoch += 1
@@ -103,39 +103,44 @@ class Commits:
         pointer: Any = SimpleNamespace(move=lambda _: None)
         self._record_writer = self._type(connections, pointer, epoch=self.lease.epoch, resumed=state)
         if state is not None:
-            self._record_writer.point(state, b"")
-        self._record_writer.weights(self._digest)
-        self._record_writer.life(
+            self._record_writer.mark_committed(state, b"")
+        self._record_writer.set_weights(self._digest)
+        self._record_writer.add_session(
             holder="machine", at=0.0, step=self.step, version=version,
             parent=state.version if state else None, config=b"{}",
         )  # fmt: skip
 
     def train(self, batch: Sequence[ReadyGroup], version: PolicyVersion, made: PolicyVersion, ledger: Ledger) -> None:
-        """Enter a step."""
+        """Record a step."""
         assert self._record_writer is not None
         self.step += 1
         ids = [group.group_id for group in batch]
         self._effects[self.step] = (*self._effects[self.step - 1], *((group_id, version) for group_id in ids))
         uses = {group_id: ledger.uses(group_id) for group_id in ids}
-        self._record_writer.step(self.step, version, made, batch, {}, uses)
-        self._record_writer.weights(self._digest)
+        self._record_writer.add_step(self.step, version, made, batch, {}, uses)
+        self._record_writer.set_weights(self._digest)
 
-    def commit(self, issuer: Issuer, ledger: Ledger, version: PolicyVersion, hands: Hands) -> LineageChapter | None:
-        """Commit everything; returns the chapter that it wrote, if it wrote one."""
+    def commit(
+        self, issuer: Issuer, ledger: Ledger, version: PolicyVersion, acks: DelayedAcks
+    ) -> LineageChapter | None:
+        """Commit everything; return the chapter that was written, if any."""
         assert self._record_writer is not None
         before = self._record_writer.committed
-        training: Any = SimpleNamespace(
-            settings=SimpleNamespace(
+        replaced: dict[str, Any] = {
+            "settings": SimpleNamespace(
                 publishes_adapters=False,
                 run=SimpleNamespace(id=RUN, folder=self.folder), trainer=SimpleNamespace(keep_checkpoints=1)
             ),
-            rank_group=SimpleNamespace(save=lambda _: None),
-            planner=SimpleNamespace(document=dict),
-            recorder=SimpleNamespace(num_bytes=0),
-            issuer=issuer, collector=hands, evaluator=None, ledger=ledger, lease=self.lease, version=version,
-            record_writer=self._record_writer, num_steps_done=self.step, published_dtype="float32",
-        )  # fmt: skip
-        commit_everything(training)
+            "rank_group": SimpleNamespace(save=lambda _: None),
+            "planner": SimpleNamespace(document=dict),
+            "events": SimpleNamespace(num_bytes=0),
+            "collector": acks,
+            "lease": self.lease,
+        }  # fmt: skip
+        committer = Committer(
+            issuer=issuer, evaluator=None, ledger=ledger, record_writer=self._record_writer, **replaced
+        )
+        committer.commit(step=self.step, version=version, weights_dtype="float32")
         state = self._record_writer.committed
         if state is None or state is before:
             return None

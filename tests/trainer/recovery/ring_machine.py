@@ -1,9 +1,9 @@
-"""A world that treats the trainer's intake as badly as a broker may: repeats, reorders, loses, buries, and crashes.
+"""A state machine that subjects the trainer to everything a broker may do: repeat, reorder, lose, dead-letter; and crashes.
 
-The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and what
-commits (`tests/trainer/recovery/ring_commit.py`). Around them stand queues in memory with the guarantees of the real ones and no more: a message comes again until it is
-acknowledged, in any order; message ids are forgotten whenever a server restarts. `tests/trainer/recovery/test_exactly_once.py`
-runs it, and proves that it finds planted bugs.
+The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and the
+commit (`tests/trainer/recovery/ring_commit.py`). The queues are in memory, with the guarantees of the real ones and no
+more: a message is delivered again until it is acknowledged, in any order; message ids are forgotten whenever a server
+restarts. `tests/trainer/recovery/test_exactly_once.py` runs it, and shows that it finds planted bugs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.trainer.recovery.ring_commit import Commits, Hands
+from tests.trainer.recovery.ring_commit import Commits, DelayedAcks
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
@@ -44,14 +44,14 @@ from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
-CLOSED: Connections = Connections("machine", None, None)  # type: ignore[arg-type]  # no thread is started: nothing goes out
-PICK = st.integers(0, 10_000)  # which of what is there
+CLOSED: Connections = Connections("machine", None, None)  # type: ignore[arg-type]  # no thread is started: nothing is sent
+PICK = st.integers(0, 10_000)  # which of the items available
 
 
-class Remembered(PromptSet):
-    """Prompts that are read once: lives come and go by the hundred."""
+class CachedPrompts(PromptSet):
+    """Prompts that are read once for hundreds of sessions."""
 
-    @functools.cache  # noqa: B019  there is one set, for ever
+    @functools.cache  # noqa: B019  there is one set per process
     def __getitem__(self, index: int) -> Prompt:
         return super().__getitem__(index)
 
@@ -63,7 +63,7 @@ def prompts() -> PromptSet:
     atexit.register(shutil.rmtree, folder)
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=6, num_eval=1)
-    return Remembered.open(
+    return CachedPrompts.open(
         [folder / "train.jsonl"],
         data=DataSettings(),
         reward=RewardSettings(name="exact_match"),
@@ -82,12 +82,12 @@ def scored(group_id: str, version: int) -> ScoredGroup:
 
 @dataclass(slots=True)
 class Queue:
-    """Messages that come again until they are acknowledged; ids are remembered until the server restarts."""
+    """Messages that are delivered again until they are acknowledged; ids are kept until the server restarts."""
 
     waiting: dict[int, Any] = field(default_factory=dict)
     held: dict[int, Any] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
-    suppressed: set[str] = field(default_factory=set)  # groups of messages that were taken for repetitions
+    suppressed: set[str] = field(default_factory=set)  # groups of messages that were discarded as duplicates
     sequence: int = 0
 
     def publish(self, message: Any, msg_id: str) -> None:
@@ -99,14 +99,14 @@ class Queue:
         self.waiting[self.sequence] = message
 
     def pick(self, number: int) -> tuple[int, Any]:
-        """Any message that is waiting: there is no order."""
+        """Return any waiting message: there is no order."""
         sequence = sorted(self.waiting)[number % len(self.waiting)]
         return sequence, self.waiting[sequence]
 
 
 @dataclass(slots=True)
 class Record:
-    """What the committed chapters add up to: a group is issued once and closed once."""
+    """The sum of the committed chapters: a group is issued once and closed once."""
 
     issued: set[str] = field(default_factory=set)
     closed: dict[str, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Record:
             assert group_id not in self.issued, f"{group_id} is issued twice"
             self.issued.add(group_id)
         for group_id in entries.revived:
-            assert self.closed.pop(group_id) == "dead", f"{group_id} was revived, but it had not died"
+            assert self.closed.pop(group_id) == "dead", f"{group_id} was reopened, but it was not closed as dead"
         for group_id, how in [*((i, "used") for i in used), *((d.group_id, d.reason) for d in entries.dropped)]:
             assert group_id in self.issued, f"{group_id} is closed as {how} but was never issued"
             assert group_id not in self.closed, f"{group_id} is closed as {self.closed[group_id]} and as {how}"
@@ -131,7 +131,7 @@ class Record:
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Every rule is one thing that can happen next, in any order."""
+    """Every rule is one event that can happen next, in any order."""
 
     record_writer = RunRecordWriter  # planted bugs override these
     issuing = Issuer
@@ -152,38 +152,39 @@ class RingMachine(RuleBasedStateMachine):
         self.tasks, self.scored = Queue(), Queue()
         self.letters: list[tuple[DeadLetter, Any]] = []
         self.num_letters_read = 0
-        self.lost: set[str] = set()  # by the world, not by the trainer
+        self.lost: set[str] = set()  # by the broker, not by the trainer
         self.record = Record()
         self.version = self.head = PolicyVersion(0)
         self.effect: list[tuple[str, int]] = []  # group, and the version it was trained at
         self.commits = Commits(self.record_writer)
-        self.start(Ledger(), Accounting(), Counters(), None)
+        accounting = Accounting()
+        self.start(Ledger(), accounting, Counters(accounting), None)
         self.checkpoint()
 
-    def start(self, ledger, account, counters, document):
-        """Begin a life of the trainer."""
+    def start(self, ledger, accounting, counters, document):
+        """Start a session of the trainer."""
         dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=self.rollout, stop_token_ids=(2,))
         if document is not None:
             dispatch.resume(document["dispatch"])
         unsent = [tuple(ids) for ids in document["unsent"]] if document else []
         self.num_letters_read = document["letters_read"] if document else 0
         self.ledger, self.counters, self.dispatch = ledger, counters, dispatch
-        self.issuer = self.issuing(CLOSED, dispatch, counters, account, unsent, self.num_letters_read)
+        self.issuer = self.issuing(CLOSED, dispatch, counters, accounting, unsent, self.num_letters_read)
         batcher = Batcher(
             groups_per_step=self.rollout.groups_per_step, max_staleness=self.rollout.max_staleness, ledger=ledger,
             reuse=Reuse(self.uses),
         )  # fmt: skip
         self.tracker = DeliveryTracker(batcher, self.issuer)
-        self.hands = Hands(self.tracker, self.covered)
+        self.acks = DelayedAcks(self.tracker, self.covered)
         self.commits.begin(self.version)
         self.fetching: dict[int, list[ScoredGroup]] = {}
         self.issuer.advance(self.head, 1_000)
 
-    # ── the trainer's own acts ────────────────────────────────────────────────────────────────
+    # ── what the trainer does ─────────────────────────────────────────────────────────────────
 
     @rule(sends=st.booleans())
     def issue(self, sends):
-        """Tasks go out; or the trainer dies, later, before it has seen all of them arrive."""
+        """Tasks are published; or the trainer is killed before all of them are on the stream."""
         before = set(self.issuer.outstanding())
         packs = self.issuer.next_packs()
         if set(self.issuer.outstanding()) - before:
@@ -193,7 +194,7 @@ class RingMachine(RuleBasedStateMachine):
         for pack in packs[: None if sends else len(packs) // 2]:
             self.tasks.publish(tuple(task.group_id for task in pack.tasks), pack.pack_id)
         if sends:
-            self.issuer.sent()
+            self.issuer.mark_sent()
         elif packs:
             self.crash()
 
@@ -208,19 +209,19 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.fetching)
     @rule(pick=PICK, readable=st.sampled_from([True, True, True, False]))
     def fetched(self, pick, readable):
-        """The pack of a message is here, or turns out to be unreadable."""
+        """The pack of a message is fetched, or is unreadable."""
         sequence = sorted(self.fetching)[pick % len(self.fetching)]
         wanted = self.fetching.pop(sequence)
         if readable or not wanted:
             self.tracker.offer(ReadyGroup(s, PACK, None) for s in wanted)  # type: ignore[arg-type]
             return
-        self.tracker.unreadable(sequence, wanted)
-        self._bury("scored", [s.generated.group_id for s in wanted], self.scored.held.pop(sequence))
+        self.tracker.drop_unreadable(sequence, wanted)
+        self._dead_letter("scored", [s.generated.group_id for s in wanted], self.scored.held.pop(sequence))
 
-    @rule(is_patient=st.booleans(), announces=st.sampled_from([True, True, False]))
-    def train(self, is_patient=False, announces=True):
-        """One step, when there is a full batch; its weights are announced at once, or later."""
-        if is_patient and self.tracker.overtaken(self.version):
+    @rule(waits=st.booleans(), announces=st.sampled_from([True, True, False]))
+    def train(self, waits=False, announces=True):
+        """Make one step if there is a full batch; its weights are announced at once, or later."""
+        if waits and self.tracker.overtaken(self.version):
             return
         batch = self.tracker.take(self.version)
         if not batch:
@@ -232,8 +233,8 @@ class RingMachine(RuleBasedStateMachine):
         new = [group_id for group_id in ids if group_id not in self.ledger]
         self.ledger.record(self.version, ids, max_staleness=self.rollout.max_staleness)
         made = next_version(self.version)
-        self.issuer.trained(dict.fromkeys(new, 3), {}, made=made, num_reused=len(ids) - len(new))
-        self.tracker.trained(ids)
+        self.issuer.mark_trained(dict.fromkeys(new, 3), {}, made=made, num_reused=len(ids) - len(new))
+        self.tracker.mark_trained(ids)
         self.effect += [(group_id, self.version) for group_id in ids]
         self.commits.train(batch, self.version, made, self.ledger)
         self.version = made
@@ -243,22 +244,22 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.head != self.version)
     @rule()
     def announce(self):
-        """The newest version is on the stream; those between were skipped."""
+        """The newest version is announced; those between are skipped."""
         self.head = self.version
         self.issuer.advance(self.head, 1_000)
 
     @rule()
     def checkpoint(self):
-        """Commit; the acknowledgements come later, if at all."""
-        chapter = self.commits.commit(self.issuer, self.ledger, self.version, self.hands)
+        """Commit; the acknowledgements are sent later, if at all."""
+        chapter = self.commits.commit(self.issuer, self.ledger, self.version, self.acks)
         if chapter is not None:
             self.record.fold(chapter)
-        if self.hands.unheard:
-            self._require_all_is_on_the_disk()
+        if self.acks.unsent:
+            self._require_state_is_stored()
 
     @rule(what=st.sampled_from(["train", "receive", "fetched", "read_letter"]), pick=PICK)
     def checkpoint_twice(self, what, pick):
-        """Two checkpoints follow on one another, and at most one thing happens in between."""
+        """Make two checkpoints with at most one event in between."""
         self.checkpoint()
         if what == "train":
             self.train()
@@ -271,34 +272,34 @@ class RingMachine(RuleBasedStateMachine):
         self.checkpoint()
 
     def covered(self):
-        """Messages that a checkpoint now covers; a planted bug overrides this."""
+        """Return the messages that a checkpoint taken now covers; a planted bug overrides this."""
         return self.tracker.settled()
 
-    @precondition(lambda self: self.hands.unheard)
+    @precondition(lambda self: self.acks.unsent)
     @rule(number=st.integers(1, 3))
     def acknowledge(self, number):
-        """Some of what the checkpoint covers is acknowledged."""
-        done, self.hands.unheard = self.hands.unheard[:number], self.hands.unheard[number:]
-        self.tracker.acknowledged(done)
+        """Acknowledge some of the messages that the checkpoint covers."""
+        done, self.acks.unsent = self.acks.unsent[:number], self.acks.unsent[number:]
+        self.tracker.forget(done)
         for sequence in done:
             self.scored.held.pop(sequence, None)
 
     @precondition(lambda self: self.num_letters_read < len(self.letters))
     @rule()
     def read_letter(self):
-        """The trainer hears of the next dead letter."""
+        """The trainer reads the next dead letter."""
         self.num_letters_read += 1
-        self.tracker.bury(self.letters[self.num_letters_read - 1][0], self.num_letters_read)
+        self.tracker.dead_letter(self.letters[self.num_letters_read - 1][0], self.num_letters_read)
 
     @precondition(lambda self: not (self.tasks.waiting or self.scored.waiting or self.fetching))
     @rule()
-    def silence(self):
-        """Every queue is empty, and has been for long."""
-        self.tracker.give_up_missing()
+    def find_lost(self):
+        """Every queue has been empty for long: missing groups are dropped as lost."""
+        self.tracker.drop_missing()
 
     @rule()
     def crash(self):
-        """SIGKILL: only the checkpoint is left, and everything unacknowledged comes again."""
+        """SIGKILL: only the checkpoint is left, and everything unacknowledged is delivered again."""
         state = self.commits.newest()
         document = json.loads(state.model_dump_json())
         self.effect = list(self.commits.effect(state))
@@ -310,16 +311,18 @@ class RingMachine(RuleBasedStateMachine):
         self.restore(document)
 
     def restore(self, document):
-        """Begin the next life from a checkpoint; a planted bug overrides this."""
-        account = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
-        self.start(Ledger(document["ledger"]), account, Counters.from_document(document["totals"]), document)
+        """Start the next session from a checkpoint; a planted bug overrides this."""
+        accounting = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
+        counters = Counters(accounting, document["totals"])
+        assert counters.to_document() == document["totals"], "a resumed session counts otherwise than its checkpoint"
+        self.start(Ledger(document["ledger"]), accounting, counters, document)
 
-    # ── what the world does ───────────────────────────────────────────────────────────────────
+    # ── what workers, reward service and broker do ────────────────────────────────────────────
 
     @precondition(lambda self: self.tasks.waiting)
     @rule(pick=PICK, age=st.integers(0, 3), acknowledges=st.sampled_from([True, True, False]))
     def answer(self, pick, age, acknowledges):
-        """A worker samples a pack, by a version that may be old, and dies perhaps before it acknowledges it."""
+        """A worker samples a pack, by a version that may be old, and may be killed before it acknowledges the task."""
         sequence, ids = self.tasks.pick(pick)
         version = max(0, self.head - age)
         self.scored.publish([scored(group_id, version) for group_id in ids], f"s:{'+'.join(ids)}")
@@ -329,20 +332,20 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scored.waiting)
     @rule(pick=PICK)
     def repeat(self, pick):
-        """A publisher's late retry gets past the window: the same groups under another number."""
+        """A publisher's late retry is after the duplicate window: the same groups under another sequence number."""
         _, groups = self.scored.pick(pick)
         self.scored.publish(groups, f"late{self.scored.sequence}")
 
     @rule()
     def forget(self):
-        """The server restarts, and with it go the message ids of what was consumed."""
+        """The server restarts, and forgets the message ids of what was consumed."""
         self.tasks.known.clear()
         self.scored.known.clear()
 
     @precondition(lambda self: self.tasks.waiting or self.scored.waiting)
     @rule(pick=PICK, scored_stage=st.booleans())
     def lose(self, pick, scored_stage):
-        """A message vanishes: somebody acknowledged what he had not done."""
+        """A message is lost: a worker acknowledged a task without answering it."""
         queue = self.scored if (scored_stage and self.scored.waiting) or not self.tasks.waiting else self.tasks
         sequence, message = queue.pick(pick)
         del queue.waiting[sequence]
@@ -350,19 +353,19 @@ class RingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.tasks.waiting)
     @rule(pick=PICK, stage=st.sampled_from(["tasks", "generated"]))
-    def die(self, pick, stage):
+    def dead_letter(self, pick, stage):
         """A pack goes to the dead letters of a worker or of the reward service."""
         sequence, ids = self.tasks.pick(pick)
         del self.tasks.waiting[sequence]
         message = ids
         if stage == "generated":
             message = [scored(group_id, self.head) for group_id in ids]
-        self._bury(stage, list(ids), message)
+        self._dead_letter(stage, list(ids), message)
 
     @precondition(lambda self: self.letters)
     @rule(pick=PICK)
     def send_again(self, pick):
-        """Somebody sends a dead letter again, whatever has become of its groups meanwhile."""
+        """A dead letter is sent again, whatever the present state of its groups."""
         number = pick % len(self.letters)
         letter, message = self.letters[number]
         queue = self.tasks if letter.stage == "tasks" else self.scored
@@ -370,7 +373,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def flow(self):
-        """For once nothing goes wrong: what is issued is answered and delivered, and a step is made."""
+        """Without any fault: what is issued is answered and delivered, and a step is made."""
         self.announce()
         self.issue(sends=True)
         while self.tasks.waiting:
@@ -383,23 +386,23 @@ class RingMachine(RuleBasedStateMachine):
             self.fetched(0, readable=True)
         self.train()
 
-    def _bury(self, stage, group_ids, message):
+    def _dead_letter(self, stage, group_ids, message):
         letter = DeadLetter(
             run_id="machine", stage=stage, subject="s", reason="r", detail="d", group_ids=tuple(group_ids),
             num_delivered=1,
         )  # fmt: skip
         self.letters.append((letter, message))
 
-    def _require_all_is_on_the_disk(self):
-        """What is acknowledged never comes again: a next life has the checkpoint alone to know of it."""
-        there, now = self.commits.newest(), self.issuer.take_state()
-        assert IssuerState.is_in(now, there), "acknowledged, but the checkpoint does not tell what became of it"
-        assert there.version == self.version, "acknowledged, but the checkpoint is of older weights"
+    def _require_state_is_stored(self):
+        """What is acknowledged is not delivered again: a next session knows it from the checkpoint alone."""
+        stored, now = self.commits.newest(), self.issuer.take_state()
+        assert IssuerState.is_in(now, stored), "acknowledged, but the checkpoint does not hold the present state"
+        assert stored.version == self.version, "acknowledged, but the checkpoint is of older weights"
 
     # ── what must be true at every moment ─────────────────────────────────────────────────────
 
     @invariant()
-    def every_effect_is_there_once(self):
+    def every_group_has_one_effect(self):
         if not hasattr(self, "issuer"):
             return
         uses = Counter(group_id for group_id, _ in self.effect)
@@ -408,33 +411,32 @@ class RingMachine(RuleBasedStateMachine):
         assert all(n == 1 for n in places.values()), f"two attempts at one prompt were both trained: {places}"
 
     @invariant()
-    def the_account_is_what_dispatch_has_out(self):
+    def the_accounting_matches_dispatch(self):
         if not hasattr(self, "issuer"):
             return
-        account = self.issuer._account
-        totals = account._books["train"].totals
-        in_flight = account.in_flight("train")
+        accounting = self.issuer._accounting
+        totals, in_flight = accounting.totals("train"), accounting.in_flight("train")
         assert in_flight == set(self.issuer.outstanding())
         assert totals.issued == totals.used + sum(totals.dropped.values()) + len(in_flight)
         assert all(n >= 0 for n in totals.dropped.values())
         assert not {k.place for k in self.dispatch.state.dead} & {k.place for k in self.dispatch.state.outstanding}
 
     @invariant()
-    def the_ledger_forgets_only_what_is_refused_anyway(self):
+    def the_ledger_forgets_only_stale_groups(self):
         if not hasattr(self, "issuer"):
             return
         for group_id, version in self.effect:
             if group_id not in self.ledger:
-                newest = PolicyVersion(version)  # no copy that was trained then can be younger
+                newest = PolicyVersion(version)  # no copy of a group trained then can be younger
                 assert not is_fresh(self.version, newest, self.rollout.max_staleness), f"{group_id} is forgotten early"
 
     @invariant()
-    def nothing_is_nowhere(self):
-        """What is outstanding is in a queue, in the trainer's hands, among the dead letters, or was lost by the world."""
+    def every_outstanding_group_is_somewhere(self):
+        """What is outstanding is in a queue, held by the trainer, dead-lettered, or was lost by the broker."""
         if not hasattr(self, "issuer"):
             return
         unsent = {group_id for pack in self.issuer._unsent for group_id in pack}
-        buried = {group_id for letter, _ in self.letters for group_id in letter.group_ids}
+        dead = {group_id for letter, _ in self.letters for group_id in letter.group_ids}
         queued = {
             group_id
             for queue in (self.tasks, self.scored)
@@ -442,27 +444,27 @@ class RingMachine(RuleBasedStateMachine):
             for group_id in _ids(message)
         }
         suppressed = self.tasks.suppressed | self.scored.suppressed
-        nowhere = set(self.issuer.outstanding()) - queued - buried - unsent - self.lost - suppressed
-        assert not nowhere, f"outstanding, but nowhere: {nowhere}"
+        missing = set(self.issuer.outstanding()) - queued - dead - unsent - self.lost - suppressed
+        assert not missing, f"outstanding, but in no place: {missing}"
 
     def teardown(self):
-        """With nothing going wrong any more, step follows on step."""
+        """Without further faults, the trainer makes step after step."""
         if not hasattr(self, "issuer"):
             return
         goal = self.version + 3
         for _ in range(40):
             self.forget()
             self.flow()
-            self.every_effect_is_there_once()
-            self.the_account_is_what_dispatch_has_out()
+            self.every_group_has_one_effect()
+            self.the_accounting_matches_dispatch()
             self.checkpoint()
-            if self.hands.unheard:
-                self.acknowledge(len(self.hands.unheard))
+            if self.acks.unsent:
+                self.acknowledge(len(self.acks.unsent))
             if self.version >= goal:
                 self.commits.close()
                 return
-            self.silence()
-        raise AssertionError("the ring stands still although nothing goes wrong any more")
+            self.find_lost()
+        raise AssertionError("no step is made although there are no further faults")
 
 
 def _ids(message):

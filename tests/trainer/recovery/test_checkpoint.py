@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all."""
+"""A checkpoint is complete or not there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(folder: Path) -> None:
     (folder / "engine" / "weights.bin").write_bytes(b"weights")
 
 
-def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_read_back(tmp_path: Path) -> None:
     """State and files of the newest checkpoint are read back; only the newest few stay."""
     for step in (2, 4, 12):
         checkpoint.commit(tmp_path, state(step), write, keep=2)
@@ -44,7 +44,7 @@ def test_the_newest_checkpoint_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint that was not committed is not seen, and is cleared away."""
+    """A checkpoint that was not committed is ignored, and removed."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
 
     def crash(folder: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_crash_while_writing_leaves_the_older_checkpoint(tmp_path: Path) -> No
 def test_a_crash_while_an_old_checkpoint_is_removed_leaves_the_newer_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a removed checkpoint does not count and does not stand in the way; the rest of it is cleared away."""
+    """A partly removed checkpoint does not count, and its rest is removed."""
     for step in (2, 4):
         checkpoint.commit(tmp_path, state(step), write, keep=2)
 
@@ -82,8 +82,8 @@ def test_a_crash_while_an_old_checkpoint_is_removed_leaves_the_newer_ones(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step00000004", "step00000006"]
 
 
-def test_what_happened_without_a_step_replaces_the_state(tmp_path: Path) -> None:
-    """The next chapter on the same weights leaves the policy's files alone, and counts at once."""
+def test_a_chapter_without_a_step_replaces_the_state(tmp_path: Path) -> None:
+    """The next chapter on the same weights leaves the policy's files unchanged, and counts at once."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     later = state(2, epoch=2, chapter=2)
     checkpoint.commit(tmp_path, later, lambda _: pytest.fail("written again"), keep=2)
@@ -93,12 +93,12 @@ def test_what_happened_without_a_step_replaces_the_state(tmp_path: Path) -> None
     assert (found[0] / "engine" / "weights.bin").read_bytes() == b"weights"
 
 
-def test_a_lost_lease_leaves_everything_as_it_was(tmp_path: Path) -> None:
-    """What is asked immediately before the rename can still prevent it, for a new step and for the same one."""
+def test_a_lost_lease_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    """`confirm`, called immediately before the rename, can prevent it, for a new step and for the same one."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
 
     def refuse() -> None:
-        raise LeaseLost("somebody else trains")
+        raise LeaseLost("another trainer holds the run")
 
     for attempt in (state(2, chapter=2), state(4)):
         with pytest.raises(LeaseLost):
@@ -108,10 +108,10 @@ def test_a_lost_lease_leaves_everything_as_it_was(tmp_path: Path) -> None:
         assert found[1] == state(2)
 
 
-def test_a_folder_of_an_older_epoch_gives_way(tmp_path: Path) -> None:
-    """What a suspended trainer committed after it lost its lease is replaced; its own attempt to replace is refused."""
+def test_a_folder_of_an_older_epoch_is_replaced(tmp_path: Path) -> None:
+    """What a suspended trainer committed after it lost its lease is replaced; that trainer cannot replace it again."""
     checkpoint.commit(tmp_path, state(10, epoch=1), write, keep=3)
-    checkpoint.commit(tmp_path, state(12, epoch=1, weights="b"), write, keep=3)  # woke up in the middle of a commit
+    checkpoint.commit(tmp_path, state(12, epoch=1, weights="b"), write, keep=3)  # resumed in the middle of a commit
     newer = state(12, epoch=2)
     checkpoint.commit(tmp_path, newer, write, keep=3)
     found = checkpoint.newest(tmp_path, "r")
@@ -127,7 +127,7 @@ def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
-    """Another run's checkpoint, or one whose state does not read, is an error that names the folder."""
+    """Another run's checkpoint, or one whose state is not readable, is an error that names the folder."""
     checkpoint.commit(tmp_path, state(2), write, keep=2)
     folder = tmp_path / "step00000002"
     with pytest.raises(CheckpointError, match="belongs to run r, this is run other"):
@@ -138,8 +138,8 @@ def test_a_foreign_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture(params=["a limit on files", "a full disk"])
-def tight(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder that takes one megabyte: by the process's limit, and by a file system of that size."""
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder for one megabyte: by the process's limit, and by a file system of that size."""
     if request.param == "a limit on files":
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
@@ -158,8 +158,8 @@ def tight(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("writer", ["plain", "torch"])
-def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(tight: Path, writer: str) -> None:
-    """The error names place and free space; the half-written one is cleared away, so that the space is there again."""
+def test_a_full_disk_leaves_the_older_checkpoint_and_names_the_fix(small_disk: Path, writer: str) -> None:
+    """The error names folder and free space; the partial checkpoint is removed, so that its space is free again."""
 
     def write_too_much(folder: Path) -> None:
         if writer == "plain":
@@ -167,13 +167,13 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_says_what_to_do(tight: Path
         else:
             torch.save({"weights": torch.zeros(1_000_000)}, folder / "weights.pt")
 
-    checkpoint.commit(tight, state(2), write, keep=2)
+    checkpoint.commit(small_disk, state(2), write, keep=2)
     with pytest.raises(
         CheckpointError, match=r"step00000004 could not be written below .*\(.*MB are free.*start the trainer again"
     ):
-        checkpoint.commit(tight, state(4), write_too_much, keep=2)
-    assert [path.name for path in tight.iterdir()] == ["step00000002"]
-    found = checkpoint.newest(tight, "r")
+        checkpoint.commit(small_disk, state(4), write_too_much, keep=2)
+    assert [path.name for path in small_disk.iterdir()] == ["step00000002"]
+    found = checkpoint.newest(small_disk, "r")
     assert found is not None
     assert found[1] == state(2)
-    checkpoint.commit(tight, state(4), write, keep=2)
+    checkpoint.commit(small_disk, state(4), write, keep=2)

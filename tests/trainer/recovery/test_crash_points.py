@@ -1,4 +1,4 @@
-"""Killed between any two acts of step, checkpoint, acknowledgement and publication, a run loses and doubles nothing."""
+"""Killed between any two actions of step, checkpoint, acknowledgement and publication, a run loses and repeats nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, GROUPS_PER_STEP, EVALUATED = 10, 2, 4
 
-# Publication passes its points for the version that a life begins with first, then for those it makes.
+# Publication passes its points first for the version that a session starts with, then for those it makes.
 SECOND = {
     CrashPoint.OBJECT_STORED, CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED,
     CrashPoint.ANNOUNCED,
@@ -41,7 +41,7 @@ SECOND = {
 
 @dataclass
 class Scene:
-    """Small runs on real servers; the one called calm is not disturbed."""
+    """Small runs on real servers; the one called undisturbed is not killed."""
 
     folder: Path
     bus: Bus
@@ -92,39 +92,39 @@ def scene(tmp_path_factory: pytest.TempPathFactory, nats_server: NatsServer, s3_
     write_data(folder, seed=0, num_sft=1, num_train=60, num_eval=EVALUATED)
     with Bus.connect(nats_server.settings, name="audit") as bus:
         scene = Scene(folder, bus, Blobs(s3_server.settings), nats_server, s3_server)
-        run_file = scene.run_file("calm")
-        with scene.producer("calm"):
-            calm = life(run_file)
+        run_file = scene.run_file("undisturbed")
+        with scene.producer("undisturbed"):
+            undisturbed = start(run_file)
             try:
-                calm.wait()
+                undisturbed.wait()
             finally:
-                calm.kill()
+                undisturbed.kill()
         yield scene
-        delete_run(bus, "calm")
+        delete_run(bus, "undisturbed")
 
 
 @pytest.fixture
-def lives() -> Iterator[list[Command]]:
-    """Lives to be ended, whatever happens."""
-    begun: list[Command] = []
-    yield begun
-    for command in begun:
+def sessions() -> Iterator[list[Command]]:
+    """Trainer processes that are killed at the end of a test."""
+    started: list[Command] = []
+    yield started
+    for command in started:
         command.kill()
 
 
-def life(run_file: Path, *overrides: str) -> Command:
-    """Begin a life of a run's trainer."""
+def start(run_file: Path, *overrides: str) -> Command:
+    """Start a session of a run's trainer."""
     return Command(run_file.parent, "train", str(run_file), *overrides)
 
 
 def steps_of(scene: Scene, run_id: str) -> list[tuple[list[int], str]]:
-    """The prompts of each recorded step, and the digest of what it made."""
+    """Return the prompts of each recorded step, and the digest of the weights it made."""
     found = reversed(list(chapters(scene.state(run_id).record, scene.blobs.get)))
     return [([group.prompt for group in step.groups], step.weights_digest) for part in found for step in part.steps]
 
 
 def assert_whole(scene: Scene, run_id: str) -> None:
-    """The account closes, and every group that a step needed counts once."""
+    """The accounting closes, and every group that a step needed counts once."""
     proof = scene.audit(run_id)
     assert proof.closes, proof.breaches
     train, held_out = proof.splits
@@ -136,49 +136,49 @@ def assert_whole(scene: Scene, run_id: str) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, lives: list[Command]) -> None:
-    """One life dies at each point; the account closes after every one, and at the end each group counts once.
+def test_kills_at_every_point_in_turn_change_nothing(scene: Scene, run_id: str, sessions: list[Command]) -> None:
+    """One session is killed at each point; the accounting closes after each, and at the end each group counts once.
 
-    Groups that dead lives had issued overtake one another, so the order of the steps is this run's own.
+    Groups that killed sessions issued arrive in any order, so the order of groups in steps differs from other runs.
     """
     run_file = scene.run_file(run_id)
-    # So that few words change: only then are patches sparse, and anchors stored beside them.
+    # Few bytes change per version: only then are patches sparse, and full snapshots stored in addition.
     sparse = ("trainer.publish_dtype=bfloat16", "trainer.lr=1e-5", "trainer.anchor_every=1")
     with scene.producer(run_id):
         for point in CrashPoint:
-            lives.append(life(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
-            lives[-1].wait(expected=-9)
+            sessions.append(start(run_file, *sparse, f"trainer.kill_at={point}:{2 if point in SECOND else 1}"))
+            sessions[-1].wait(expected=-9)
             proof = scene.audit(run_id)
             assert proof.closes, (point, proof.breaches)
-        lives.append(life(run_file, *sparse))
-        lives[-1].wait()
+        sessions.append(start(run_file, *sparse))
+        sessions[-1].wait()
     assert_whole(scene, run_id)
     assert scene.state(run_id).epoch == len(CrashPoint) + 1
     delete_run(scene.bus, run_id)
 
 
 @pytest.mark.parametrize("point", [CrashPoint.WRITTEN, pytest.param(CrashPoint.COMMITTED, marks=pytest.mark.chaos)])
-def test_one_kill_changes_no_weight(scene: Scene, run_id: str, lives: list[Command], point: CrashPoint) -> None:
-    """Before or after the rename: the steps are the undisturbed run's, and so is every version, hash for hash."""
+def test_one_kill_changes_no_weight(scene: Scene, run_id: str, sessions: list[Command], point: CrashPoint) -> None:
+    """Before or after the rename: the steps equal the undisturbed run's, and so does every version's hash."""
     run_file = scene.run_file(run_id)
     with scene.producer(run_id):
-        lives.append(life(run_file, f"trainer.kill_at={point}:2"))
-        lives[-1].wait(expected=-9)
-        lives.append(life(run_file))
-        lives[-1].wait()
+        sessions.append(start(run_file, f"trainer.kill_at={point}:2"))
+        sessions[-1].wait(expected=-9)
+        sessions.append(start(run_file))
+        sessions[-1].wait()
     assert_whole(scene, run_id)
-    assert steps_of(scene, run_id) == steps_of(scene, "calm")
+    assert steps_of(scene, run_id) == steps_of(scene, "undisturbed")
     delete_run(scene.bus, run_id)
 
 
-def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_says_so(
-    scene: Scene, run_id: str, lives: list[Command]
+def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_fails(
+    scene: Scene, run_id: str, sessions: list[Command]
 ) -> None:
-    """The control: with the ids taken out of a checkpoint before its acknowledgements, effects are there twice."""
+    """Negative control: with the ids removed from a checkpoint before its acknowledgements, groups are trained twice."""
     run_file = scene.run_file(run_id)
     with scene.producer(run_id):
-        lives.append(life(run_file, "rollout.max_staleness=1", f"trainer.kill_at={CrashPoint.COMMITTED}"))
-        lives[-1].wait(expected=-9)
+        sessions.append(start(run_file, "rollout.max_staleness=1", f"trainer.kill_at={CrashPoint.COMMITTED}"))
+        sessions[-1].wait(expected=-9)
         path = scene.checkpoints(run_id) / folder_name(1) / STATE_FILE
         state = json.loads(path.read_text())
         ids = [group_id for _, row in state["ledger"] for group_id in row]
@@ -186,25 +186,25 @@ def test_without_the_ids_a_redelivery_is_trained_again_and_the_audit_says_so(
         state["dispatch"]["outstanding"] += ids
         state["account"]["in_flight"]["train"] += ids
         path.write_text(json.dumps(state))
-        lives.append(life(run_file, "rollout.max_staleness=1"))
-        lives[-1].wait()
+        sessions.append(start(run_file, "rollout.max_staleness=1"))
+        sessions[-1].wait()
     proof = scene.audit(run_id)
     assert not proof.closes
     assert {breach.group_id for breach in proof.breaches if breach.kind == "trained twice"} == set(ids)
     delete_run(scene.bus, run_id)
 
 
-def test_a_suspended_trainer_that_wakes_up_does_no_harm(scene: Scene, run_id: str, lives: list[Command]) -> None:
-    """Stopped for longer than its lease, it is succeeded; awake again it ends without a trace. A third one is refused."""
+def test_a_suspended_trainer_that_resumes_changes_nothing(scene: Scene, run_id: str, sessions: list[Command]) -> None:
+    """Suspended for longer than its lease, it loses the run; resumed, it exits without effect. A third trainer is refused."""
     run_file = scene.run_file(run_id)
     with scene.producer(run_id) as producer:
         producer.limit = 2 * GROUPS_PER_STEP
-        lives.append(first := life(run_file))
+        sessions.append(first := start(run_file))
         wait_for(lambda: folder_name(2) in str(list(scene.checkpoints(run_id).glob("*"))), "two steps", 60.0)
         first.signal(signal.SIGSTOP)
-        lives.append(second := life(run_file))
-        wait_for(lambda: '"event": "training"' in second.err, "the successor", 60.0)
-        lives.append(third := life(run_file))
+        sessions.append(second := start(run_file))
+        wait_for(lambda: '"event": "training"' in second.err, "the second trainer", 60.0)
+        sessions.append(third := start(run_file))
         third.wait(expected=2)
         assert "is held by trainer-" in third.err
         first.signal(signal.SIGCONT)
@@ -222,53 +222,53 @@ def kinds(proof: Proof) -> set[str]:
     return {breach.kind for breach in proof.breaches}
 
 
-def test_the_audit_fails_when_ids_are_taken_out_of_the_checkpoint(scene: Scene, tmp_path: Path) -> None:
-    """A ledger without its groups is not what was committed; the audit names every missing id."""
-    shutil.copytree(scene.checkpoints("calm"), tmp_path / "checkpoints")
+def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(scene: Scene, tmp_path: Path) -> None:
+    """A ledger without its groups differs from what was committed; the audit names every missing id."""
+    shutil.copytree(scene.checkpoints("undisturbed"), tmp_path / "checkpoints")
     folder, state = committed(tmp_path / "checkpoints")[-1]
     ids = {group_id for _, row in state.ledger for group_id in row}
     (folder / STATE_FILE).write_text(state.model_copy(update={"ledger": ()}).model_dump_json())
-    proof = prove(gather("calm", scene.bus, scene.blobs, tmp_path / "checkpoints", reads_packs=False))
+    proof = prove(gather("undisturbed", scene.bus, scene.blobs, tmp_path / "checkpoints", reads_packs=False))
     assert kinds(proof) == {"checkpoint altered", "not in the ledger"}
     assert {breach.group_id for breach in proof.breaches} - {""} == ids
 
 
-def test_the_audit_fails_when_a_pack_is_gone_or_another_one(scene: Scene) -> None:
-    """Every group of the pack is named; a changed byte is seen although the size is the same."""
-    audit_inputs = gather("calm", scene.bus, scene.blobs, scene.checkpoints("calm"), reads_packs=False)
+def test_the_audit_fails_when_a_pack_is_missing_or_altered(scene: Scene) -> None:
+    """Every group of the pack is named; a changed byte is found although the size is the same."""
+    audit_inputs = gather("undisturbed", scene.bus, scene.blobs, scene.checkpoints("undisturbed"), reads_packs=False)
     step = audit_inputs.chapters[0].steps[0]
     names = {group.group_id for group in step.groups if group.pack == 0}
     data = scene.blobs.get(step.packs[0])
     try:
         scene.blobs.put(step.packs[0].key, data[:-1] + bytes([data[-1] ^ 1]))
-        altered = scene.audit("calm")
+        altered = scene.audit("undisturbed")
         scene.blobs.delete([step.packs[0].key])
-        missing = scene.audit("calm")
+        missing = scene.audit("undisturbed")
     finally:
         scene.blobs.put(step.packs[0].key, data)
     assert kinds(altered) == {"pack altered"}
     assert kinds(missing) == {"pack missing"}
     assert {b.group_id for b in altered.breaches} == {b.group_id for b in missing.breaches} == names
-    assert scene.audit("calm").closes
+    assert scene.audit("undisturbed").closes
 
 
-def test_the_audit_fails_when_the_record_is_tampered_with(scene: Scene) -> None:
-    """A chapter with other bytes than its successor promises is no record."""
-    reference = scene.state("calm").record
+def test_the_audit_fails_when_the_record_is_altered(scene: Scene) -> None:
+    """A chapter whose bytes differ from the hash that names it is a breach."""
+    reference = scene.state("undisturbed").record
     data = scene.blobs.get(reference)
     try:
         scene.blobs.put(reference.key, data[:-1] + bytes([data[-1] ^ 1]))
-        assert "record altered" in kinds(scene.audit("calm"))
+        assert "record altered" in kinds(scene.audit("undisturbed"))
     finally:
         scene.blobs.put(reference.key, data)
 
 
-def test_the_command_tells_the_same(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
-    """`penstock audit` ends with 0 and a table, or one JSON object, for a finished run."""
-    arguments = [str(scene.folder / "calm.toml")]
-    assert audit_run("calm", arguments, {}, fast=False, as_json=False) == 0
+def test_the_audit_command_prints_a_table_or_json(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    """`penstock audit` exits with 0 and prints a table, or one JSON object, for a finished run."""
+    arguments = [str(scene.folder / "undisturbed.toml")]
+    assert audit_run("undisturbed", arguments, {}, fast=False, as_json=False) == 0
     assert "the account closes" in capfd.readouterr().out
-    assert audit_run("calm", arguments, {}, fast=True, as_json=True) == 0
+    assert audit_run("undisturbed", arguments, {}, fast=True, as_json=True) == 0
     document = json.loads(capfd.readouterr().out)
     assert document["closes"]
     assert document["step"] == STEPS

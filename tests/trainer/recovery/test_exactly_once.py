@@ -1,4 +1,4 @@
-"""Whatever the broker does and wherever the trainer dies: every group counts once, and the account closes."""
+"""Whatever the broker does and wherever the trainer is killed: every group counts once, and the accounting closes."""
 
 from __future__ import annotations
 
@@ -35,63 +35,63 @@ class LedgerForgotten(RingMachine):
 
 
 class PositionForgotten(RingMachine):
-    """A checkpoint whose dispatch begins anew."""
+    """A checkpoint whose dispatch starts over."""
 
     def restore(self, document):
-        account = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
-        totals = Counters.from_document(document["totals"])
+        accounting = Accounting(AccountState.model_validate_json(json.dumps(document["account"])))
+        counters = Counters(accounting, document["totals"])
         dispatch = document["dispatch"] | {"position": 0, "outstanding": [], "again": [], "ahead": []}
-        self.start(Ledger(document["ledger"]), account, totals, document | {"dispatch": dispatch})
+        self.start(Ledger(document["ledger"]), accounting, counters, document | {"dispatch": dispatch})
 
 
 class AcknowledgedTooEarly(RingMachine):
-    """A checkpoint acknowledges all messages that are here, not those alone whose groups it covers."""
+    """A checkpoint acknowledges all messages held, not only those whose groups it covers."""
 
     def covered(self):
         return list(self.scored.held)
 
 
-class Unlooked(IssuerState):
-    """The state of dispatch, which says nothing new while nothing was entered."""
+class EntriesOnly(IssuerState):
+    """A state that compares equal to a checkpoint as long as there are no entries."""
 
     def is_in(self, state):
         return self.entries.is_empty
 
 
 class RefusalsForgotten(RingMachine):
-    """A checkpoint is passed over when nothing was entered, although the state is another by now."""
+    """A checkpoint is skipped when there are no entries, although the state has changed."""
 
-    class Hasty(Issuer):
+    class SkipsCheckpoints(Issuer):
         def take_state(self):
             state = super().take_state()
-            return Unlooked(*(getattr(state, name.name) for name in fields(state)))
+            return EntriesOnly(*(getattr(state, name.name) for name in fields(state)))
 
-    issuing = Hasty
+    issuing = SkipsCheckpoints
 
 
 class StepPassedOver(RingMachine):
-    """A checkpoint after a single step, with nothing issued since the one before, takes it for nothing."""
+    """A checkpoint after a single step is skipped when nothing was issued since the one before."""
 
-    class Hasty(RunRecordWriter):
+    class SkipsCheckpoints(RunRecordWriter):
         @property
         def is_empty(self) -> bool:
-            return not (self._lives or self._steps)
+            return not (self._sessions or self._steps)
 
-    record_writer = Hasty
-    issuing = RefusalsForgotten.Hasty
+    record_writer = SkipsCheckpoints
+    issuing = RefusalsForgotten.SkipsCheckpoints
 
 
 @pytest.mark.parametrize(
     "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
 )
 def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
-    """A trainer that forgets what its checkpoint should hold, or acknowledges before it, is caught."""
+    """A trainer that forgets what its checkpoint should hold, or acknowledges before it, fails the machine."""
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(broken, settings=HUNT)
 
 
-def test_a_group_for_another_use_whose_pack_is_gone_stays_trained() -> None:
-    """After a crash it comes back and cannot be read: it is not used again, and not dropped, for it was trained."""
+def test_a_group_for_another_use_whose_pack_is_unreadable_stays_trained() -> None:
+    """After a crash it is delivered and cannot be read: it is not used again, and not dropped, since it was trained."""
     machine = RingMachine()
     machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
     machine.flow()
@@ -104,7 +104,7 @@ def test_a_group_for_another_use_whose_pack_is_gone_stays_trained() -> None:
 
 
 def test_a_group_for_another_use_that_arrives_as_the_run_ends_is_settled() -> None:
-    """It is being fetched when the last batch is done: its message waits for the checkpoint alone."""
+    """It is being fetched when the last batch is done: its message only waits for the checkpoint."""
     machine = RingMachine()
     machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
     machine.flow()

@@ -1,4 +1,4 @@
-"""What a run keeps: with the defaults all it takes to replay it, and never less than what somebody still waits for."""
+"""What a run keeps: with the defaults everything that a replay needs, and always what a queue or dead letter names."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.recovery.group_gc import Expiry
+from penstock.trainer.recovery.group_gc import GroupGc
 
 
 class Clock:
-    """The time of day, so many hours later."""
+    """The time of day, ``hours`` later."""
 
     hours = 0.0
 
@@ -65,8 +65,8 @@ def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
     return fact
 
 
-def test_only_what_nothing_names_goes_and_only_when_it_is_old(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """Trained, queued and dead packs stay for ever; a dropped group's pack and an old task list go after a day."""
+def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """Trained, queued and dead-lettered packs stay; a dropped group's pack and an old task list are deleted after a day."""
     run, clock = ring_streams, Clock()
     trained, queued, dead, dropped = (store(blobs, run, name) for name in ("trained", "queued", "dead", "dropped"))
     tasks = blobs.put(blob_keys.task_list(run, "p"), b"tasks")
@@ -77,51 +77,51 @@ def test_only_what_nothing_names_goes_and_only_when_it_is_old(bus: Bus, blobs: B
         payload=encode(make_generated(run, [make_group()]).model_copy(update={"pack": dead})),
     )  # fmt: skip
     bus.publish(subjects.dead(run, "generated"), letter, msg_id="d").wait()
-    expiry = Expiry(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
-    assert expiry.sweep() == []
+    group_gc = GroupGc(Connections(run, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    assert group_gc.sweep() == []
     clock.hours = 25.0
-    assert sorted(expiry.sweep()) == sorted([dropped.key, tasks.key])
+    assert sorted(group_gc.sweep()) == sorted([dropped.key, tasks.key])
     clock.hours = 1e5
-    assert expiry.sweep() == []
+    assert group_gc.sweep() == []
     assert all(blobs.exists(ref.key) for ref in (trained, queued, dead))
 
 
-def test_trained_packs_go_when_that_is_said(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """Then the record of every later checkpoint is read on from where it was read to."""
+def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """The record is read on from the chapter up to which it was read before."""
     run, clock = ring_streams, Clock()
     first, second = store(blobs, run, "first"), store(blobs, run, "second")
     settings = RetentionSettings(trained_packs_h=48.0)
-    expiry = Expiry(Connections(run, bus, blobs), settings, holder="t", clock=clock)
+    group_gc = GroupGc(Connections(run, bus, blobs), settings, holder="t", clock=clock)
     last = commit(bus, blobs, run, first)
     clock.hours = 23.0
-    assert expiry.sweep() == []
+    assert group_gc.sweep() == []
     commit(bus, blobs, run, second, number=2, parent=last)
     clock.hours = 47.0
-    assert expiry.sweep() == []
+    assert group_gc.sweep() == []
     clock.hours = 49.0
-    assert sorted(expiry.sweep()) == sorted([first.key, second.key])
+    assert sorted(group_gc.sweep()) == sorted([first.key, second.key])
 
 
 def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """Everything is younger than it was."""
+    """With a clock a year behind, no object is old enough."""
     store(blobs, ring_streams, "dropped")
     clock = Clock()
     clock.hours = -1e4
-    expiry = Expiry(Connections(ring_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
-    assert expiry.sweep() == []
+    group_gc = GroupGc(Connections(ring_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    assert group_gc.sweep() == []
 
 
 def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """Another one's lease is respected, one's own renewed."""
+    """A collector without the lease does not sweep; the holder renews it."""
     connections = Connections(ring_streams, bus, blobs)
-    one, other = (Expiry(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
+    one, other = (GroupGc(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
     assert one._has_lease()
     assert not other._has_lease()
     assert one._has_lease()
 
 
 def test_streams_get_the_ages_that_are_set(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Events and dead letters; the others keep what they hold until it is read."""
+    """Events and dead letters have an age limit; other streams keep messages until they are acknowledged."""
     settings = RetentionSettings(events_h=2.0, dead_letters_h=3.0)
     specs = {spec.name: spec.max_age_s for spec in streams.streams(run_id, settings.limits())}
     assert specs == {
@@ -134,7 +134,7 @@ def test_streams_get_the_ages_that_are_set(bus: Bus, blobs: Blobs, run_id: str) 
 
 
 def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """A run that trains under the name of its own rescored input sweeps below that prefix, and leaves the packs there."""
+    """A run with the id of its own rescored input sweeps below that prefix, and keeps the packs there."""
     run, clock = ring_streams, Clock()
     kept, dropped = store(blobs, run, "kept"), store(blobs, run, "dropped")
     scored = make_scored(make_generated(run, [make_group()])).groups[0]
@@ -153,8 +153,8 @@ def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, ring_streams
         )
     )
     blobs.put(blob_keys.rescored_input(run, hashlib.sha256(whole).hexdigest()), whole)
-    expiry = Expiry(Connections(run, bus, blobs), RetentionSettings(trained_packs_h=1.0), holder="t", clock=clock)
+    group_gc = GroupGc(Connections(run, bus, blobs), RetentionSettings(trained_packs_h=1.0), holder="t", clock=clock)
     commit(bus, blobs, run, kept)
     clock.hours = 1e5
-    assert expiry.sweep() == [dropped.key]
+    assert group_gc.sweep() == [dropped.key]
     assert blobs.exists(kept.key)

@@ -1,4 +1,4 @@
-"""One trainer at a time: the second is refused, a dead one's lease lapses, a suspended one can do no harm."""
+"""One trainer at a time: the second is refused, a killed one's lease expires, a suspended one can change nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state(bus: Bus, ring_streams: str) -> KeyValue:
 
 @pytest.fixture
 def running() -> Iterator[ExitStack]:
-    """Leases to be ended."""
+    """Leases that are released at the end of a test."""
     with ExitStack() as stack:
         yield stack
 
@@ -39,43 +39,43 @@ def take(state: KeyValue, ttl_s: float = 1.0) -> HeldLease:
     return acquire(state, "r", clock=time.time, ttl_s=ttl_s, deadline_s=30.0)
 
 
-def test_a_second_trainer_is_refused_while_the_first_lives(state: KeyValue, running: ExitStack) -> None:
-    """The refusal says who holds the run, since when, and how to stop it."""
+def test_a_second_trainer_is_refused_while_the_first_is_alive(state: KeyValue, running: ExitStack) -> None:
+    """The error names the holder, since when it holds the run, and how to stop it."""
     running.enter_context(take(state))
     with pytest.raises(RunIsHeld, match=rf"trainer-\w+ \(host .*, pid {os.getpid()}, epoch 1, since 20.*kill -TERM"):
         take(state)
 
 
 def test_a_lease_that_was_released_is_free_at_once(state: KeyValue) -> None:
-    """An orderly end makes way without a wait; every holder has an epoch of its own."""
+    """After a release the next holder need not wait; every holder has another epoch."""
     for epoch in (1, 2, 3):
         with take(state, ttl_s=30.0) as lease:
             assert lease.epoch == epoch
 
 
-def test_a_dead_trainers_lease_lapses(state: KeyValue) -> None:
-    """A holder that never renews is taken over, and is told who did it."""
-    dead = take(state)  # not entered: nobody renews it
+def test_the_lease_of_a_killed_trainer_expires(state: KeyValue) -> None:
+    """The lease of a holder that never renews is taken, and that holder's error names the new one."""
+    killed = take(state)  # not entered: it is not renewed
     with take(state) as lease:
         assert lease.epoch == 2
         with pytest.raises(LeaseLost, match=rf"now held by {lease.holder}"):
-            dead.confirm()
-        assert not dead.is_held
+            killed.confirm()
+        assert not killed.is_held
         lease.confirm()
 
 
-def test_an_answer_that_was_lost_is_no_loss(state: KeyValue) -> None:
-    """A renewal of our own whose answer never came is recognised by its content."""
+def test_a_renewal_whose_answer_was_lost_is_accepted(state: KeyValue) -> None:
+    """A holder recognises its own renewal by the content of the key."""
     lease = take(state)
     entry = state.get(streams.LEASE_KEY).wait()
     assert entry is not None
-    state.swap(streams.LEASE_KEY, entry.value, entry.revision).wait()  # as if it had been ours
+    state.swap(streams.LEASE_KEY, entry.value, entry.revision).wait()  # a renewal without an answer
     lease.confirm()
     lease.check()
 
 
 def test_an_older_holder_can_move_neither_head_nor_checkpoint(state: KeyValue) -> None:
-    """A new holder writes both again under its epoch: the older one's compare-and-swap fails for ever."""
+    """A new holder rewrites both under its epoch: the older one's compare-and-swap fails from then on."""
     state.put(streams.HEAD_KEY, encode(Head(version=4, step=4, manifest=BLOB, epoch=1))).wait()
     old_revision = state.get(streams.HEAD_KEY).wait()
     assert old_revision is not None
@@ -87,19 +87,19 @@ def test_an_older_holder_can_move_neither_head_nor_checkpoint(state: KeyValue) -
     with pytest.raises(LeaseLost, match="moved by another trainer"):
         old.move(encode(CheckpointCommitted(epoch=1, step=5)))
     new.move(encode(CheckpointCommitted(epoch=2, step=5)))
-    with pytest.raises(LeaseLost, match="epoch 2 has begun"):
+    with pytest.raises(LeaseLost, match="epoch 2 has started"):
         fence(state, 1)
 
 
-def test_a_lease_outlives_an_absence_of_nats(own_nats: Callable[[], NatsServer]) -> None:
-    """While NATS is away nobody can take over; when it is back the holder still holds."""
+def test_a_lease_survives_an_outage_of_nats(own_nats: Callable[[], NatsServer]) -> None:
+    """While NATS is unreachable no other trainer can take the lease; after the outage the holder still has it."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bus.ensure_bucket(streams.state_bucket("r")).wait()
         with take(bus.key_value(streams.state_bucket("r").bucket).wait()) as lease:
             server.kill()
             with pytest.raises(BusUnreachable):
-                lease.confirm(patience_s=0.5)
+                lease.confirm(deadline_s=0.5)
             assert lease.is_held
             server.restart()
             lease.confirm()

@@ -1,4 +1,4 @@
-"""What happened is in the next chapter, however little of it there is."""
+"""The next chapter has everything that happened, even a single step."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
 @pytest.fixture
 def record_writer(bus: Bus, blobs: Blobs, ring_streams: str) -> RunRecordWriter:
-    """The record of a run that has just begun."""
+    """The record writer of a new run."""
     state = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
     pointer = FencedKey(state, streams.CHECKPOINT_KEY, lambda value: value)
     return RunRecordWriter(Connections(ring_streams, bus, blobs), pointer, epoch=1, resumed=None)
 
 
-def test_one_step_alone_is_something_to_write(record_writer: RunRecordWriter, blobs: Blobs) -> None:
-    """A single step since the last chapter, with nothing issued or dropped, is not passed over by a checkpoint."""
+def test_a_single_step_makes_a_chapter(record_writer: RunRecordWriter, blobs: Blobs) -> None:
+    """A single step since the last chapter, with nothing issued or dropped, is not skipped by a checkpoint."""
     assert record_writer.is_empty
     group = make_group()
     scored = ScoredGroup(generated=group.summary(0), rewards=(1.0,) * 8, scorer="exact_match")
     pack = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
     ready = ReadyGroup(scored, pack, group)
-    record_writer.step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
+    record_writer.add_step(1, PolicyVersion(0), PolicyVersion(1), [ready], {}, {group.group_id: 1})
     assert not record_writer.is_empty
-    record_writer.weights(lambda: "0" * 64)
+    record_writer.set_weights(lambda: "0" * 64)
     entries = Accounting().take_entries()
     assert entries.is_empty
     reference, number, digest = record_writer.write(entries, step=1, version=PolicyVersion(1))

@@ -1,0 +1,85 @@
+"""Builds the rank group of a run from its settings: policy, reference and critic under DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from penstock.protocol.transport.blobs import Blobs
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.estimators.gae import gae
+from penstock.trainer.algorithm.token_credit import TokenCredit
+from penstock.trainer.learner.adapter import Lora
+from penstock.trainer.learner.critic import Critic, Regression, load_critic
+from penstock.trainer.learner.load_model import load_policy, load_reference
+from penstock.trainer.learner.rank_group import RankGroup
+from penstock.trainer.learner.reference import WithoutAdapter
+from penstock.trainer.learner.trainable import Optimisation
+from penstock.trainer.parallel_dims import ParallelDims
+from penstock.trainer.settings import TrainerSettings
+
+
+def build_rank_group(settings: TrainerSettings, dims: ParallelDims, blobs: Blobs) -> RankGroup:
+    """Load the networks that the settings name, and wrap them in DeepSpeed; called on every rank with the same settings."""
+    how = Optimisation(
+        num_steps=settings.trainer.steps - settings.critic.head_start_steps,
+        lr=settings.trainer.lr,
+        betas=settings.trainer.betas,
+        weight_decay=settings.trainer.weight_decay,
+        warmup_steps=settings.trainer.warmup_steps,
+        schedule=settings.trainer.schedule,
+        min_lr_ratio=settings.trainer.min_lr_ratio,
+        max_grad_norm=settings.trainer.max_grad_norm,
+        zero_stage=settings.trainer.zero_stage,
+        dtype=settings.model.dtype,
+        gradient_checkpointing=settings.model.gradient_checkpointing,
+        lora=_lora(settings),
+    )
+    policy = load_policy(settings.model.path, how, dims, temperature=settings.rollout.temperature)
+    algorithm, reference = settings.algorithm, None
+    if algorithm.needs_reference and how.lora is not None and algorithm.reference_path is None:
+        reference = WithoutAdapter(policy)
+    elif algorithm.needs_reference:
+        device = torch.device("cpu") if algorithm.reference_device == "cpu" else policy.device
+        folder = algorithm.reference_path or settings.model.path
+        reference = load_reference(folder, how, device, temperature=settings.rollout.temperature)
+    critic = _critic(settings, how, dims) if algorithm.has_critic else None
+    return RankGroup(policy, dims, blobs, build_objective(algorithm), reference, critic)
+
+
+def _lora(settings: TrainerSettings) -> Lora | None:
+    chosen = settings.model.lora
+    return Lora(chosen.rank, chosen.alpha, chosen.dropout, tuple(chosen.targets)) if chosen.rank else None
+
+
+def _critic(settings: TrainerSettings, policy: Optimisation, dims: ParallelDims) -> Critic:
+    chosen = settings.critic
+    how = replace(
+        policy,
+        lora=None,
+        num_steps=settings.trainer.steps * chosen.updates,
+        lr=chosen.lr,
+        warmup_steps=chosen.warmup_steps * chosen.updates,
+        max_grad_norm=chosen.max_grad_norm,
+    )
+    return load_critic(
+        chosen.path or settings.model.path,
+        how,
+        Regression(
+            updates=chosen.updates,
+            form=chosen.loss,
+            coefficient=chosen.loss_coefficient,
+            clip=chosen.value_clip,
+            head_start_steps=chosen.head_start_steps,
+        ),
+        TokenCredit(
+            gamma=chosen.gamma,
+            lam=chosen.lam,
+            whiten=settings.algorithm.whiten_advantages,
+            clip=settings.algorithm.advantage_clip,
+            kl_form=settings.algorithm.reward_kl_form,
+            whiten_rewards=settings.algorithm.options_of(gae).whiten_rewards,
+        ),
+        dims,
+    )
