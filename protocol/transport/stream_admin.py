@@ -93,6 +93,9 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         max_msg_size=spec.max_msg_bytes,
         duplicate_window=spec.duplicate_window_s,
         allow_direct=True,  # an audit reads what waits without taking it
+        consumer_limits=api.StreamConsumerLimits(inactive_threshold=spec.consumer_idle_s)
+        if spec.consumer_idle_s
+        else None,
     )
     what = f"stream {spec.name}"
     try:
