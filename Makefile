@@ -40,7 +40,7 @@ bench-staleness: $(STAMP)  ## which corrections survive stale samples: the missi
 	$(BIN)/python -m benchmarks.staleness --all --report
 
 fuzz-patches: $(STAMP)  ## hostile weight patches, manifests and layouts: 200,000 of them, under a memory limit (minutes)
-	$(BIN)/python -m tests.protocol.fuzz_patches --mutations 200000
+	$(BIN)/python -m tests.protocol.weights.fuzz_patches --mutations 200000
 
 bench-patches: $(STAMP)  ## sparse weight patches beside memcpy, full safetensors and XOR + zstd, at five densities (minutes)
 	$(BIN)/python -m benchmarks.weight_patches

@@ -1,4 +1,4 @@
-"""The compose deployment, checked without a container engine: schema, images, settings, rights."""
+"""The compose deployment, checked without a container engine: schema, images, settings, secrets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_compose_file_fits_the_schema() -> None:
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
 def test_dockerfiles_pass_the_linter(path: Path) -> None:
-    """hadolint, with its shell checks, has nothing to say."""
+    """hadolint, with its shell checks, reports nothing."""
     done = subprocess.run([tool("hadolint"), str(path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -85,7 +85,7 @@ def test_dockerfiles_copy_what_exists_and_start_what_can_be_imported(path: Path)
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_has_a_health_check_and_an_init(name: str) -> None:
-    """Health is checked everywhere but in the service that ends, and children are reaped."""
+    """Every service but the one that exits has a health check, and an init process reaps children."""
     service = SERVICES[name]
     assert service["init"] is True
     if name == "bootstrap":
@@ -97,7 +97,7 @@ def test_every_service_has_a_health_check_and_an_init(name: str) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_image_is_pinned(name: str) -> None:
-    """No image is taken without a version, or as latest."""
+    """No image is used without a version, or as latest."""
     image = filled_in(SERVICES[name]["image"])
     tag = image.rpartition("/")[2].partition(":")[2]
     assert tag, f"{image} has no tag"
@@ -106,7 +106,7 @@ def test_every_image_is_pinned(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
 def test_every_base_image_is_pinned(path: Path) -> None:
-    """Base images carry a version too, directly or as the default of their argument."""
+    """Base images have a version too, directly or as the default of their argument."""
     text = path.read_text()
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     stages = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
@@ -116,7 +116,7 @@ def test_every_base_image_is_pinned(path: Path) -> None:
 
 
 def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
-    """Its command line parses, it registers where the reward service is, and says how that reaches it."""
+    """Its command line parses; it registers at the reward service, with the URL that service reaches it by."""
     module, *arguments = (filled_in(word) for word in SERVICES["reward-model"]["command"])
     options = reward_model_options().parse_args(arguments)
     assert module == "penstock.reward_model"
@@ -129,13 +129,13 @@ def test_the_reward_model_is_started_with_options_that_it_takes() -> None:
 
 
 def test_the_s3_image_is_one_variable() -> None:
-    """Another S3 server is a matter of one environment variable."""
+    """Another S3 server needs one environment variable."""
     assert SERVICES["s3"]["image"].startswith("${PENSTOCK_S3_IMAGE:-")
 
 
 @pytest.mark.parametrize(("name", "settings_class"), OURS.items(), ids=OURS)
 def test_every_setting_in_the_environment_exists(name: str, settings_class: type[BaseModel]) -> None:
-    """Each service accepts its PENSTOCK_ variables, and none of them is another service's business."""
+    """Each service accepts its PENSTOCK_ variables, and has none of another service."""
     environment = {k: filled_in(v) for k, v in SERVICES[name]["environment"].items() if k.startswith("PENSTOCK_")}
     loaded = load(settings_class, environ=environment)
     for variable in environment:
@@ -160,7 +160,7 @@ def test_every_secret_is_made_and_declared(name: str, tmp_path: Path) -> None:
 
 
 def test_services_depend_on_services_that_can_be_healthy() -> None:
-    """Whoever waits for health waits for a service with a health check, of its own profiles."""
+    """A service waits for the health only of services with a health check, of its own profiles."""
     for service in SERVICES.values():
         for other, how in service.get("depends_on", {}).items():
             assert set(SERVICES[other].get("profiles", [])) <= set(service.get("profiles", []))

@@ -12,7 +12,7 @@ from tests.groups import make_generated, make_groups, make_scored, make_task_iss
 from tests.servers import require, wait_for
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
-from penstock.deploy.health import beats
+from penstock.deploy.health import has_heartbeat
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusRefused
 from penstock.protocol.facts import (
@@ -114,8 +114,8 @@ def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> Non
         beat(bus, run, role, "x-1")
         event = RunEvent(run_id=run, source=role, kind="log", at=0.0)
         bus.publish(subjects.events(run, "log"), event, msg_id=role).wait()
-        assert beats(viewer, run, role, "x-")
-        assert not beats(viewer, run, role, "y-")
+        assert has_heartbeat(viewer, run, role, "x-")
+        assert not has_heartbeat(viewer, run, role, "y-")
     wait_for(lambda: len(seen) == 4, "the published version and three events")
     assert f"{run}-events" in viewer.stream_names().wait()
     for name in ("tasks", "generated", "scored"):

@@ -15,9 +15,9 @@ from penstock.protocol.transport.clock_skew import clocks_apart
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 TRY = """
 import sys, structlog
-from protocol.connection import S3Settings
-from protocol.errors import PenstockError
-from protocol.transport.blobs import Blobs
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.blobs import Blobs
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 blobs = Blobs(S3Settings.model_validate_json(sys.argv[1]), deadline_s=0.2)
 for call in (lambda: blobs.check(deadline_s=0.2), lambda: blobs.put("runs/x/y", b"abc"), lambda: blobs.exists("runs/x/y")):
