@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,14 @@ from tests.deploy.nats_roles import NatsRoles
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
 from tests.servers import require, wait_for
 
+from penstock.deploy import quickstart_task
 from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.child import Child
 from penstock.deploy.health import has_heartbeat
+from penstock.deploy.local import connection_environment
+from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused
 from penstock.protocol.facts import (
     BlobRef,
@@ -217,3 +224,47 @@ def test_every_right_works_through_the_code_of_the_services(
         wait_for(lambda seen=seen: seen, f"a message of {right.subject}")
     if granted.lists_streams:
         assert set(streams.stream_names(run)) <= set(bus.stream_names().wait())
+
+
+class _RunOfRoles(LocalRun):
+    """A run whose services connect with the NATS user of their own role."""
+
+    def __init__(self, arguments: Sequence[str], roles: NatsRoles, s3: S3Settings) -> None:
+        super().__init__(
+            arguments, num_workers=1, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)}
+        )
+        self._roles = roles
+
+    def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
+        admin = self.nats
+        self.nats = self._roles.settings("rollout" if name == worker_name(0) else name)
+        try:
+            return super()._service(name, command, death_signal=death_signal)
+        finally:
+            self.nats = admin
+
+
+@pytest.mark.slow
+def test_a_whole_run_needs_no_other_right(
+    roles: NatsRoles, s3_settings: S3Settings, tmp_path: Path, run_id: str
+) -> None:
+    """Trainer, reward service and worker, each as its own user, complete a run with an evaluation; NATS refuses nothing."""
+    require("rclone")
+    quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=64, num_eval=8)
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    settings = {
+        "run": {"id": run_id, "dir": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "data" / "train.jsonl"), "eval": str(tmp_path / "data" / "eval.jsonl")},
+        "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 10},
+        "reward": {"name": "exact_match"},
+        "trainer": {"steps": 6, "lr": 1e-4, "keep_versions": 4},
+        "eval": {"every": 2},
+    }
+    overrides = [f"{name}.{key}={value}" for name, values in settings.items() for key, value in values.items()]
+    before = roles.violations()
+    with _RunOfRoles(overrides, roles, s3_settings) as run:
+        run.start()
+        assert run.wait(200.0) == 0, run.log_tail(TRAINER)
+    delete_run(roles.bus("admin"), run_id)
+    assert roles.violations() == before
