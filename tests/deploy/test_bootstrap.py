@@ -106,7 +106,7 @@ def test_a_server_without_room_says_whose_room_it_wants(tmp_path: Path, blobs: B
     try:
         with Bus.connect(server.settings, name="test") as bus:
             with pytest.raises(
-                BusError, match=r"stream .*, which reserves 537 MB: .*no room in its store: .*penstock runs rm"
+                BusError, match=r"stream .*, which reserves 537 MB: .*its storage is full: .*penstock runs rm"
             ):
                 bootstrap(bus, blobs, run_id)
             delete_run(bus, run_id)

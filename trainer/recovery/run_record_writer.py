@@ -15,7 +15,7 @@ from penstock.protocol.record.lineage import (
     CheckpointCommitted,
     LineageChapter,
     RecordedGroup,
-    RecordedLife,
+    RecordedSession,
     RecordedStep,
 )
 from penstock.protocol.versions import PolicyVersion
@@ -39,7 +39,7 @@ class RunRecordWriter:
         self._epoch = epoch
         self._last = resumed.record if resumed else None
         self._number = resumed.chapter if resumed else 0
-        self._lives: list[RecordedLife] = []
+        self._lives: list[RecordedSession] = []
         self._steps: list[RecordedStep] = []
         self.committed: CheckpointState | None = None  # the newest, once `point` has said so
         self._taken: dict[str, Any] | None = None  # the newest step, until the digest of what it made is asked for
@@ -67,7 +67,7 @@ class RunRecordWriter:
         """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON."""
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._lives.append(
-            RecordedLife(
+            RecordedSession(
                 epoch=self._epoch,
                 holder=holder,
                 at=at,

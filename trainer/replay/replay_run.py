@@ -25,7 +25,7 @@ import torch
 
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError
 from penstock.protocol.record.checkpoint_state import committed
-from penstock.protocol.record.lineage import RecordedLife, RecordedStep
+from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.assemble import build_rank_group
@@ -78,19 +78,19 @@ class Replay:
         for version in (wanted.first, wanted.last):
             if version is not None:
                 record.maker_of(version)
-        self._documents = {life.config.key: blobs.get(life.config) for life in record.lives}
+        self._documents = {life.config.key: blobs.get(life.config) for life in record.sessions}
         self._read = {key: read_settings(document, where=key) for key, document in self._documents.items()}
         self._rank_group: RankGroup | None = None
-        self._life = record.lives[0]
+        self._life = record.sessions[0]
         self.verdict = Verdict(record.run_id)
 
     def run(self, on_version: Callable[[int], None] = lambda _: None) -> Verdict:
         """Replay until the end, the first difference, or a pack that is not there; ``on_version`` hears of each."""
         verdict = self.verdict
         verdict.findings += config_findings(
-            self._folder / "config.json", self._read[self._record.lives[-1].config.key][1]
+            self._folder / "config.json", self._read[self._record.sessions[-1].config.key][1]
         )
-        verdict.drift += drift(self._wanted.run_files, self._read[self._record.lives[-1].config.key][1])
+        verdict.drift += drift(self._wanted.run_files, self._read[self._record.sessions[-1].config.key][1])
         begin = self._beginning()
         items = self._items(begin)
         missing = missing_packs([item for item in items if isinstance(item, RecordedStep)], self._blobs)
@@ -108,9 +108,9 @@ class Replay:
 
     def _beginning(self) -> _Begin:
         """Choose the newest checkpoint at or before the first wanted version, else the initial model."""
-        first = self._record.lives[0]
+        first = self._record.sessions[0]
         begin = _Begin(first.version, 0, None, {}, first.weights_digest, "", False, "the initial model")
-        told = {chapter.number: chapter for chapter in self._record.told}
+        told = {chapter.number: chapter for chapter in self._record.chapters}
         stored = [] if self._wanted.first is None else committed(self._folder / CHECKPOINTS)
         for folder, state in stored:
             chapter = told.get(state.chapter)
@@ -121,10 +121,10 @@ class Replay:
         self.verdict.began_with, self.verdict.began_from = begin.version, begin.words
         return begin
 
-    def _items(self, begin: _Begin) -> list[RecordedLife | RecordedStep]:
+    def _items(self, begin: _Begin) -> list[RecordedSession | RecordedStep]:
         """Return the lives and steps after the beginning, in order, as far as is wanted."""
-        items: list[RecordedLife | RecordedStep] = []
-        for chapter in self._record.told:
+        items: list[RecordedSession | RecordedStep] = []
+        for chapter in self._record.chapters:
             items += [life for life in chapter.lives if begin.version < life.version <= self._last]
             items += [s for s in chapter.steps if s.step > begin.steps_done and s.made_version <= self._last]
         return items
@@ -132,11 +132,11 @@ class Replay:
     def _go(
         self,
         begin: _Begin,
-        items: Sequence[RecordedLife | RecordedStep],
+        items: Sequence[RecordedSession | RecordedStep],
         scratch: Path,
         on_version: Callable[[int], None],
     ) -> None:
-        life = self._life_of(items[0]) if items else self._record.lives[-1]
+        life = self._life_of(items[0]) if items else self._record.sessions[-1]
         planner = self._enter(life, begin.folder, begin.algorithm)
         for version, step, recorded, figures in self._made(begin, items, scratch, planner):
             if version == begin.version:
@@ -153,13 +153,13 @@ class Replay:
             on_version(version)
 
     def _made(
-        self, begin: _Begin, items: Sequence[RecordedLife | RecordedStep], scratch: Path, planner: Planner
+        self, begin: _Begin, items: Sequence[RecordedSession | RecordedStep], scratch: Path, planner: Planner
     ) -> Iterator[tuple[int, int | None, str, dict[str, Any]]]:
         """Yield each version when its weights are here: its step, its recorded digest, the step's figures."""
         yield begin.version, None, begin.digest, {}
         for item in items:
             planner = self._go_on(self._life_of(item), planner, scratch)
-            if isinstance(item, RecordedLife):
+            if isinstance(item, RecordedSession):
                 if item.version != item.parent_version:  # published again under a new number
                     yield item.version, None, item.weights_digest, {}
                 continue
@@ -173,7 +173,7 @@ class Replay:
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.plan.skipped)}
 
-    def _go_on(self, life: RecordedLife, planner: Planner, scratch: Path) -> Planner:
+    def _go_on(self, life: RecordedSession, planner: Planner, scratch: Path) -> Planner:
         """Pass from one life to the next: as one where their settings agree, else by a checkpoint, as the run did."""
         if life.epoch == self._life.epoch:
             return planner
@@ -187,7 +187,7 @@ class Replay:
         self._require_rank_group().save(folder)
         return self._enter(life, folder, planner.document())
 
-    def _enter(self, life: RecordedLife, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
+    def _enter(self, life: RecordedSession, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
         """Build the crew with the settings of a life, from a checkpoint or the initial model."""
         if self._rank_group is not None:
             self._rank_group.dismiss()
@@ -208,8 +208,8 @@ class Replay:
     def _settings(self) -> TrainerSettings:
         return self._read[self._life.config.key][0]
 
-    def _life_of(self, item: RecordedLife | RecordedStep) -> RecordedLife:
-        return item if isinstance(item, RecordedLife) else self._record.life_of(item)
+    def _life_of(self, item: RecordedSession | RecordedStep) -> RecordedSession:
+        return item if isinstance(item, RecordedSession) else self._record.session_of(item)
 
     def _require_rank_group(self) -> RankGroup:
         assert self._rank_group is not None
