@@ -1,12 +1,13 @@
 """How Penstock is started: on one machine, under compose, and what every run needs first.
 
-| file           | does                                                                        |
-|----------------|-----------------------------------------------------------------------------|
-| `bound.py`     | ties a program's life to its parent's, then becomes that program            |
-| `child.py`     | one child process with a log, in a group of its own                         |
-| `supervise.py` | notices deaths, restarts with back-off, writes down what happened           |
-| `servers.py`   | nats-server and the S3 server as children on loopback                       |
-| `local.py`     | both over one locked data folder with kept credentials: `penstock up`       |
-| `bootstrap.py` | streams, consumers, buckets of a run: idempotent                            |
-| `ring.py`      | everything one run needs on this machine: `penstock train --local`          |
+| file              | does                                                                           |
+|-------------------|--------------------------------------------------------------------------------|
+| `parent_death.py` | has the kernel signal a program when its parent exits, then becomes that program |
+| `child.py`        | one child process with a log file, in a process group of its own               |
+| `supervise.py`    | restarts child processes that exit, with back-off, and records the events      |
+| `servers.py`      | nats-server and the S3 server as child processes on the loopback               |
+| `local.py`        | both over one locked data folder with stored credentials: `penstock up`        |
+| `bootstrap.py`    | create the streams, consumers and buckets of a run; idempotent                 |
+| `nats_config.py`  | the configuration of a NATS server, with the rights of each role               |
+| `local_run.py`    | all processes of one run on this machine: `penstock train --local`             |
 """

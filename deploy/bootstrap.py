@@ -1,9 +1,9 @@
-"""Creates what a run needs on NATS and S3, idempotently: streams, consumers, buckets.
+"""Create the streams, consumers and buckets of a run on NATS and S3; idempotent.
 
     python -m penstock.deploy.bootstrap --run ID [run.toml] [nats.url=... s3.endpoint=...]
     python -m penstock.deploy.bootstrap --run ID --delete [--yes]
 
-Services only bind to what this has created; they need no right to create anything.
+Services only bind to them and have no right to create them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from penstock.protocol.transport.bus import Bus
 
 
 def bootstrap(bus: Bus, blobs: Blobs, run_id: str, limits: StreamLimits | None = None) -> None:
-    """Create (or update to the given limits) everything one run needs; safe to repeat.
+    """Create everything one run needs, or update it to the given limits; safe to repeat.
 
-    Raises BusError or BlobError when a server is away or refuses.
+    Raises BusError or BlobError when a server is unreachable or refuses.
     """
     check_run_id(run_id)
     made = [bus.ensure_stream(spec) for spec in streams.streams(run_id, limits)]
@@ -42,9 +42,9 @@ def bootstrap(bus: Bus, blobs: Blobs, run_id: str, limits: StreamLimits | None =
 
 
 def delete_run(bus: Bus, run_id: str) -> int:
-    """Delete a run's streams and its own buckets with all they hold; returns how many were there.
+    """Delete a run's streams and its own buckets with their contents; returns how many existed.
 
-    Objects in S3 stay, and so does the registry of reward endpoints, which all runs share.
+    Objects in S3 stay, and so does the registry of reward endpoints, which runs share.
     """
     check_run_id(run_id)
     names = (*streams.stream_names(run_id), *(f"KV_{spec.bucket}" for spec in streams.run_buckets(run_id)))
@@ -52,7 +52,7 @@ def delete_run(bus: Bus, run_id: str) -> int:
 
 
 class ConnectionSettings(BaseModel):
-    """The sections of a run file that a command about a run's streams reads."""
+    """The sections of a run file that commands about a run's streams read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--run", required=True, help="id of the run")
-    parser.add_argument("--delete", action="store_true", help="delete the run's streams and all they hold")
+    parser.add_argument("--delete", action="store_true", help="delete the run's streams and their contents")
     parser.add_argument("--yes", action="store_true", help="delete without asking")
     options, rest = parser.parse_known_args(arguments)
     logs.configure("bootstrap")
@@ -89,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _delete(bus: Bus, run_id: str, *, ask: bool) -> int:
-    question = f"delete all streams of run {run_id} at {bus.url}, and what they hold? [y/N] "
+    question = f"delete all streams of run {run_id} at {bus.url}, and their contents? [y/N] "
     if ask and not (sys.stdin.isatty() and input(question).strip().lower() == "y"):
-        print("nothing was deleted; say y, or pass --yes", file=sys.stderr)
+        print("nothing was deleted; answer y, or pass --yes", file=sys.stderr)
         return 1
     print(f"{delete_run(bus, run_id)} streams of run {run_id} were deleted")
     return 0

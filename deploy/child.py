@@ -1,4 +1,4 @@
-"""One child process: bound to this one's life, in a session of its own, its output in a log file."""
+"""One child process: it is signalled when this one exits, has a session of its own and writes to a log file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from penstock.protocol.errors import PenstockError
 
-_BOUND = Path(__file__).with_name("parent_death.py")
+_PARENT_DEATH = Path(__file__).with_name("parent_death.py")
 
-# The kernel takes the end of the *thread* that forked for the end of the parent. So all children
-# are started by this one thread, which lives as long as the process does.
+# The kernel sends the parent-death signal when the *thread* that forked exits. So all children are
+# started by this one thread, which runs until the process exits.
 _starter = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="starter")
 _started: set[int] = set()  # process ids of all children; touched by that thread alone
 
@@ -26,11 +26,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class DeployError(PenstockError):
-    """Something could not be started or kept alive; the text holds the tail of its log."""
+    """A process could not be started or kept running; the text holds the last lines of its log."""
 
 
 class Child:
-    """A process that may be started, killed and started again; its log file is appended to."""
+    """A process that can be started, killed and restarted; its log file is appended to."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Child:
     ) -> None:
         """Describe the child.
 
-        ``environ`` is its whole environment (None: as ours), ``death_signal`` what it gets when we
-        die, ``keep_open`` the file descriptors it shares with us.
+        ``environ`` is its whole environment (None: the environment of this process), ``death_signal`` the
+        signal it gets when this process exits, ``keep_open`` the file descriptors that it inherits.
         """
         self.name = name
         self.command = list(command)
@@ -54,23 +54,23 @@ class Child:
         self._death_signal = death_signal
         self._keep_open = tuple(keep_open)
         self._process: subprocess.Popen[bytes] | None = None
-        self._group_may_live = False
+        self._group_may_run = False
 
     def start(self) -> None:
         """Start the process; raises DeployError when its program does not exist."""
         if self.alive:
-            raise DeployError(f"{self.name} is running already (pid {self.pid})")
+            raise DeployError(f"{self.name} is already running (pid {self.pid})")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = _starter.submit(self._popen).result()
-        self._group_may_live = True
+        self._group_may_run = True
 
     def relaunch(self) -> Child:
-        """Start again after an end; returns itself, as a supervisor wants the new process."""
+        """Start the process again after it exited; returns itself, since a supervisor expects the new process."""
         self.start()
         return self
 
     def _popen(self) -> subprocess.Popen[bytes]:
-        bound = [sys.executable, "-I", "-S", str(_BOUND), str(os.getpid()), str(int(self._death_signal))]
+        bound = [sys.executable, "-I", "-S", str(_PARENT_DEATH), str(os.getpid()), str(int(self._death_signal))]
         with self.log.open("ab") as out:
             process = subprocess.Popen(
                 [*bound, *self.command],
@@ -79,14 +79,14 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=self._environ,
                 pass_fds=self._keep_open,
-                start_new_session=True,  # Ctrl-C reaches us alone, and the group can be ended as one
+                start_new_session=True,  # Ctrl-C reaches only the parent, and one signal stops the whole group
             )
         _started.add(process.pid)
         return process
 
     @property
     def pid(self) -> int:
-        """Process id of the current or last life; 0 before the first."""
+        """Process id of the current or last process; 0 before the first start."""
         return self._process.pid if self._process else 0
 
     @property
@@ -96,17 +96,17 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code of the last life, negative for a signal; None while it runs."""
+        """Exit code of the last process, negative for a signal; None while it runs."""
         return self._process.poll() if self._process else None
 
     def wait(self, deadline_s: float) -> int:
-        """Wait for the end and return the exit code; raises DeployError after ``deadline_s``."""
+        """Wait until the process exits and return the exit code; raises DeployError after ``deadline_s``."""
         if self._process is None:
             raise DeployError(f"{self.name} was never started")
         try:
             code = self._process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise DeployError(f"{self.name} (pid {self.pid}) did not end within {deadline_s:.0f} s") from None
+            raise DeployError(f"{self.name} (pid {self.pid}) did not exit within {deadline_s:.0f} s") from None
         self.reap_group()
         return code
 
@@ -116,14 +116,14 @@ class Child:
             self._signal_group(signal.SIGKILL)
 
     def kill(self) -> None:
-        """SIGKILL the process and whatever it started; returns when it is gone."""
+        """SIGKILL the process and whatever it started; returns when it has exited."""
         if self._process is not None:
             self.crash()
             self._process.wait()
             self.reap_group()
 
     def stop(self, grace_s: float = 10.0) -> None:
-        """Ask the process to end (SIGTERM), insist after ``grace_s``; leaves nothing of its group."""
+        """Send SIGTERM, then SIGKILL after ``grace_s``; no process of its group is left."""
         self.ask_to_stop()
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,16 +131,16 @@ class Child:
             self.kill()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and return at once, so that several can end at the same time."""
+        """Send SIGTERM and return at once, so that several processes can exit at the same time."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)
 
     def reap_group(self) -> None:
-        """End and reap what a dead process left behind, where the kernel gave it to us (subreaper)."""
-        if not self._group_may_live:  # once only: the number may belong to somebody else by now
+        """Kill the rest of the group of a process that exited, and reap what this process adopted of it (subreaper)."""
+        if not self._group_may_run:  # once only: the kernel may have reused the group id
             return
-        self._group_may_live = False
+        self._group_may_run = False
         self._signal_group(signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitid(os.P_PGID, self.pid, os.WEXITED) is not None:
@@ -161,19 +161,19 @@ class Child:
         return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
 
     def failure(self, what: str) -> DeployError:
-        """Build the error that says what went wrong, with exit code and log tail."""
+        """Return the error with the exit code and the last lines of the log."""
         code = self.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
         return DeployError(f"{self.name} {what}; it {end}. Last lines of {self.log}:\n{self.log_tail()}")
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what dead children leave behind, instead of process 1, until `adopt_no_more`."""
+    """Become the parent of the orphans of child processes, instead of process 1, until `release_orphans`."""
     _be_subreaper(1)
 
 
-def adopt_no_more() -> None:
-    """Leave orphans to process 1 again: what this process starts later is none of a finished ring's business."""
+def release_orphans() -> None:
+    """Leave orphans to process 1 again, for what this process starts after a run."""
     _be_subreaper(0)
 
 
@@ -183,10 +183,10 @@ def _be_subreaper(yes: int) -> None:
 
 
 def end_orphans() -> int:
-    """Kill and reap adopted processes, so that they cost nothing more and their CPU time is counted.
+    """Kill and reap adopted processes, so that they stop and their CPU time is counted.
 
-    An orphan is a child of ours that we did not start, in another session than ours: what other
-    code of this process starts shares our session and is left alone. Returns how many there were.
+    An orphan is a child of this process that no `Child` started, in another session: what other code
+    of this process starts shares its session and is not touched. Returns how many there were.
     """
     return _starter.submit(_end_orphans).result()
 
@@ -205,7 +205,7 @@ def _end_orphans() -> int:
 
 
 def describe_exit(code: int) -> str:
-    """Say an exit code in words: ``exit code 1`` or ``SIGKILL``."""
+    """Return an exit code in words: ``exit code 1`` or ``SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -214,7 +214,7 @@ def describe_exit(code: int) -> str:
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float, period_s: float = 0.01) -> bool:
-    """Poll ``condition`` until it is true; False when ``deadline_s`` passed first."""
+    """Poll ``condition``; return True once it holds, False after ``deadline_s``."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:

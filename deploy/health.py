@@ -1,9 +1,9 @@
-"""A service's health, read from its heartbeat: exit code 0 while it beats. For container health checks.
+"""Check a service's heartbeat: exit code 0 while it is fresh. For container health checks.
 
     python -m penstock.deploy.health ROLE [--id PREFIX]      # ROLE: rollout, reward or trainer
 
-Settings come from the same PENSTOCK_ variables as the service's own. Without ``--id`` any service of
-the role will do; with it, one whose id begins so (a worker's default id begins with its host name).
+Settings come from the same PENSTOCK_ variables as the service's. Without ``--id`` any service of the
+role passes; with it, one whose id starts with PREFIX (a worker's default id starts with its host name).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class HealthSettings(BaseModel):
     nats: NatsSettings = NatsSettings()
 
 
-def beats(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
-    """Say whether such a service has given a sign of life within the bucket's time to live (10 s)."""
+def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
+    """Return True if such a service has sent a heartbeat within the bucket's time to live (10 s)."""
     entries = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
     return any(entry.key.startswith(streams.heartbeat_key(role, id_prefix)) for entry in entries)
 
 
 def main() -> int:
     """Check once; returns 0 for healthy, 1 otherwise, with the reason on stderr."""
-    parser = argparse.ArgumentParser(description="Exit code 0 while the service gives signs of life.")
+    parser = argparse.ArgumentParser(description="Exit code 0 while the service sends heartbeats.")
     parser.add_argument("role", choices=["rollout", "reward", "trainer"])
-    parser.add_argument("--id", default="", help="how the service's id begins")
+    parser.add_argument("--id", default="", help="start of the service's id")
     options = parser.parse_args()
     try:
         settings = load(HealthSettings, environ=os.environ).settings
         with Bus.connect(settings.nats, name="health", deadline_s=5.0) as bus:
-            if beats(bus, settings.run.id, options.role, options.id):
+            if has_heartbeat(bus, settings.run.id, options.role, options.id):
                 return 0
     except PenstockError as err:
         print(err, file=sys.stderr)

@@ -2,10 +2,10 @@
 
     python -m penstock.deploy.local [--data DIR] [--run ID] [--nats-port N] [--s3-port N] [--max-store-gb N]
 
-Both servers run as children on the loopback, with credentials made at the first start and kept in
-the data folder (readable for its owner only). Whatever ends this process, SIGKILL included, ends
-them too; when one of them dies, it is started again on its port. The data folder is locked: two
-servers over one store would destroy it, and nats-server itself does not notice.
+Both servers run as child processes on the loopback, with credentials made at the first start and
+stored in the data folder (readable for its owner only). They stop when this process exits, SIGKILL
+included; a server that crashes is restarted on its port. The data folder is locked: two servers
+would destroy the store, and nats-server does not check for another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
-_LOCK_PATIENCE_S = 5.0  # servers of a holder that was killed need a moment to end
+_LOCK_DEADLINE_S = 5.0  # the servers of a process that was killed need a moment to exit
 
 
 class LocalStack:
@@ -48,7 +48,7 @@ class LocalStack:
         max_store_gb: int = 50,
         log_folder: Path | None = None,
     ) -> None:
-        """``data`` is made when it is not there. Port 0: the one used last time if free, else any."""
+        """``data`` is created when it does not exist. Port 0: the last one used if it is free, else any free one."""
         self.data = data.absolute()
         self._log_folder = log_folder or self.data / "logs"
         self._ports = {NatsServer.name: nats_port, S3Server.name: s3_port}
@@ -67,10 +67,10 @@ class LocalStack:
         self.stop()
 
     def start(self, supervisor: Supervisor | None = None) -> None:
-        """Start both servers, wait until they answer and make the bucket.
+        """Start both servers, wait until they answer and create the bucket.
 
-        ``supervisor`` restarts a server that dies (None: one of our own). Raises DeployError when
-        the folder is in use, a port is taken or a server does not come up; nothing is left running.
+        ``supervisor`` restarts a server that crashes (None: the stack's own supervisor). Raises DeployError
+        when the folder is in use, a port is taken or a server does not start; no process is left then.
         """
         self._own_supervisor = supervisor is None
         self._supervisor = supervisor or Supervisor()
@@ -84,11 +84,11 @@ class LocalStack:
     def _launch(self) -> None:
         assert self._lock_fd is not None
         assert self._supervisor is not None
-        shared = (self._lock_fd,)  # the folder stays locked until the last server has ended
+        shared = (self._lock_fd,)  # the folder stays locked until the last server has exited
         self._nats = NatsServer(
             self.data / "nats",
             log=self._log_folder / "nats-server.log",
-            password=self._kept_secret("nats.password"),
+            password=self._stored_secret("nats.password"),
             port=self._port(NatsServer.name),
             max_store_gb=self._max_store_gb,
             keep_open=shared,
@@ -96,7 +96,7 @@ class LocalStack:
         self._s3 = S3Server(
             self.data / "objects",
             log=self._log_folder / "s3-server.log",
-            secret_key=self._kept_secret("s3.secret_key"),
+            secret_key=self._stored_secret("s3.secret_key"),
             port=self._port(S3Server.name),
             keep_open=shared,
         )
@@ -113,7 +113,7 @@ class LocalStack:
         (self.data / "environment").write_text(lines)
 
     def stop(self) -> None:
-        """End both servers and release the folder; idempotent."""
+        """Stop both servers and unlock the folder; idempotent."""
         if self._supervisor is not None and self._own_supervisor:
             self._supervisor.close()
         for server in (self._nats, self._s3):
@@ -125,13 +125,13 @@ class LocalStack:
 
     @property
     def nats(self) -> NatsSettings:
-        """How to reach NATS."""
+        """How to connect to NATS."""
         assert self._nats is not None, "not started"
         return self._nats.settings.model_copy(update={"password": "", "password_file": self.data / "nats.password"})
 
     @property
     def s3(self) -> S3Settings:
-        """How to reach S3."""
+        """How to connect to S3."""
         assert self._s3 is not None, "not started"
         return self._s3.settings.model_copy(update={"secret_key": "", "secret_key_file": self.data / "s3.secret_key"})
 
@@ -143,7 +143,7 @@ class LocalStack:
         return self._nats.child.pid, self._s3.child.pid
 
     def environment(self) -> dict[str, str]:
-        """Return the PENSTOCK_ variables that make every service use these servers; secrets stay in their files."""
+        """Return the PENSTOCK_ variables that make every service use these servers; they name the files of secrets."""
         return connection_environment(self.nats, self.s3)
 
     @property
@@ -159,7 +159,7 @@ class LocalStack:
                 return last
         return 0
 
-    def _kept_secret(self, name: str) -> str:
+    def _stored_secret(self, name: str) -> str:
         path = self.data / name
         if not path.exists():
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:  # noqa: PTH123 - mode
@@ -180,17 +180,17 @@ class LocalStack:
             return True
 
         holder = path.read_text().strip()
-        if not take() and (_is_alive(holder) or not wait_until(take, _LOCK_PATIENCE_S)):
+        if not take() and (_is_alive(holder) or not wait_until(take, _LOCK_DEADLINE_S)):
             raise DeployError(
                 f"the data folder {self.data} is in use by process {holder or '(unknown)'}; "
-                "stop that one, or choose another folder with --data"
+                "stop that process, or choose another folder with --data"
             )
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
 
 
 def connection_environment(nats: NatsSettings, s3: S3Settings) -> dict[str, str]:
-    """Return the PENSTOCK_ variables that say where NATS and S3 are; only what is set."""
+    """Return the PENSTOCK_ variables of the NATS and S3 settings that are set."""
     return {
         f"PENSTOCK_{section}__{key.upper()}": str(value)
         for section, settings in (("NATS", nats), ("S3", s3))
@@ -209,31 +209,33 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def end_on_signals() -> threading.Event:
+def stop_on_signals() -> threading.Event:
     """Return an event that SIGINT and SIGTERM set; call it in the main thread."""
-    asked = threading.Event()
+    requested = threading.Event()
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        asked.set()
+    def request(_number: int, _frame: FrameType | None) -> None:
+        requested.set()
 
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-    return asked
+    signal.signal(signal.SIGINT, request)
+    signal.signal(signal.SIGTERM, request)
+    return requested
 
 
 def main() -> int:
-    """Start the servers, say how to use them, and stay until Ctrl-C."""
+    """Start the servers, print the environment that uses them, and run until Ctrl-C."""
     parser = argparse.ArgumentParser(prog="penstock up", description="NATS and S3 on this machine.")
-    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of everything stored (default: data)")
+    parser.add_argument("--data", type=Path, default=Path("data"), help="folder of all stored data (default: data)")
     parser.add_argument("--run", help="also create the streams of this run")
     parser.add_argument(
-        "--nats-port", type=int, default=0, help="port of NATS (default: as last time, else a free one)"
+        "--nats-port", type=int, default=0, help="port of NATS (default: the last one used, else a free one)"
     )
-    parser.add_argument("--s3-port", type=int, default=0, help="port of S3 (default: as last time, else a free one)")
-    parser.add_argument("--max-store-gb", type=int, default=50, help="what all streams together may reserve on disk")
+    parser.add_argument(
+        "--s3-port", type=int, default=0, help="port of S3 (default: the last one used, else a free one)"
+    )
+    parser.add_argument("--max-store-gb", type=int, default=50, help="disk space that all streams together may reserve")
     options = parser.parse_args()
     logs.configure("local")
-    asked_to_end = end_on_signals()
+    stop_requested = stop_on_signals()
     try:
         with LocalStack(
             options.data, nats_port=options.nats_port, s3_port=options.s3_port, max_store_gb=options.max_store_gb
@@ -242,9 +244,9 @@ def main() -> int:
                 with Bus.connect(stack.nats, name="bootstrap") as bus:
                     bootstrap(bus, Blobs(stack.s3), options.run)
             print((stack.data / "environment").read_text(), end="", flush=True)
-            print(f"# NATS and S3 run; in another terminal: . {stack.data}/environment", file=sys.stderr)
-            print("# Ctrl-C ends them; what they hold stays in the folder", file=sys.stderr)
-            asked_to_end.wait()
+            print(f"# NATS and S3 are running; in another terminal: . {stack.data}/environment", file=sys.stderr)
+            print("# Ctrl-C stops them; their data stays in the folder", file=sys.stderr)
+            stop_requested.wait()
     except PenstockError as err:
         print(f"penstock up: {err}", file=sys.stderr)
         return 1

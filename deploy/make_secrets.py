@@ -1,9 +1,9 @@
-"""Makes the secrets of a compose deployment: one password per NATS role, the S3 secret key, the reward token.
+"""Make the secrets of a compose deployment: one password per NATS role, the S3 secret key, the reward token.
 
     python -m penstock.deploy.make_secrets [FOLDER]        # default: deploy/secrets
 
-Existing files stay as they are, so that it can be repeated. The folder is closed to others; the
-files are readable, because a container reads its mounted secret under another user id than yours.
+Existing files are kept, so the command can be repeated. Only the owner may enter the folder; the
+files are readable, because a container reads its mounted secret under another user id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BYTES = 24
 
 
 def make_secrets(folder: Path) -> list[Path]:
-    """Create what is missing; returns the files that were written."""
+    """Create the missing files; returns those that were written."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     written = [folder / name for name in (*(f"nats_{user}" for user in NATS_USERS), *OTHERS)]
@@ -34,7 +34,7 @@ def make_secrets(folder: Path) -> list[Path]:
 
 
 def main() -> int:
-    """Make the secrets and say which."""
+    """Make the secrets and print the files that were written."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("secrets")
     for path in make_secrets(folder):
         print(path)

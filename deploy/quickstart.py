@@ -1,15 +1,15 @@
-"""``penstock quickstart``: a language model learns, through every service, while you watch.
+"""``penstock quickstart``: train a tiny language model through every service, with a live panel.
 
     python -m penstock.deploy.quickstart [--seed 0] [--steps 150] [--workers 2] [--engine sglang] [--json] [--no-kill]
 
-1. Makes a tiny model and its data on the spot (`deploy/quickstart_task.py`); nothing is downloaded.
+1. Makes a tiny model and its data (`deploy/quickstart_task.py`); nothing is downloaded.
 2. Starts nats-server, the S3 server, the reward service and two rollout workers, each its own process,
    and warms the model up on examples meanwhile (`penstock sft`).
-3. Trains it with asynchronous GRPO. Half way it kills one worker with SIGKILL: its groups come again.
-4. Ends with a report of what happened, in the run's folder.
+3. Trains it with asynchronous GRPO. Half way it kills one worker with SIGKILL: its groups are redelivered.
+4. Writes a report into the run's folder.
 
-Everything after step 1 is what `penstock train run.toml --local` does with a run file of yours; the
-one written here, ``run.toml`` in the run's folder, is a good one to start from.
+Everything after step 1 is what `penstock train run.toml --local` does with your run file; the one
+written here, ``run.toml`` in the run's folder, is a good start.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart_task as task
 from penstock.deploy import sglang_cpu
 from penstock.deploy.child import Child, DeployError
-from penstock.deploy.local import end_on_signals
-from penstock.deploy.ring import TRAINER, Ring, worker_name
+from penstock.deploy.local import stop_on_signals
+from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.train_local import next_steps
 from penstock.protocol import logs, streams
 from penstock.protocol.errors import PenstockError
@@ -46,18 +46,18 @@ SFT_BATCH = 128
 HELD_OUT = 500
 _SFT_DEADLINE_S = 600.0
 _POLL_S = 0.2
-_KILL_PATIENCE_S = 10.0
-_ENDED_ON_REQUEST = 130
+_KILL_DEADLINE_S = 10.0
+_STOPPED_ON_REQUEST = 130
 
 _RUN_FILE = """\
-# What the quickstart ran. Change it and go on with: penstock train {file} --local run.id=another
+# The quickstart's run file. Change it, then: penstock train {file} --local run.id=another
 [run]
 id = "{run_id}"
 dir = "{dir}"
 seed = {seed}
 
 [model]
-path = "{folder}/sft"       # where `penstock sft` put the warmed-up model
+path = "{folder}/sft"       # the model after the warm-up by `penstock sft`
 
 [data]
 train = "{folder}/data/train.jsonl"
@@ -67,12 +67,12 @@ max_prompt_tokens = 32
 [rollout]
 groups_per_step = {groups_per_step}
 group_size = {group_size}
-groups_per_message = 12     # tiny groups share a message and an object
+groups_per_message = 12     # small groups share a message and an object
 max_staleness = 2
 max_new_tokens = {max_new_tokens}
 
 [algorithm]
-name = "grpo"               # with defaults made for samples of older versions, see docs/algorithms.md
+name = "grpo"               # its defaults suit samples of older versions, see docs/algorithms.md
 
 [reward]
 name = "exact_match"
@@ -98,13 +98,13 @@ output = "{folder}/sft"
 """
 
 _UPDATE_MODE = """\
-update_mode = "retract"     # new weights do not wait for what is being generated, which goes on under them
+update_mode = "retract"     # new weights are loaded at once; sequences under way continue with them
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command was told."""
+    """The command's options."""
 
     seed: int
     steps: int
@@ -117,25 +117,25 @@ class Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the quickstart; returns 0, the trainer's exit code, or 130 when it was ended on request."""
+    """Run the quickstart; returns 0, the trainer's exit code, or 130 when it was stopped on request."""
     options = _options(arguments)
     logs.configure("quickstart", level="warning")
-    asked_to_end = end_on_signals()
+    stop_requested = stop_on_signals()
     started = time.monotonic()
-    say = _Voice(quiet=options.as_json, started=started)
+    show = _Progress(quiet=options.as_json, started=started)
     try:
-        code, summary, usage = _run(options, say, asked_to_end)
+        code, summary, usage = _run(options, show, stop_requested)
     except PenstockError as err:
         print(f"quickstart: {err}\nlogs: {options.folder / 'logs'}\nnext: penstock doctor", file=sys.stderr)
         return 1
     if code is None:
-        print("quickstart: ended on request, nothing is left running", file=sys.stderr)
-        return _ENDED_ON_REQUEST
+        print("quickstart: stopped on request; all processes have exited", file=sys.stderr)
+        return _STOPPED_ON_REQUEST
     if code:
         return code
     following = _next_steps(options)
     path = report.write(options.folder, summary, next_steps=following)
-    _tell(say, summary, path, following)
+    _print_result(show, summary, path, following)
     if options.as_json:
         total = {"total_wall_s": round(time.monotonic() - started, 2), "total_cpu_s": round(usage, 2)}
         files = {"report": str(path), "model": str(options.folder / "model")}
@@ -143,37 +143,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(options: Options, say: _Voice, asked_to_end: threading.Event) -> tuple[int | None, RunSummary, float]:
-    run_file = _make(options, say)
-    ring = Ring([str(run_file)], num_workers=options.workers)
-    with ring:
-        ring.start_services()
-        say(
-            f"services  nats, S3, reward service and {options.workers} rollout workers start; logs in {ring.log(TRAINER).parent}"
+def _run(options: Options, show: _Progress, stop_requested: threading.Event) -> tuple[int | None, RunSummary, float]:
+    run_file = _make(options, show)
+    run = LocalRun([str(run_file)], num_workers=options.workers)
+    with run:
+        run.start_services()
+        show(
+            f"services  nats, S3, reward service and {options.workers} rollout workers are starting; logs in {run.log(TRAINER).parent}"
         )
-        if not _warm_up(options, run_file, say, asked_to_end):
+        if not _warm_up(options, run_file, show, stop_requested):
             return None, RunSummary(run_id=options.run_id), 0.0
-        with Bus.connect(ring.nats, name="quickstart") as bus:
+        with Bus.connect(run.nats, name="quickstart") as bus:
             panel = LivePanel(
                 options.run_id, bus, total_steps=options.steps, mode="quiet" if options.as_json else "auto"
             )
             with panel:
-                ring.tell(lambda event: event.as_incident and panel.note(event.as_incident))
-                ring.start_trainer()
-                code = _watch(options, ring, bus, panel, asked_to_end)
+                run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
+                run.start_trainer()
+                code = _watch(options, run, bus, panel, stop_requested)
             summary = panel.summary()
         if code:
-            raise DeployError(f"the trainer ended with exit code {code}; its log ends with\n{ring.log_tail(TRAINER)}")
-    return code, summary, ring.usage.cpu_s
+            raise DeployError(f"the trainer ended with exit code {code}; its log ends with\n{run.log_tail(TRAINER)}")
+    return code, summary, run.usage.cpu_s
 
 
-def _make(options: Options, say: _Voice) -> Path:
+def _make(options: Options, show: _Progress) -> Path:
     data = options.folder / "data"
     num_train = options.steps * GROUPS_PER_STEP
     task.write_data(data, seed=options.seed, num_sft=SFT_STEPS * SFT_BATCH, num_train=num_train, num_eval=HELD_OUT)
     num_parameters = task.write_model(options.folder / "start", seed=options.seed)
-    say(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: sort {task.NUM_DIGITS} digits")
-    say(f"data      {SFT_STEPS * SFT_BATCH:,} examples, {num_train:,} prompts, {HELD_OUT} held out; all in {data}")
+    show(f"model     Qwen3 architecture, {num_parameters:,} parameters, random; task: sort {task.NUM_DIGITS} digits")
+    show(f"data      {SFT_STEPS * SFT_BATCH:,} examples, {num_train:,} prompts, {HELD_OUT} held out; all in {data}")
     run_file = options.folder / "run.toml"
     run_file.write_text(
         _RUN_FILE.format(
@@ -197,69 +197,69 @@ def _make(options: Options, say: _Voice) -> Path:
 
 
 def _engine_sections(engine: str) -> str:
-    """Return what the run file says about the engine; raises ConfigError when there is no SGLang to be started."""
+    """Return the run file's sections about the engine; raises ConfigError when SGLang is not installed."""
     if engine == "embedded":
         return ""
     return f'\n[worker]\nengine = "{engine}"\n{_UPDATE_MODE}\n{sglang_cpu.section_toml()}'
 
 
-def _warm_up(options: Options, run_file: Path, say: _Voice, asked_to_end: threading.Event) -> bool:
-    """Run `penstock sft` to its end; False when the person asked to end first."""
+def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: threading.Event) -> bool:
+    """Run `penstock sft`; returns False when a stop was requested first."""
     started = time.monotonic()
     command = launch.module("penstock.trainer", "sft", str(run_file), f"model.path={options.folder / 'start'}")
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     child = Child("sft", command, log=options.folder / "logs" / "sft.log", environ=environ)
     child.start()
-    while child.alive and not asked_to_end.wait(0.1):
+    while child.alive and not stop_requested.wait(0.1):
         if time.monotonic() - started > _SFT_DEADLINE_S:
             child.kill()
-            raise child.failure(f"did not end within {_SFT_DEADLINE_S:.0f} s")
+            raise child.failure(f"did not exit within {_SFT_DEADLINE_S:.0f} s")
     if child.alive:
         child.stop()
         return False
     if child.wait(1.0):
         raise child.failure("failed")
-    say(f"warm-up   {SFT_STEPS} supervised steps on {SFT_BATCH} examples each, {time.monotonic() - started:.1f} s")
+    show(f"warm-up   {SFT_STEPS} supervised steps on {SFT_BATCH} examples each, {time.monotonic() - started:.1f} s")
     return True
 
 
-def _watch(options: Options, ring: Ring, bus: Bus, panel: LivePanel, asked_to_end: threading.Event) -> int | None:
-    """Wait for the trainer, killing a worker half way; None when the person asked to end."""
+def _watch(options: Options, run: LocalRun, bus: Bus, panel: LivePanel, stop_requested: threading.Event) -> int | None:
+    """Wait until the trainer exits, killing a worker half way; None when a stop was requested."""
     to_kill = options.kill
-    while (code := ring.wait(_POLL_S)) is None and not asked_to_end.is_set():
+    while (code := run.wait(_POLL_S)) is None and not stop_requested.is_set():
         if to_kill and panel.snapshot().step >= options.steps // 2:
             to_kill = False
-            _wait_until_all_hold_work(ring.run_id, bus, options.workers)
-            pid = ring.kill(worker_name(0))
-            panel.note(f"killed {worker_name(0)} (pid {pid}) on purpose with SIGKILL; its groups will come again")
+            _wait_until_all_hold_work(run.run_id, bus, options.workers)
+            pid = run.kill(worker_name(0))
+            panel.note(f"killed {worker_name(0)} (pid {pid}) on purpose with SIGKILL; its groups will be redelivered")
     return code
 
 
 def _wait_until_all_hold_work(run_id: str, bus: Bus, num_workers: int) -> None:
-    """Wait for a moment in which every worker has a pack in hand, so that the kill is one that hurts.
+    """Wait until every worker holds a pack, so that the kill interrupts work.
 
-    Each holds at most ``worker.packs_in_flight``. The wait ends after some seconds all the same:
+    Each holds at most ``worker.packs_in_flight``. The wait ends after some seconds at the latest:
     workers that wait for the trainer hold nothing.
     """
     consumer = streams.tasks_consumer(run_id, "train")
     most_of_the_others = (num_workers - 1) * WorkerSettings.model_fields["packs_in_flight"].default
-    give_up = time.monotonic() + _KILL_PATIENCE_S
+    deadline = time.monotonic() + _KILL_DEADLINE_S
     while bus.consumer_state(consumer).wait().num_ack_pending <= most_of_the_others:
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             return
         time.sleep(_POLL_S / 20)
 
 
-def _tell(say: _Voice, summary: RunSummary, path: Path, following: Sequence[str]) -> None:
+def _print_result(show: _Progress, summary: RunSummary, path: Path, following: Sequence[str]) -> None:
     before, after = summary.accuracy_before, summary.accuracy_after
-    say("")
+    show("")
     if before is not None and after is not None:
-        say(f"accuracy  {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
+        show(f"accuracy  {before:.3f} -> {after:.3f} on the same {summary.eval_prompts} held-out problems")
     dropped = sum(summary.groups.dropped.values())
-    say(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
-    say(f"report    {path}")
+    show(f"groups    {summary.groups.issued:,} issued, {summary.groups.trained:,} trained, {dropped} dropped")
+    show(f"report    {path}")
     for line in following:
-        say(f"next      {line}")
+        show(f"next      {line}")
 
 
 def _next_steps(options: Options) -> list[str]:
@@ -272,8 +272,8 @@ def _next_steps(options: Options) -> list[str]:
     ]
 
 
-class _Voice:
-    """Speaks to the person, with the time since the start; silent when a machine listens."""
+class _Progress:
+    """Print lines with the time since the start; print nothing when ``quiet``."""
 
     def __init__(self, *, quiet: bool, started: float) -> None:
         self._quiet = quiet
@@ -292,7 +292,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         epilog="Then: penstock chat quickstart",
         allow_abbrev=False,
     )
-    parser.add_argument("--seed", type=int, default=0, help="of model, data and sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling (default: 0)")
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps (default: 150)")
     parser.add_argument(
         "--workers", type=int, help="rollout workers (default: 2; 1 with SGLang, which needs more memory)"
@@ -303,10 +303,10 @@ def _options(arguments: Sequence[str] | None) -> Options:
         default="embedded",
         help="sglang: a real SGLang server, slowly, on the CPU; needs `make sglang-env` first",
     )
-    parser.add_argument("--run", default="quickstart", help="run id; a number is added when it is taken")
+    parser.add_argument("--run", default="quickstart", help="run id; a number is appended when it is taken")
     parser.add_argument("--dir", type=Path, default=Path("runs"), help="folder for runs (default: runs)")
-    parser.add_argument("--json", action="store_true", help="nothing but one JSON object, as the last line of stdout")
-    parser.add_argument("--no-kill", action="store_true", help="leave the workers alone")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
+    parser.add_argument("--no-kill", action="store_true", help="do not kill a worker")
     given = parser.parse_args(arguments)
     if given.workers is None:
         given.workers = 2 if given.engine == "embedded" else 1

@@ -1,4 +1,4 @@
-"""The quickstart's task, data and model, all made on the spot: sort eight digits.
+"""The quickstart's task, sorting eight digits: its data and its model, both generated.
 
 10^8 problems, exact-match reward, learnable from scratch in about a minute on one core. A problem is held
 out when ``crc32(digits) % 10 == 0``: it is never seen in the warm-up nor in the reinforcement learning,
@@ -40,12 +40,12 @@ _CONTEXT = 128
 
 
 def is_held_out(digits: str) -> bool:
-    """Say whether a problem belongs to the held-out tenth."""
+    """Return True if a problem belongs to the held-out tenth."""
     return zlib.crc32(digits.encode()) % 10 == 0
 
 
 def problems(seed: int, *, held_out: bool) -> Iterator[str]:
-    """Yield distinct random problems of one side of the split, for ever; the same for the same seed."""
+    """Yield distinct random problems of one side of the split, without end; the same for the same seed."""
     rng = np.random.default_rng([seed, int(held_out)])
     seen: set[str] = set()
     while True:

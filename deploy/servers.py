@@ -1,7 +1,7 @@
-"""nats-server and an S3 server (``rclone serve s3``) as children of this process, on loopback.
+"""nats-server and an S3 server (``rclone serve s3``) as child processes on the loopback.
 
-A server picks a free port at its first start and keeps it over restarts, so that clients find it
-again. Both programs come with the extra ``penstock[local]``.
+A server picks a free port at its first start and keeps it over restarts, so that clients can
+reconnect. Both programs come with the extra ``penstock[local]``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _STALE_UPLOAD_S = 24 * 3600.0
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program beside this interpreter or on PATH; raises DeployError."""
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    """Return the path of a program, from the folder of this interpreter or PATH; raises DeployError."""
+    installed = Path(sys.executable).with_name(name)
+    found = str(installed) if installed.exists() else shutil.which(name)
     if found is None:
         raise DeployError(f"no program {name}; install it with: pip install 'penstock[local]'")
     return found
 
 
 class Server:
-    """What both servers share: launch, wait until ready, kill, restart on the same port, stop."""
+    """A server process: launch, wait until ready, kill, restart on the same port, stop."""
 
     name: str
 
     def __init__(self, store: Path, log: Path, port: int, keep_open: Sequence[int]) -> None:
-        """``port`` 0 takes a free one at the first start; ``keep_open`` is what the process shares with us."""
+        """``port`` 0 takes a free one at the first start; ``keep_open`` are file descriptors that the process inherits."""
         self.store = store.absolute()
         self.port = port
         self._log = log
@@ -53,7 +53,7 @@ class Server:
 
     @property
     def child(self) -> Child:
-        """The process of the current or last life; raises DeployError before the first start."""
+        """The current or last process; raises DeployError before the first start."""
         if self._child is None:
             raise DeployError(f"{self.name} was not started")
         return self._child
@@ -89,7 +89,7 @@ class Server:
         self.start()
 
     def stop(self) -> None:
-        """End in an orderly way; idempotent."""
+        """Stop the process with SIGTERM; idempotent."""
         if self._child is not None:
             self._child.stop()
 
@@ -100,7 +100,7 @@ class Server:
         raise NotImplementedError
 
     def relaunch(self) -> Child:
-        """Start again after a death, on the same port, without waiting; returns the new process."""
+        """Start again after a crash, on the same port, without waiting; returns the new process."""
         self.launch()
         return self.child
 
@@ -108,12 +108,12 @@ class Server:
         if not port_is_free(self.port):
             raise DeployError(
                 f"{self.name}: port {self.port} on {HOST} is taken; "
-                "stop what uses it, or choose another port (0: any free one)"
+                "stop the process that uses it, or choose another port (0: any free one)"
             )
 
 
 class NatsServer(Server):
-    """nats-server with JetStream; every acknowledged message has reached the disk."""
+    """nats-server with JetStream; every acknowledged message is synced to disk."""
 
     name = "nats-server"
 
@@ -141,7 +141,7 @@ class NatsServer(Server):
         return NatsSettings(url=f"nats://{HOST}:{self.port}", user=self._user, password=self._password)
 
     def resize(self, max_store_gb: float) -> None:
-        """Let the next life of the server store so much; what it holds already stays, even if it is more."""
+        """Set the storage limit from the next start on; what is stored stays, even if it is more."""
         self._max_store_gb = max_store_gb
 
     def _new_child(self) -> Child:
@@ -155,8 +155,8 @@ class NatsServer(Server):
             f"ports_file_dir: {json.dumps(str(self.store))}\n"
             "jetstream {\n"
             f"  store_dir: {json.dumps(str(self.store / 'jetstream-store'))}\n"
-            "  sync_interval: always\n"  # by default an acknowledged message is two minutes from the disk
-            f"  max_file_store: {round(self._max_store_gb * 2**30)}\n"  # by default: 75 % of what happens to be free
+            "  sync_interval: always\n"  # the default syncs an acknowledged message up to two minutes later
+            f"  max_file_store: {round(self._max_store_gb * 2**30)}\n"  # the default is 75 % of the free disk space
             "  max_memory_store: 64MB\n"
             "}\n"
             f"authorization {{ user: {json.dumps(self._user)}, password: {json.dumps(self._password)} }}\n"
@@ -219,14 +219,14 @@ class S3Server(Server):
             *("serve", "s3", str(self.store)),
             *("--addr", f"{HOST}:{self.port}"),
             *("--vfs-cache-mode", "off"),
-            *("--etag-hash", ""),  # an MD5 of every object read for the first time; we verify sha256 ourselves
-            "--no-checksum",  # the same, for every read and write: half the server's time for a small object
-            "--ignore-checksum",  # and once more between its own buffer and the disk
+            *("--etag-hash", ""),  # else an MD5 of every object at its first read; readers verify sha256
+            "--no-checksum",  # else the same at every read and write: half the server's time for a small object
+            "--ignore-checksum",  # else once more between its own buffer and the disk
         ]
         environ = {
             **os.environ,
-            "RCLONE_CONFIG": os.devnull,  # nothing of the user's own configuration
-            "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, ps shows that
+            "RCLONE_CONFIG": os.devnull,  # ignore the user's own configuration
+            "RCLONE_AUTH_KEY": f'"{self._access_key},{self._secret_key}"',  # not on the command line, where ps shows it
         }
         return Child(
             self.name,
@@ -250,7 +250,7 @@ class S3Server(Server):
 
 
 def port_is_free(port: int) -> bool:
-    """Say whether nobody listens on a port of the loopback."""
+    """Return True if no process listens on a port of the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -261,7 +261,7 @@ def port_is_free(port: int) -> bool:
 
 
 def remove_stale_uploads(store: Path) -> int:
-    """Remove what uploads that were cut off by a crash left behind, when older than a day."""
+    """Remove the temporary files of interrupted uploads that are older than a day; returns how many."""
     removed = 0
     for path in store.rglob(".rclone_temp_*"):
         with contextlib.suppress(OSError):

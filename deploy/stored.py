@@ -1,8 +1,8 @@
-"""``python -m penstock.deploy.stored DIR -- COMMAND``: a command beside the servers of a local run that is over.
+"""``python -m penstock.deploy.stored DIR -- COMMAND``: run a command with the servers of a finished local run.
 
-The servers run over the run's own store for as long as the command does; the command finds them in its environment.
-Ctrl-C reaches the command, which may end as it does alone; SIGTERM is passed on to it. Whatever ends this process, SIGKILL
-included, ends the servers.
+The servers run over the run's own store until the command exits; it finds them by its environment variables.
+Ctrl-C reaches the command, which may exit as it does alone; SIGTERM is passed on to it. The servers stop when this
+process exits, SIGKILL included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.deploy.local import LocalStack
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 
-_FAREWELL_S = 10.0  # what a command has for its own end after Ctrl-C
+_STOP_GRACE_S = 10.0  # of the command, after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,19 +34,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PenstockError as err:
         print(f"penstock: {err}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before the command began, or after its end
+    except KeyboardInterrupt:  # before the command started, or after it exited
         return 130
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the command; returns its exit code as a shell gives it."""
+    """Run the command; returns its exit code as a shell reports it."""
     process = subprocess.Popen(command, env=environ)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal has told the command too
+    except KeyboardInterrupt:  # the terminal signals the command too
         try:
-            process.wait(_FAREWELL_S)
+            process.wait(_STOP_GRACE_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""Notices at once when a child dies, starts it again with back-off, and writes down what happened."""
+"""Restart child processes that exit, with back-off, and record every event."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ log = structlog.get_logger("deploy")
 
 @dataclass(frozen=True, slots=True)
 class ProcessEvent:
-    """Something that happened to a process; ``at`` is Unix time in seconds."""
+    """One event of a process; ``at`` is Unix time in seconds."""
 
     at: float
     name: str
-    kind: Literal["started", "died", "restarted", "gave_up", "ended"]
+    kind: Literal["started", "crashed", "restarted", "gave_up", "exited"]
     detail: str = ""
 
     @property
     def as_incident(self) -> str:
-        """The event in words for people; empty for what belongs to every run."""
+        """The event as a line for people; empty for events of every run."""
         match self.kind:
-            case "died":
-                return f"{self.name} died ({self.detail}); it is started again"
+            case "crashed":
+                return f"{self.name} exited ({self.detail}); restarting it"
             case "restarted":
-                return f"{self.name} is started again ({self.detail})"
+                return f"{self.name} was restarted ({self.detail})"
             case "gave_up":
-                return f"{self.name} keeps dying and is given up {self.detail}"
+                return f"{self.name} keeps exiting; not restarted {self.detail}"
             case _:
                 return ""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """When to start again: pauses double from ``first_delay_s``; too many deaths in a row end it."""
+    """When to restart: pauses double from ``first_delay_s``; more than ``max_crashes`` within ``window_s`` end it."""
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
-    max_deaths: int = 5
+    max_crashes: int = 5
     window_s: float = 60.0
 
-    def delay_s(self, deaths: Sequence[float], now: float) -> float | None:
-        """Return the pause before the next start, None to give up; ``deaths`` are times of this child's deaths."""
-        recent = sum(1 for at in deaths if now - at <= self.window_s)
-        if recent > self.max_deaths:
+    def delay_s(self, crashes: Sequence[float], now: float) -> float | None:
+        """Return the pause before the next start, None to give up; ``crashes`` are the times of this child's crashes."""
+        recent = sum(1 for at in crashes if now - at <= self.window_s)
+        if recent > self.max_crashes:
             return None
         return min(self.max_delay_s, self.first_delay_s * 2 ** max(0, recent - 1))
 
@@ -63,13 +63,13 @@ class RestartRule:
 @dataclass(slots=True)
 class _Watched:
     child: Child
-    again: Callable[[], Child] | None  # None: its end is an end
-    is_death: Callable[[int], bool]  # which exit codes are mended
-    deaths: list[float]
+    restart: Callable[[], Child] | None  # None: it is not restarted
+    is_crash: Callable[[int], bool]  # by exit code
+    crashes: list[float]
 
 
 class Supervisor:
-    """Watches children in a thread of its own. ``events`` grows; ``failure`` is set when it gave up on one."""
+    """Watch child processes in a thread of its own. ``events`` grows; ``failure`` is set when one is not restarted any more."""
 
     def __init__(
         self, *, rule: RestartRule | None = None, on_event: Callable[[ProcessEvent], None] | None = None
@@ -94,16 +94,16 @@ class Supervisor:
     def watch(
         self,
         child: Child,
-        again: Callable[[], Child] | None = None,
+        restart: Callable[[], Child] | None = None,
         *,
-        is_death: Callable[[int], bool] = lambda _: True,
+        is_crash: Callable[[int], bool] = lambda _: True,
     ) -> None:
-        """Watch a started child; ``again`` starts it anew after a death (None: it is not restarted).
+        """Watch a started child; ``restart`` starts it again after a crash (None: it is not restarted).
 
-        ``is_death`` says which exit codes are one; with any other the child has ended, and stays so.
+        ``is_crash`` returns True for the exit codes that are crashes; after any other the child is not restarted.
         """
         with self._lock:
-            self._watched[child.name] = _Watched(child, again, is_death, [])
+            self._watched[child.name] = _Watched(child, restart, is_crash, [])
             self._note(ProcessEvent(time.time(), child.name, "started", f"pid {child.pid}"))
             self._register(child)
         os.write(self._wake_writer, b"w")
@@ -121,12 +121,12 @@ class Supervisor:
             return {name: watched.child for name, watched in self._watched.items()}
 
     def wait_for(self, condition: Callable[[], bool], deadline_s: float | None = None) -> bool:
-        """Wait until ``condition()``, checked at every event, is true; False when ``deadline_s`` passed first."""
+        """Wait for ``condition()``, checked at every event; return False when ``deadline_s`` passed first."""
         with self._changed:
             return self._changed.wait_for(condition, deadline_s)
 
     def close(self) -> None:
-        """Stop watching: from here on nothing is restarted. The children go on; idempotent."""
+        """Stop watching and restarting; the children keep running. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -150,40 +150,40 @@ class Supervisor:
                     self._selector.unregister(key.fd)
                     os.close(key.fd)
                     with self._lock:
-                        self._died(key.data)
+                        self._exited(key.data)
             with self._lock:
                 while not self._closing and self._due and self._due[0][0] <= time.monotonic():
-                    self._start_again(heapq.heappop(self._due)[2])
+                    self._restart(heapq.heappop(self._due)[2])
 
-    def _died(self, child: Child) -> None:
+    def _exited(self, child: Child) -> None:
         code = child.returncode
         child.reap_group()
         end_orphans()
         watched = self._watched[child.name]
         how = describe_exit(code) if code is not None else "unknown"
-        if watched.again is None or (code is not None and not watched.is_death(code)):
-            self._note(ProcessEvent(time.time(), child.name, "ended", how))
+        if watched.restart is None or (code is not None and not watched.is_crash(code)):
+            self._note(ProcessEvent(time.time(), child.name, "exited", how))
             return
-        log.warning("a process died", process=child.name, exit=how, log=str(child.log))
-        self._note(ProcessEvent(time.time(), child.name, "died", how))
+        log.warning("a process exited", process=child.name, exit=how, log=str(child.log))
+        self._note(ProcessEvent(time.time(), child.name, "crashed", how))
         self._schedule(watched)
 
     def _schedule(self, watched: _Watched) -> None:
         now = time.monotonic()
-        watched.deaths.append(now)
-        delay_s = self._rule.delay_s(watched.deaths, now)
+        watched.crashes.append(now)
+        delay_s = self._rule.delay_s(watched.crashes, now)
         name = watched.child.name
         if delay_s is None:
-            self.failure = watched.child.failure(f"died {len(watched.deaths)} times, now given up")
-            self._note(ProcessEvent(time.time(), name, "gave_up", f"after {len(watched.deaths)} deaths"))
+            self.failure = watched.child.failure(f"exited {len(watched.crashes)} times and is not restarted any more")
+            self._note(ProcessEvent(time.time(), name, "gave_up", f"after {len(watched.crashes)} times"))
         else:
             heapq.heappush(self._due, (now + delay_s, next(self._ties), name))
 
-    def _start_again(self, name: str) -> None:
+    def _restart(self, name: str) -> None:
         watched = self._watched[name]
-        assert watched.again is not None
+        assert watched.restart is not None
         try:
-            watched.child = watched.again()
+            watched.child = watched.restart()
         except (PenstockError, OSError) as err:
             log.warning("could not restart", process=name, error=str(err))
             self._schedule(watched)
@@ -199,7 +199,7 @@ class Supervisor:
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 10.0) -> None:
-    """End children at the same time: ask all, then wait for each, then insist."""
+    """Stop child processes at the same time: SIGTERM to all, then SIGKILL to what still runs after ``grace_s``."""
     for child in children:
         child.ask_to_stop()
     deadline = time.monotonic() + grace_s

@@ -1,4 +1,4 @@
-"""``penstock train run.toml --local``: every service of one run on this machine, watched, with a report at the end.
+"""``penstock train run.toml --local``: every service of one run on this machine, with a live panel and a report at the end.
 
 python -m penstock.deploy.train_local run.toml [--workers N] [--serve my_reward.py] [--json] [section.key=value ...]
 """
@@ -14,18 +14,18 @@ from pathlib import Path
 from penstock.console.live.panel import LivePanel
 from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
-from penstock.deploy.local import end_on_signals
-from penstock.deploy.ring import TRAINER, Ring
+from penstock.deploy.local import stop_on_signals
+from penstock.deploy.local_run import TRAINER, LocalRun
 from penstock.protocol import logs
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
 
 _POLL_S = 0.2
-_ENDED_ON_REQUEST = 130
+_STOPPED_ON_REQUEST = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a ring to the trainer's end; returns the trainer's exit code, 130 when it was ended on request."""
+    """Run until the trainer exits; returns its exit code, 130 when it was stopped on request."""
     parser = argparse.ArgumentParser(
         prog="penstock train --local",
         description="Every service of one run on this machine. Other arguments: run files and section.key=value.",
@@ -38,30 +38,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="FILE.py",
-        help="also serve this reward file as an HTTP endpoint, in a process of its own; may be given again",
+        help="also serve this reward file as an HTTP endpoint, in a process of its own; repeatable",
     )
-    parser.add_argument("--json", action="store_true", help="nothing but one JSON object, as the last line of stdout")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object, as the last line of stdout")
     options, rest = parser.parse_known_args(arguments)
-    logs.configure("ring", level="warning")
-    asked_to_end = end_on_signals()
+    logs.configure("local-run", level="warning")
+    stop_requested = stop_on_signals()
     try:
-        with Ring(rest, num_workers=options.workers, reward_files=options.serve) as ring:
-            print(f"run {ring.run_id}: logs in {ring.folder / 'logs'}", file=sys.stderr)
-            ring.start_services()
-            code, summary = _watch(ring, asked_to_end, quiet=options.json)
-            last_words = ring.log_tail(TRAINER)
+        with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
+            print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
+            run.start_services()
+            code, summary = _watch(run, stop_requested, quiet=options.json)
+            log_tail = run.log_tail(TRAINER)
     except PenstockError as err:
-        print(f"ring: {err}", file=sys.stderr)
+        print(f"penstock train: {err}", file=sys.stderr)
         return 1
     if code is None:
-        print("ring: ended on request; the run resumes when it is started again", file=sys.stderr)
-        return _ENDED_ON_REQUEST
+        print("penstock train: stopped on request; start the run again to resume it", file=sys.stderr)
+        return _STOPPED_ON_REQUEST
     if code:
-        print(f"ring: the trainer ended with exit code {code}; its log ends with\n{last_words}", file=sys.stderr)
+        print(
+            f"penstock train: the trainer ended with exit code {code}; its log ends with\n{log_tail}", file=sys.stderr
+        )
         return code if code >= 0 else 128 - code
-    following = next_steps(ring.folder)
-    path = report.write(ring.folder, summary, next_steps=following)
-    print(f"ring: {ring.usage.wall_s:.1f} s of wall time, {ring.usage.cpu_s:.1f} s of CPU time", file=sys.stderr)
+    following = next_steps(run.folder)
+    path = report.write(run.folder, summary, next_steps=following)
+    print(
+        f"penstock train: {run.usage.wall_s:.1f} s of wall time, {run.usage.cpu_s:.1f} s of CPU time", file=sys.stderr
+    )
     print(f"report: {path}", *(f"next: {line}" for line in following), sep="\n", file=sys.stderr)
     if options.json:
         print(summary.to_line())
@@ -69,22 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def next_steps(folder: Path) -> list[str]:
-    """Return what to type after a run, from where its folder lies."""
+    """Return the commands to run next, for the place of the run's folder."""
     if folder.parent == Path("runs").absolute():
         return [f"penstock chat {folder.name}", f"penstock runs show {folder.name}"]
     return [f"penstock chat {folder.name} --model {folder / 'model'}"]
 
 
-def _watch(ring: Ring, asked_to_end: threading.Event, *, quiet: bool) -> tuple[int | None, RunSummary]:
-    """Start the trainer and show the run until it ends; the code is None when the person asked to end it."""
-    with Bus.connect(ring.nats, name="ring") as bus:
-        panel = LivePanel(ring.run_id, bus, total_steps=ring.total_steps, mode="quiet" if quiet else "auto")
+def _watch(run: LocalRun, stop_requested: threading.Event, *, quiet: bool) -> tuple[int | None, RunSummary]:
+    """Start the trainer and show the run until it exits; the code is None when a stop was requested."""
+    with Bus.connect(run.nats, name="local-run") as bus:
+        panel = LivePanel(run.run_id, bus, total_steps=run.total_steps, mode="quiet" if quiet else "auto")
         with panel:
-            ring.tell(lambda event: event.as_incident and panel.note(event.as_incident))
-            ring.start_trainer()
+            run.listen(lambda event: event.as_incident and panel.note(event.as_incident))
+            run.start_trainer()
             code = None
-            while code is None and not asked_to_end.is_set():
-                code = ring.wait(_POLL_S)
+            while code is None and not stop_requested.is_set():
+                code = run.wait(_POLL_S)
         return code, panel.summary()
 
 

@@ -1,4 +1,4 @@
-"""What the services must agree on: facts, names, versions, objects, and the two doors to NATS and S3.
+"""What the services agree on: facts, names, versions, objects, and the connections to NATS and S3.
 
 ```
                  TaskIssued                GroupGenerated               GroupScored
@@ -13,7 +13,7 @@
 |------------------|------------------|---------------------------------------|-------------------------|
 | rollout worker   | TaskIssued       | a task within the staleness bound     | trainer issuing tasks   |
 | weight follower  | head, Published  | a newer version                       | trainer publishing      |
-| reward service   | GroupGenerated   | a generated group; a living endpoint  | rollout workers         |
+| reward service   | GroupGenerated   | a generated group; an endpoint  | rollout workers         |
 | trainer: collect | GroupScored      | `groups_per_step` fresh scored groups | reward service          |
 | trainer: step    | a whole batch    | collect                               | collect                 |
 

@@ -1,8 +1,8 @@
-"""How busy a role is, measured the same way in every service, so that the shares can be compared.
+"""Measure how busy a role is, the same way in every service, so that the shares can be compared.
 
 A role is *busy* while at least one piece of its own work is under way (a request in the engine, a
-group being scored, an optimizer step) and *idle* while it waits for another role. The idle share of
-a run says who waits for whom.
+group being scored, an optimizer step) and *idle* while it waits for another role. The idle shares
+of a run show which role is the bottleneck.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Activity:
             self._turn(-1, "waiting")
 
     def restart(self) -> None:
-        """Forget what was counted: start-up is neither busy nor idle."""
+        """Reset the counters: start-up is neither busy nor idle."""
         with self._lock:
             self._since = self._clock()
             self._busy_s = self._idle_s = 0.0
@@ -65,6 +65,6 @@ class Activity:
 
 
 def cpu_seconds() -> float:
-    """Return user and system seconds of this process and of its children that have ended."""
+    """Return user and system seconds of this process and of its children that have exited."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -1,7 +1,7 @@
 """Object keys from ids; the only file with key literals.
 
-Keys are immutable: an attempt that may be repeated carries a fresh attempt id, so that no object
-is ever overwritten (an S3 server may break a reader of an object that is being replaced).
+Keys are immutable: an operation that may be repeated uses a new attempt id, so that no object is
+overwritten (an S3 server may fail a reader of an object that is being replaced).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ def group_pack(run_id: str, version: PolicyVersion, pack_id: str, attempt_id: st
 
 
 def task_list(run_id: str, pack_id: str) -> str:
-    """Return the key of the tasks of a message that was too small for them."""
+    """Return the key of a task list that does not fit into a message."""
     return f"runs/{run_id}/tasks/{pack_id}.msgpack"
 
 
 def task_lists_prefix(run_id: str) -> str:
-    """Return the prefix below which all task lists lie."""
+    """Return the prefix of all task lists."""
     return f"runs/{run_id}/tasks/"
 
 
@@ -60,12 +60,12 @@ def lineage_chapter(run_id: str, number: int, epoch: int, attempt_id: str) -> st
 
 
 def lineage_config(run_id: str, sha256: str) -> str:
-    """Return the key of the settings of a trainer's life, addressed by content."""
+    """Return the key of the settings of a trainer session, addressed by content."""
     return f"runs/{run_id}/lineage/config.{sha256[:16]}.json"
 
 
 def rescored_prefix(run_id: str) -> str:
-    """Return the prefix below which a rescored input lies; ``run_id`` is the input's own id."""
+    """Return the prefix of a rescored input; ``run_id`` is the input's own id."""
     return f"runs/{run_id}/input/"
 
 
@@ -80,23 +80,23 @@ def rescored_piece(run_id: str, number: int, sha256: str) -> str:
 
 
 def input_users_prefix(run_id: str) -> str:
-    """Return the prefix below which each run that trains on a rescored input has a mark; the name after it is the run's."""
+    """Return the prefix of the markers of runs that train on a rescored input; the run id follows it."""
     return f"{rescored_prefix(run_id)}used-by/"
 
 
 def lineage_prefix(run_id: str) -> str:
-    """Return the prefix below which the record of a run lies."""
+    """Return the prefix of the record of a run."""
     return f"runs/{run_id}/lineage/"
 
 
 def rescored_sha256(run_id: str, key: str) -> str:
-    """Return the sha256 that the key of a rescored input holds; empty for any other key."""
+    """Return the sha256 in the key of a rescored input; empty for any other key."""
     name = key.removeprefix(rescored_prefix(run_id))
     return name[6:70] if name.startswith("input.") and name.endswith(".msgpack") and len(name) == 78 else ""
 
 
 def owner_of_pack(key: str) -> str:
-    """Return the run below whose prefix a pack lies."""
+    """Return the run id in the key of a pack."""
     return key.partition("/groups/")[0].removeprefix("runs/")
 
 
@@ -106,17 +106,17 @@ def copied_pack(run_id: str, key: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix below which everything of a run lies."""
+    """Return the prefix of all objects of a run."""
     return f"runs/{run_id}/"
 
 
 def groups_prefix(run_id: str) -> str:
-    """Return the prefix below which all packs of groups lie."""
+    """Return the prefix of all packs of groups."""
     return f"runs/{run_id}/groups/"
 
 
 def all_weights_prefix(run_id: str) -> str:
-    """Return the prefix below which every version's shards and manifest lie."""
+    """Return the prefix of the shards and manifests of all versions."""
     return f"runs/{run_id}/weights/"
 
 

@@ -13,35 +13,35 @@
     ├── RecordBroken              a run's record is not there, or its chapters do not follow on one another
     ├── BusError
     │   ├── BusUnreachable        no NATS server, or it did not answer within the deadline
-    │   │   └── NoRoom            it answered that it has no room: its store, an account or a bucket is full
+    │   │   └── StorageFull       its storage, an account or a bucket is full
     │   ├── BusRefused            wrong credentials or missing permission
     │   ├── MissingStream         the run was not bootstrapped
     │   ├── StreamFull            back-pressure lasted longer than the deadline
-    │   └── CompareAndSwapFailed  somebody else moved the key first
+    │   └── CompareAndSwapFailed  another writer changed the key first
     ├── BlobError
     │   ├── BlobStoreUnreachable  no S3 server, or it did not answer within the deadline
     │   ├── BlobStoreRefused      wrong credentials, missing bucket
     │   ├── BlobMissing           the key named by a message does not exist
     │   └── BlobCorrupt           size or sha256 differs from the message
-    └── ConfigError               the run file is wrong; lists every mistake with file and line
+    └── ConfigError               the run file is wrong; lists every problem with file and line
 
-Texts say what, which id, expected and got, and what to do. A new error goes where a caller
-would want to catch it; one that nobody catches separately needs no class of its own.
+Texts say what happened, which id, expected and got, and the fix. A new error belongs where a caller
+would catch it; an error that no caller catches separately needs no class of its own.
 """
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base of everything Penstock raises on purpose; the text is written for the person reading it."""
+    """Base of all errors of Penstock; the text is written for people."""
 
 
 class WireError(PenstockError):
-    """A message from outside is not what it claims to be; the receiver sends it to the dead letters."""
+    """A message does not decode to the expected fact; its receiver dead-letters it."""
 
 
 class UnknownSchema(WireError):
-    """The schema tag names no fact that this build reads."""
+    """The schema tag is not the expected one."""
 
 
 class MalformedFact(WireError):
@@ -49,15 +49,15 @@ class MalformedFact(WireError):
 
 
 class MessageTooLarge(WireError):
-    """The encoded message exceeds the limit; payload belongs into the object store."""
+    """The encoded message exceeds the limit; large payloads belong in the object store."""
 
 
 class PackError(PenstockError):
-    """A group pack cannot be read, or does not hold what the message says it holds."""
+    """A group pack cannot be read, or does not match its message."""
 
 
 class MalformedWeights(PenstockError):
-    """Weights are not the safetensors, or not the adapter of their base, that they should be."""
+    """Weights are not valid safetensors, or not a valid adapter of their base."""
 
 
 class SegmentRefused(PenstockError):
@@ -69,27 +69,27 @@ class ChainBroken(PenstockError):
 
 
 class StateMismatch(PenstockError):
-    """A version was put together from its objects, and the result is not what its manifest promised."""
+    """A version assembled from its objects differs from its manifest."""
 
 
 class RecordBroken(PenstockError):
-    """The record of a run is not there, or its chapters, steps or versions do not follow on one another."""
+    """The record of a run is missing, or its chapters, steps or versions are not consecutive."""
 
 
 class BusError(PenstockError):
-    """Base of everything that can go wrong between a service and NATS."""
+    """Base of all errors between a service and NATS."""
 
 
 class BusUnreachable(BusError):
     """No NATS server answered within the deadline."""
 
 
-class NoRoom(BusUnreachable):
-    """NATS has no room: its store, the account or the bucket is full. Whoever outlasts an absent server outlasts this."""
+class StorageFull(BusUnreachable):
+    """The storage of NATS, of the account or of the bucket is full; retried like an unreachable server."""
 
 
 class BusRefused(BusError):
-    """NATS answered and said no: wrong credentials, or a permission is missing."""
+    """NATS refused: wrong credentials, or a permission is missing."""
 
 
 class MissingStream(BusError):
@@ -101,11 +101,11 @@ class StreamFull(BusError):
 
 
 class CompareAndSwapFailed(BusError):
-    """The key was moved by somebody else between read and write."""
+    """Another writer changed the key between read and write."""
 
 
 class BlobError(PenstockError):
-    """Base of everything that can go wrong between a service and the object store."""
+    """Base of all errors between a service and the object store."""
 
 
 class BlobStoreUnreachable(BlobError):
@@ -113,16 +113,16 @@ class BlobStoreUnreachable(BlobError):
 
 
 class BlobStoreRefused(BlobError):
-    """The S3 server answered and said no: wrong credentials, or the bucket does not exist."""
+    """The S3 server refused: wrong credentials, or the bucket does not exist."""
 
 
 class BlobMissing(BlobError):
-    """The object named by a message does not exist."""
+    """The object that a message references does not exist."""
 
 
 class BlobCorrupt(BlobError):
-    """The object's size or sha256 is not the one its message promised."""
+    """The object's size or sha256 differs from its message."""
 
 
 class ConfigError(PenstockError):
-    """The run file is wrong; the text lists every mistake with file, line and the nearest right name."""
+    """The run file is wrong; the text lists every problem with file, line and the nearest valid name."""

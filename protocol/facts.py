@@ -1,6 +1,6 @@
 """The facts that travel between services, each a frozen model in MessagePack with a schema tag.
 
-A fact is a past participle: something that happened, written once, never changed. Payloads
+A fact states something that happened; it is written once and never changed. Payloads
 (trajectories, weights) are objects in S3; a fact carries their key, size and sha256.
 
 | fact               | written by     | read by                 | means                                   |
@@ -11,11 +11,11 @@ A fact is a past participle: something that happened, written once, never change
 | `WeightsPublished` | trainer        | rollout worker          | version v is complete in S3             |
 | `WeightsApplied`   | rollout worker | workers, console        | this engine now serves version v        |
 | `WeightsRefused`   | rollout worker | trainer, console        | version v cannot be used on this host   |
-| `RunEvent`         | every service  | console                 | a figure or a moment worth showing      |
-| `DeadLetter`       | every service  | people                  | a message nobody could process, and why |
-| `Heartbeat`        | every service  | console (KV, with TTL)  | I am alive, at this version, this busy  |
+| `RunEvent`         | every service  | console                 | a metric or a change of state           |
+| `DeadLetter`       | every service  | people                  | an unprocessable message and its reason |
+| `Heartbeat`        | every service  | console (KV, with TTL)  | state, version and load of a service    |
 | `Head`             | trainer        | rollout worker (KV)     | the newest complete version             |
-| `Lease`            | trainer        | trainer (KV)            | I alone train this run                  |
+| `Lease`            | trainer        | trainer (KV)            | the one trainer of this run             |
 | `RetirementFloor`  | trainer        | console (KV)            | no weights are kept below this version  |
 
 The group stays the unit of identity, scoring, staleness and accounting. Small groups travel
@@ -46,13 +46,13 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Wire(BaseModel):
-    """Base of everything that crosses a process border: frozen, strict, unknown fields refused."""
+    """Base of all models sent between processes: frozen, strict, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
 class BlobRef(Wire):
-    """Names one immutable object in S3 so that a reader can verify what it got."""
+    """Reference to one immutable object in S3, with size and sha256 to verify it by."""
 
     key: Annotated[str, Field(min_length=1, max_length=512)]
     size_bytes: Count
@@ -72,7 +72,7 @@ class Sampling(Wire):
 class RewardRequest(Wire):
     """What the reward service needs to score a group: the reward's name and the row it belongs to.
 
-    ``ground_truth`` and ``extra_info`` are JSON texts, so that any value of a data set survives.
+    ``ground_truth`` and ``extra_info`` are JSON texts, so that any value of a data set is preserved.
     """
 
     name: Identifier
@@ -95,7 +95,7 @@ class RewardRequest(Wire):
 class Task(Wire):
     """Generate one group: ``group_size`` completions of one prompt.
 
-    With a baseline one more stands last in the group, sampled greedily: it is scored, and never trained on.
+    With a baseline the group has one more completion, the last, sampled greedily: scored and never trained on.
     """
 
     group_id: Identifier
@@ -109,11 +109,11 @@ class Task(Wire):
     attempt: Count = 0
     issued_version: Count
     pinned_version: Count | None = None  # evaluation: every token must come from this version
-    with_baseline: bool = False  # ReMax: the greedy completion's reward is what the others are measured against
+    with_baseline: bool = False  # ReMax: the greedy completion's reward is the baseline of the others
 
 
 class GeneratedGroup(Wire):
-    """One group of a pack, as generated; ``row_group`` is its place in the Parquet object."""
+    """One group of a pack, as generated; ``row_group`` is its row group in the Parquet object."""
 
     group_id: Identifier
     row_group: Count
@@ -130,7 +130,7 @@ class GeneratedGroup(Wire):
 
     @property
     def num_trained(self) -> int:
-        """Trajectories that the trainer may train on: all but the baseline, and they stand first."""
+        """Trajectories that the trainer may train on: all but the baseline, which is the last."""
         return len(self.completion_tokens) - self.has_baseline
 
     @model_validator(mode="after")
@@ -191,7 +191,7 @@ class TaskIssued(Fact):
     tasks_blob: BlobRef | None = None  # when the prompts do not fit into a message
 
     @model_validator(mode="after")
-    def _tasks_somewhere(self) -> TaskIssued:
+    def _one_source_of_tasks(self) -> TaskIssued:
         if bool(self.tasks) == (self.tasks_blob is not None):
             raise ValueError("exactly one of tasks and tasks_blob must be given")
         return self
@@ -238,10 +238,10 @@ class WeightsPublished(Fact):
 
 
 class WeightsApplied(Fact):
-    """Written by a rollout worker once its engine confirmed it: it now serves ``version``.
+    """Written by a rollout worker after its engine confirmed that it serves ``version``.
 
-    ``checksum`` is what the engine itself says of the weights it serves; two engines are compared only
-    when ``layout`` is equal, because a checksum depends on how an engine fuses and shards its tensors.
+    ``checksum`` is the engine's own checksum of the weights it serves; two engines are compared only
+    when ``layout`` is equal, because it depends on how an engine fuses and shards its tensors.
     """
 
     schema_tag = "weights_applied.v2"
@@ -271,8 +271,8 @@ class WeightsRefused(Fact):
 class Head(Fact):
     """The newest complete version, in the KV bucket under ``head``; late joiners read it first.
 
-    ``epoch`` is that of the trainer's lease: whoever takes the lease over writes the head again under its
-    own, so that a trainer that does not know yet cannot move it any more.
+    ``epoch`` is that of the trainer's lease: a trainer that takes the lease over writes the head again under
+    its own epoch, so that the former holder can no longer change it.
     """
 
     schema_tag = "head.v1"
@@ -283,10 +283,10 @@ class Head(Fact):
 
 
 class Lease(Fact):
-    """Who trains the run, in the KV bucket under ``lease``; its revision moves with every renewal.
+    """The trainer that holds the run, in the KV bucket under ``lease``; every renewal changes its revision.
 
-    A lease whose revision stands still for ``ttl_s`` by the clock of whoever watches it is free; no clocks
-    are compared. ``at`` and ``since`` are seconds since 1970 by the holder's clock, for people only.
+    A lease is free when its revision has not changed for ``ttl_s`` by the observer's clock; clocks are not
+    compared. ``at`` and ``since`` are seconds since 1970 by the holder's clock, for people only.
     """
 
     schema_tag = "lease.v1"
@@ -296,7 +296,7 @@ class Lease(Fact):
     pid: Count
     since: Finite
     ttl_s: Annotated[float, Field(gt=0)]
-    released: bool = False  # its holder ended in good order
+    released: bool = False  # its holder exited and gave it up
 
 
 class RetirementFloor(Fact):
@@ -307,13 +307,13 @@ class RetirementFloor(Fact):
 
 
 class Heartbeat(Fact):
-    """A service's own record in the live bucket; it vanishes by itself when the service dies."""
+    """A service's own record in the live bucket; it expires when the service stops renewing it."""
 
     schema_tag = "heartbeat.v1"
     role: Literal["rollout", "reward", "trainer"]
     service_id: Identifier
     at: float
-    state: str  # a few words: what it does or whom it waits for
+    state: str  # a few words: what it does or waits for
     version: Count | None = None
     needs_version: Count | None = None  # of a worker: the oldest version it may still read; its objects stay
     busy_s: Annotated[float, Field(ge=0)] = 0.0
@@ -323,7 +323,7 @@ class Heartbeat(Fact):
 
 
 class RunEvent(Fact):
-    """A figure or a moment worth showing; kinds are `step`, `eval`, `weights`, `drop`, `log`, `state`."""
+    """A metric or a change of state; kinds are `step`, `eval`, `weights`, `drop`, `log`, `state`."""
 
     schema_tag = "run_event.v1"
     run_id: Identifier
@@ -334,7 +334,7 @@ class RunEvent(Fact):
 
 
 class DeadLetter(Fact):
-    """A message that nobody could process, with the reason and its bytes, so that it can be sent again."""
+    """A message that could not be processed, with the reason and its bytes, so that it can be sent again."""
 
     schema_tag = "dead_letter.v1"
     max_bytes = MAX_LETTER_BYTES
@@ -354,7 +354,7 @@ F = TypeVar("F", bound=Fact)
 def encode(fact: Fact) -> bytes:
     """Encode a fact as MessagePack ``[schema_tag, fields]``.
 
-    Raises MessageTooLarge above 63 KiB (192 for a dead letter): payload belongs into the object store.
+    Raises MessageTooLarge above 63 KiB (192 for a dead letter): large payloads belong in the object store.
     """
     data = encode_unbounded(fact)
     if len(data) > fact.max_bytes:

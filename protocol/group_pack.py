@@ -1,12 +1,12 @@
 """A pack of groups as one immutable Parquet object: one row group for each group, one row a trajectory.
 
-Parquet because a stored run must be open to anybody with DuckDB, polars or pandas. Measured
+Parquet, so that DuckDB, polars and pandas can read a stored run. Measured
 (12 groups of 8 x 30 tokens): zstd costs three times the CPU of LZ4 for row groups this small, and a
 dictionary only adds pages. On 8 x 4096 tokens the bytes of a number are stored apart (BYTE_STREAM_SPLIT: the
 upper ones of token ids are nearly all zero) and only the token ids are worth zstd: a twentieth larger than zstd for
-everything, and a third less CPU for writing and reading. A dictionary pays for what a group's rows have in common,
+everything, and a third less CPU for writing and reading. A dictionary pays for columns that a group's rows share,
 never for token ids, log-probabilities or completions.
-Rewards are not in here, they travel in `GroupScored`: the object stays immutable when it is scored,
+Rewards are not stored here but sent in `GroupScored`: the object stays immutable when it is scored,
 and can be scored again later by another reward.
 """
 
@@ -29,7 +29,7 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 SCHEMA_TAG = "group_pack.v1"
 _LARGE_TOKENS = 8192  # tokens in a group from which on zstd and dictionaries pay
 
-_COMMON = (  # to the rows of a group, or nearly
+_COMMON = (  # columns with equal, or nearly equal, values in the rows of a group
     "group_id",
     "split",
     "prompt_text",
@@ -42,7 +42,7 @@ _COMMON = (  # to the rows of a group, or nearly
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))  # nothing has to look for nulls
+    return pa.list_(pa.field("element", kind, nullable=False))  # readers need no null check
 
 
 SCHEMA = pa.schema(
@@ -180,7 +180,7 @@ def decode(data: bytes, row_groups: Sequence[int] | None = None) -> list[Group]:
 
 
 def decode_texts(data: bytes, row_groups: Sequence[int]) -> list[GroupTexts]:
-    """Decode only what a reward needs; token columns are never touched."""
+    """Decode only the columns that a reward needs; token columns are not read."""
     return [GroupTexts.from_table(table) for table in _read(_open(data), row_groups, _TEXT_COLUMNS)]
 
 
@@ -232,7 +232,7 @@ def _group(table: pa.Table) -> Group:
 
 
 def _baselines(table: pa.Table) -> list[bool]:
-    if "is_baseline" not in table.column_names:  # written before there were any
+    if "is_baseline" not in table.column_names:  # written before the column existed
         return [False] * table.num_rows
     return table.column("is_baseline").to_pylist()
 
@@ -260,7 +260,7 @@ class GroupTexts:
     finish_reasons: tuple[str, ...]
     reward: RewardRequest
     num_prompt_tokens: int = 0
-    completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where nobody said
+    completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where it is unknown
 
     @classmethod
     def from_table(cls, table: pa.Table) -> GroupTexts:

@@ -1,6 +1,6 @@
-"""One way to log in every service: structured lines, coloured on a terminal, JSON elsewhere.
+"""Configure logging the same way in every service: structured lines, coloured on a terminal, else JSON.
 
-Lines go to stderr; stdout belongs to a command's result. Ids are always called ``run_id``,
+Lines go to stderr; stdout is for a command's result. Ids are always called ``run_id``,
 ``group_id``, ``worker_id`` and ``policy_version``.
 """
 
@@ -14,7 +14,7 @@ import structlog
 
 
 class _Stderr:
-    """Whatever ``sys.stderr`` is when a line is written: it may be replaced, and closed, after configuration."""
+    """Write to the current ``sys.stderr``: it may be replaced, and closed, after configuration."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)

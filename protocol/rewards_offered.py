@@ -1,12 +1,12 @@
-"""Which rewards a run can ask for: what every living reward service replica says it offers.
+"""The rewards that a run can use: those offered by the reward service replicas that are alive.
 
 Each replica renews its record in the registry bucket (`streams.registry_bucket`) under
-``available.<replica>``. The trainer reads them at its start and refuses a reward name that nobody
-offers, instead of finding out at step 300 from a dead letter.
+``available.<replica>``. The trainer reads them at its start and refuses a reward name that is
+not offered, which otherwise would show at a later step, by a dead letter.
 
     entries = registry.entries().wait()
     offers = current_offers(entries, run_id=run_id, now=time.time())
-    missing = names_nobody_offers({"gsm8k"}, offers)
+    missing = names_not_offered({"gsm8k"}, offers)
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Fact, Finite, Identifier, decode
 
 PERIOD_S = 2.0  # a replica renews its record this often
-CURRENT_S = 15.0  # a record older than this belongs to a replica that died
-FORGOTTEN_S = 600.0  # a record this old is not coming back to life
+CURRENT_S = 15.0  # an older record belongs to a replica that has exited
+EXPIRED_S = 600.0  # an older record may be deleted by any replica
 _KEY_PREFIX = "available."
 
 
 class RewardsOffered(Fact):
     """Written by a reward service replica, read by the trainer: these reward names can be scored now.
 
-    ``by_source`` maps a data set's name (``openai/gsm8k``) to the reward that fits it; a row without
-    a reward of its own is scored by it when its reward name is ``auto``. ``definitions`` holds the digest of
-    every reward that the replica's run file makes of parts (`reward_settings.RewardDefinition.digest`).
+    ``by_source`` maps a data set's name (``openai/gsm8k``) to its reward, which scores the rows whose
+    reward name is ``auto``. ``definitions`` holds the digest of
+    every reward that the replica's run file defines by parts (`reward_settings.RewardDefinition.digest`).
     """
 
     schema_tag = "rewards_offered.v1"
@@ -56,9 +56,9 @@ def key(replica: str) -> str:
 
 
 def current_offers(entries: Iterable[_Entry], *, run_id: str, now: float) -> list[RewardsOffered]:
-    """Return the records of this run's living replicas; ``now`` in seconds since the epoch.
+    """Return the current records of this run's replicas; ``now`` in seconds since 1970.
 
-    Records that do not decode are of another build and count as not there.
+    Records that do not decode are of another build and are ignored.
     """
     offers = []
     for entry in entries:
@@ -72,8 +72,8 @@ def current_offers(entries: Iterable[_Entry], *, run_id: str, now: float) -> lis
     return offers
 
 
-def forgotten_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
-    """Return the keys of replicas that died without taking their record away; whoever finds them may delete them."""
+def expired_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
+    """Return the keys of records that replicas left behind when they were killed; any replica may delete them."""
     keys = []
     for entry in entries:
         if entry.key.startswith(_KEY_PREFIX):
@@ -81,18 +81,18 @@ def forgotten_keys(entries: Iterable[_Entry], *, now: float) -> list[str]:
                 offer = decode(entry.value, RewardsOffered)
             except WireError:
                 continue
-            if now - offer.at > FORGOTTEN_S:
+            if now - offer.at > EXPIRED_S:
                 keys.append(entry.key)
     return keys
 
 
-def names_nobody_offers(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:
+def names_not_offered(wanted: Iterable[str], offers: Iterable[RewardsOffered]) -> set[str]:
     """Return the wanted reward names that are in no offer."""
     return set(wanted).difference(*(offer.names for offer in offers))
 
 
-def others_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffered]) -> dict[str, list[str]]:
-    """Return the replicas that make a reward of other parts than ``wanted`` (digests by name) says, by its name."""
+def differently_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffered]) -> dict[str, list[str]]:
+    """Return, by reward name, the replicas whose definition differs from ``wanted`` (digests by name)."""
     found: dict[str, list[str]] = {}
     for offer in offers:
         for name, digest in wanted.items():
@@ -102,6 +102,6 @@ def others_defined(wanted: Mapping[str, str], offers: Iterable[RewardsOffered]) 
 
 
 def nearest(name: str, offers: Iterable[RewardsOffered]) -> list[str]:
-    """Return up to three names, of rewards or data sets, that are like a name nobody offers."""
+    """Return up to three names, of rewards or data sets, that are similar to a name that is not offered."""
     known = {known for offer in offers for known in (*offer.names, *offer.by_source)}
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)

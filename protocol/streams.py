@@ -2,9 +2,9 @@
 
 `deploy/bootstrap.py` creates them; services only bind to them and say how to create them when they
 are missing. The three work queues are bounded and refuse new messages when full: back-pressure is
-the broker's, a refused publisher waits. ``max_deliver`` is unlimited everywhere, because a broker
-that gives up leaves the message unread in the stream for ever; the services count deliveries and
-write dead letters themselves.
+the broker's, a refused publisher waits. ``max_deliver`` is unlimited everywhere: after the last
+delivery the broker would leave the message in the stream, unread and undeleted. The services count
+deliveries and write dead letters themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Literal
 
 from penstock.protocol import subjects
 
+StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]
 KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its ack wait
+CONSUMER_IDLE_S = 600.0  # readers of a limits stream bring their own consumers; one that stopped reading leaves none
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class StreamSpec:
     max_age_s: float = 0.0
     duplicate_window_s: float = 600.0
     max_msg_bytes: int = 64 * 1024
+    consumer_idle_s: float = 0.0  # a consumer, durable or not, is deleted after this long without a pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class ConsumerSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One key-value bucket; ``ttl_s`` 0 keeps keys for ever."""
+    """One key-value bucket; ``ttl_s`` 0: keys do not expire."""
 
     bucket: str
     ttl_s: float = 0.0
@@ -63,8 +66,13 @@ class StreamLimits:
     max_bytes: int = 512 * 1024 * 1024
     events_age_s: float = 0.0  # 0: they stay until the stream is full, then the oldest go
     dead_age_s: float = 0.0
-    ack_wait_s: float = 9.0  # a dead worker's tasks come again within this time
+    ack_wait_s: float = 9.0  # the tasks of a worker that was killed are redelivered within this time
     scored_ack_wait_s: float = 30.0  # the trainer holds messages until a checkpoint
+
+
+def stream_name(run_id: str, stage: StreamStage) -> str:
+    """Return the name of one of a run's streams; it is a single token in NATS subjects."""
+    return f"{run_id}-{stage}"
 
 
 def stream_names(run_id: str) -> tuple[str, ...]:
@@ -77,25 +85,36 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
     limits = limits or StreamLimits()
     queue = {"retention": "workqueue", "max_bytes": limits.max_bytes}
     return (
-        StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), max_msgs=limits.max_tasks, **queue),  # type: ignore[arg-type]
-        StreamSpec(f"{run_id}-generated", (subjects.generated(run_id),), max_msgs=limits.max_generated, **queue),  # type: ignore[arg-type]
-        StreamSpec(f"{run_id}-scored", (subjects.scored(run_id),), max_msgs=limits.max_scored, **queue),  # type: ignore[arg-type]
-        StreamSpec(f"{run_id}-weights", (subjects.weights(run_id),), "limits", 100_000, limits.max_bytes),
+        StreamSpec(stream_name(run_id, "tasks"), (subjects.tasks(run_id),), max_msgs=limits.max_tasks, **queue),  # type: ignore[arg-type]
         StreamSpec(
-            f"{run_id}-events",
+            stream_name(run_id, "generated"), (subjects.generated(run_id),), max_msgs=limits.max_generated, **queue
+        ),  # type: ignore[arg-type]
+        StreamSpec(stream_name(run_id, "scored"), (subjects.scored(run_id),), max_msgs=limits.max_scored, **queue),  # type: ignore[arg-type]
+        StreamSpec(
+            stream_name(run_id, "weights"),
+            (subjects.weights(run_id),),
+            "limits",
+            100_000,
+            limits.max_bytes,
+            consumer_idle_s=CONSUMER_IDLE_S,
+        ),
+        StreamSpec(
+            stream_name(run_id, "events"),
             (subjects.events(run_id),),
             "limits",
             1_000_000,
             limits.max_bytes,
             max_age_s=limits.events_age_s,
+            consumer_idle_s=CONSUMER_IDLE_S,
         ),
         StreamSpec(
-            f"{run_id}-dead",
+            stream_name(run_id, "dead"),
             (subjects.dead(run_id),),
             "limits",
             1_000_000,
             limits.max_bytes,
             max_age_s=limits.dead_age_s,
+            consumer_idle_s=CONSUMER_IDLE_S,
             max_msg_bytes=256 * 1024,
         ),
     )
@@ -105,7 +124,7 @@ def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) 
     """Return the consumer that all rollout workers share for one split."""
     limits = limits or StreamLimits()
     return ConsumerSpec(
-        f"{run_id}-tasks",
+        stream_name(run_id, "tasks"),
         f"rollout-{split}",
         subjects.tasks(run_id, split),
         limits.ack_wait_s,
@@ -119,7 +138,13 @@ def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> Consu
     """Return the consumer that all replicas of the reward service share."""
     limits = limits or StreamLimits()
     return ConsumerSpec(
-        f"{run_id}-generated", "reward", subjects.generated(run_id), limits.ack_wait_s, 100_000, run_id, "generated"
+        stream_name(run_id, "generated"),
+        "reward",
+        subjects.generated(run_id),
+        limits.ack_wait_s,
+        100_000,
+        run_id,
+        "generated",
     )
 
 
@@ -127,7 +152,7 @@ def scored_consumer(run_id: str, split: str, limits: StreamLimits | None = None)
     """Return the trainer's consumer for one split; it holds messages until a checkpoint."""
     limits = limits or StreamLimits()
     return ConsumerSpec(
-        f"{run_id}-scored",
+        stream_name(run_id, "scored"),
         f"trainer-{split}",
         subjects.scored(run_id, split),
         limits.scored_ack_wait_s,
@@ -149,17 +174,17 @@ def consumers(run_id: str, limits: StreamLimits | None = None) -> tuple[Consumer
 
 
 def state_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of what must not be forgotten: ``head``, ``lease``, ``checkpoint``."""
+    """Return the bucket of the run's durable state: ``head``, ``lease``, ``checkpoint``, ``floor``, ``resent``."""
     return BucketSpec(f"{run_id}-state")
 
 
 def live_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of heartbeats; a key vanishes 10 s after its service's last sign of life."""
+    """Return the bucket of heartbeats; a key expires 10 s after its service's last heartbeat."""
     return BucketSpec(f"{run_id}-live", ttl_s=10.0)
 
 
 def lease_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of rights that only some may hold at a time; a key vanishes 10 s after its last renewal."""
+    """Return the bucket of leases and semaphore slots; a key expires 10 s after its last renewal."""
     return BucketSpec(f"{run_id}-leases", ttl_s=10.0)
 
 
@@ -169,12 +194,12 @@ def registry_bucket() -> BucketSpec:
 
 
 def secrets_bucket() -> BucketSpec:
-    """Return the bucket of what endpoints were given in confidence; only reward services may read it."""
+    """Return the bucket of the secrets of reward endpoints; only reward services may read it."""
     return BucketSpec("penstock-secrets")
 
 
 def scoring_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of packs that were scored in part: a replica goes on where another one stopped."""
+    """Return the bucket of partly scored packs: a replica resumes where another one stopped."""
     return BucketSpec(f"{run_id}-scoring", ttl_s=86_400.0)
 
 
@@ -200,10 +225,15 @@ EXPIRY_LEASE = "expiry"
 
 
 def heartbeat_key(role: str, service_id: str) -> str:
-    """Return the key of one service's heartbeat in the live bucket."""
+    """Return the key of one service's heartbeat in the live bucket; `>` for every service of a role."""
     return f"{role}.{service_id}"
 
 
-def swap_turn_key(number: int) -> str:
-    """Return the key of one turn to swap weights in the lease bucket."""
+def swap_turn_key(number: int | Literal["*"]) -> str:
+    """Return the key of one slot of the swap semaphore in the lease bucket; `*` for every slot."""
     return f"swap.{number}"
+
+
+def pack_progress_key(sequence: int | Literal["*"]) -> str:
+    """Return the key of a partly scored pack in the scoring bucket, by its number in the stream; `*` for every pack."""
+    return f"reward.{sequence}"

@@ -16,7 +16,7 @@ PREFIX = "penstock"
 
 
 def check_run_id(run_id: str) -> str:
-    """Return the run id, or raise ConfigError naming what is wrong with it."""
+    """Return the run id; raises ConfigError when it is not valid."""
     if not RUN_ID.fullmatch(run_id):
         raise ConfigError(
             f"run id {run_id!r} must be 1 to 48 characters of a-z, 0-9 and '-', starting with a letter or digit"
@@ -28,7 +28,7 @@ _READERS = {"tasks": "a rollout worker", "generated": "the reward service", "sco
 
 
 def reader(subject: str) -> str:
-    """Return who takes messages of a subject away, in words: a publisher that finds its stream full waits for it."""
+    """Return the role that consumes a subject, in words: what a publisher to a full stream waits for."""
     stage = subject.removeprefix(f"{PREFIX}.").split(".")[1]
     return _READERS.get(stage, f"a reader of {subject}")
 

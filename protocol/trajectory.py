@@ -18,7 +18,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """Prompt and completion of one sample, token in and token out: nothing is ever re-tokenised.
+    """Prompt and completion of one sample as token ids; text is never tokenised again.
 
     All per-token arrays have the same length T; checked on construction (PackError).
     """
@@ -39,7 +39,7 @@ class Trajectory:
                 f"{len(self.behaviour_logprobs)} behaviour_logprobs"
             )
         if not np.isfinite(self.behaviour_logprobs).all():
-            raise PackError("behaviour_logprobs hold NaN or infinity; the engine's answer is unusable")
+            raise PackError("behaviour_logprobs hold NaN or infinity; the engine's answer cannot be used")
         inside = all(0 <= run.start < run.end <= length for run in self.version_runs)
         num_sampled = np.count_nonzero(self.loss_mask)
         if not inside or self.num_completion_tokens != num_sampled:
@@ -81,7 +81,9 @@ class Group:
         if not self.trajectories:
             raise PackError(f"group {self.group_id} has no trajectory")
         if any(trajectory.is_baseline for trajectory in self.trajectories[:-1]):
-            raise PackError(f"group {self.group_id}: a baseline stands before the end; there is one at most, the last")
+            raise PackError(
+                f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
+            )
 
     def summary(self, row_group: int) -> GeneratedGroup:
         """Describe the group for the message that announces it."""

@@ -24,7 +24,7 @@ class VersionRun(NamedTuple):
 def oldest(runs: Iterable[VersionRun]) -> PolicyVersion:
     """Return the oldest version among the runs; staleness is always measured from it.
 
-    Raises ValueError when there is no run at all: tokens of unknown version are never trained on.
+    Raises ValueError when there is no run: tokens of an unknown version are never trained on.
     """
     versions = [run.version for run in runs]
     if not versions:
@@ -43,7 +43,7 @@ def newest(runs: Iterable[VersionRun]) -> PolicyVersion:
 def staleness(trainer_version: PolicyVersion, oldest_version: PolicyVersion) -> int:
     """Return by how many versions a sample is behind the trainer at the moment of use.
 
-    Raises ValueError for a sample from the future: such a sample belongs to another life of the run.
+    Raises ValueError for a sample newer than the trainer: it belongs to another session of the run.
     """
     behind = trainer_version - oldest_version
     if behind < 0:
@@ -55,17 +55,17 @@ def staleness(trainer_version: PolicyVersion, oldest_version: PolicyVersion) -> 
 
 
 def is_fresh(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_staleness: int) -> bool:
-    """Say whether a sample may still be trained on."""
+    """Return True if a sample may still be trained on."""
     return staleness(trainer_version, oldest_version) <= max_staleness
 
 
 def is_last_chance(trainer_version: PolicyVersion, oldest_version: PolicyVersion, max_staleness: int) -> bool:
-    """Say whether a sample may be trained on at ``trainer_version``, but not at the version after it."""
+    """Return True if a sample may be trained on at ``trainer_version``, but not at the version after it."""
     return trainer_version - oldest_version == max_staleness
 
 
 def is_newer(candidate: PolicyVersion, current: PolicyVersion | None) -> bool:
-    """Say whether ``candidate`` should replace ``current`` (None: nothing is held yet)."""
+    """Return True if ``candidate`` should replace ``current`` (None: no version is held yet)."""
     return current is None or candidate > current
 
 
@@ -78,12 +78,12 @@ def admissible_groups(*, outstanding: int, max_staleness: int, groups_per_step: 
     """Return how many more groups may be issued (the AReaL capacity rule, arXiv 2505.24298).
 
     ``outstanding`` counts groups issued and not yet trained or dropped. With at most
-    ``(max_staleness + 1) * groups_per_step`` of them in the pipe, a group that is trained in
+    ``(max_staleness + 1) * groups_per_step`` of them in flight, a group that is trained in
     order can be at most ``max_staleness`` versions old.
 
-    That holds for a group sampled by the trainer's own version. The newest that workers can have
-    may be ``lag`` versions behind it, where publishing takes longer than a step: so many steps
-    fewer can pass before the group is too old, and so much shorter is the pipe.
+    That holds for a group sampled by the trainer's own version. Where publishing takes longer than a
+    step, the newest version of the workers is ``lag`` versions behind it: the group is too old that many
+    steps earlier, so that many steps' groups fewer may be in flight.
     """
     return max(0, (max_staleness + 1 - lag) * groups_per_step - outstanding)
 

@@ -61,7 +61,7 @@ class HeartbeatWriter:
     async def _sweep(self) -> None:
         """Delete the records of replicas that were killed long ago."""
         with contextlib.suppress(BusUnreachable):
-            for key in rewards_offered.forgotten_keys(await self.offers.entries(), now=time.time()):
+            for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
                 await self.offers.delete(key)
 
     async def _beat(self) -> None:

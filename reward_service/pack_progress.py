@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.streams import pack_progress_key
 from penstock.protocol.transport.key_value import KeyValue
 
 log = structlog.get_logger("reward_service.progress")
@@ -90,7 +91,7 @@ class Progress:
         if num_delivered <= 1:
             return own
         try:
-            entry = await self._store.get(_key(sequence))
+            entry = await self._store.get(pack_progress_key(sequence))
         except BusUnreachable:
             return own
         return _newest(own, _decode(entry.value)) if entry is not None else own
@@ -104,7 +105,7 @@ class Progress:
         while len(self._messages) > self._max_messages:
             self._messages.popitem(last=False)
         try:
-            await self._store.put(_key(sequence), progress.to_json())
+            await self._store.put(pack_progress_key(sequence), progress.to_json())
         except BusUnreachable as err:
             log.warning("progress is only in memory", sequence=sequence, error=str(err))
 
@@ -114,7 +115,7 @@ class Progress:
         if known is None and num_delivered <= 1:
             return
         try:
-            await self._store.delete(_key(sequence))
+            await self._store.delete(pack_progress_key(sequence))
         except BusUnreachable as err:  # it vanishes by itself after a day
             log.debug("progress stays behind", sequence=sequence, error=str(err))
 
@@ -144,7 +145,3 @@ def _decode(value: bytes) -> PackProgress:
     except (ValueError, KeyError, TypeError) as err:
         log.error("unreadable progress, the pack is scored anew", error=str(err))  # noqa: TRY400
         return _FRESH
-
-
-def _key(sequence: int) -> str:
-    return f"reward.{sequence}"

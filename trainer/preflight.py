@@ -19,9 +19,9 @@ from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.rewards_offered import (
     RewardsOffered,
     current_offers,
-    names_nobody_offers,
+    differently_defined,
+    names_not_offered,
     nearest,
-    others_defined,
 )
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -145,10 +145,10 @@ def _problem(wanted: _Wanted, offers: list[RewardsOffered]) -> str:
     if not offers:
         return "no reward service of this run is alive; start one: penstock reward service run.toml"
     offered = sorted({name for offer in offers for name in offer.names})
-    if missing := _plain_first(names_nobody_offers(wanted.names, offers), wanted.digests):
+    if missing := _plain_first(names_not_offered(wanted.names, offers), wanted.digests):
         near = _near(missing[0], offers)
         return f"no reward service offers {', '.join(missing)}{near}; offered: {', '.join(offered)}; check reward.name"
-    if others := others_defined(wanted.digests, offers):
+    if others := differently_defined(wanted.digests, offers):
         name, replicas = next(iter(others.items()))
         return (
             f"reward.define.{name} in this run file differs from that of {', '.join(replicas)}; start the reward service with "

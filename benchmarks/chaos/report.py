@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.chaos.watch import Seen
 
-from penstock.deploy.ring import TRAINER
+from penstock.deploy.local_run import TRAINER
 from penstock.deploy.supervise import ProcessEvent
 
 DETECTED_WITHIN_S = 10.0
@@ -56,7 +56,7 @@ def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -
     """Note when each death was noticed, mended and made good, from the supervisor's events and the run's own."""
     for kill in kills:
         later = [event for event in events if event.name == kill.victim and event.at >= kill.at]
-        died = next((event.at for event in later if event.kind == "died"), None)
+        died = next((event.at for event in later if event.kind == "crashed"), None)
         restarted = next((event.at for event in later if event.kind == "restarted"), None)
         if died is not None and kill.cause == "random":
             kill.detected_s = round(died - kill.at, 3)

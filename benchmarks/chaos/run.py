@@ -44,7 +44,7 @@ from penstock.console.record.audit_checks import Proof, prove
 from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task
 from penstock.deploy.child import DeployError, wait_until
-from penstock.deploy.ring import REWARD, TRAINER, Ring, endpoint_name, worker_name
+from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, endpoint_name, worker_name
 from penstock.deploy.servers import NatsServer, S3Server
 from penstock.deploy.supervise import ProcessEvent, RestartRule
 from penstock.protocol import logs
@@ -64,8 +64,8 @@ GROUPS_PER_STEP = 24
 _EVAL_PROMPTS = 24
 _LEAST_SHARE = 30 / 35  # of the planned kills: the last ones may come after a fast machine's last step
 _ALIVE_DEADLINE_S = 60.0
-# The trainer dies so often on purpose that the ring's own rule would give it up.
-_RULE = RestartRule(max_deaths=20)
+# The trainer dies so often on purpose that the default rule would stop restarting it.
+_RULE = RestartRule(max_crashes=20)
 
 _RUN_FILE = """\
 run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
@@ -131,28 +131,28 @@ class ChaosRun:
     def go(self, deadline_s: float) -> Outcome:
         """Run to the end under fire and look at what came of it."""
         outcome = Outcome(self.seed, self.steps)
-        ring = Ring(
+        run = LocalRun(
             [str(self.run_file), *self.overrides],
             reward_files=[REWARD_FILE],
             rule=_RULE,
             trainer_overrides=self._overrides_of_life,
         )
-        with ring:
-            ring.start_services()
-            with Bus.connect(ring.nats, name="chaos") as bus, Observer(self.run_id, bus) as observer:
+        with run:
+            run.start_services()
+            with Bus.connect(run.nats, name="chaos") as bus, Observer(self.run_id, bus) as observer:
                 self.seen = observer.seen
                 with LivePanel(self.run_id, bus, total_steps=self.steps, mode="quiet") as panel:
-                    ring.tell(self._on_event)
-                    ring.start_trainer()
-                    code = self._shoot(ring, deadline_s)
+                    run.listen(self._on_event)
+                    run.start_trainer()
+                    code = self._shoot(run, deadline_s)
                 if code:
-                    raise DeployError(f"the trainer ended with exit code {code}:\n{ring.log_tail(TRAINER)}")
-                blobs = Blobs(ring.s3)
-                proof = prove(gather(self.run_id, bus, blobs, ring.folder / "checkpoints", reads_packs=True))
-                state = committed(ring.folder / "checkpoints")[-1][1]
+                    raise DeployError(f"the trainer ended with exit code {code}:\n{run.log_tail(TRAINER)}")
+                blobs = Blobs(run.s3)
+                proof = prove(gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
+                state = committed(run.folder / "checkpoints")[-1][1]
                 told = list(chapters(state.record, blobs.get))
-            events, incidents = ring.events, panel.snapshot().incidents
-        outcome.wall_s, outcome.cpu_s = ring.usage.wall_s, ring.usage.cpu_s
+            events, incidents = run.events, panel.snapshot().incidents
+        outcome.wall_s, outcome.cpu_s = run.usage.wall_s, run.usage.cpu_s
         outcome.kills = self.kills
         outcome.account = proof.to_document()
         outcome.issued_again = _num_issued_again(told)
@@ -165,46 +165,44 @@ class ChaosRun:
         else:
             outcome.replay = self._replay()
             outcome.failures = _failures(self, outcome, proof)
-            made = ModelWeights(copy_to_buckets(load_file(ring.folder / "model" / "model.safetensors"))).root()
+            made = ModelWeights(copy_to_buckets(load_file(run.folder / "model" / "model.safetensors"))).root()
             if made != state.weights_digest:
                 outcome.failures.append(
                     f"the exported model is {made[:16]}…, the record says {state.weights_digest[:16]}…"
                 )
         return outcome
 
-    def _shoot(self, ring: Ring, deadline_s: float) -> int:
+    def _shoot(self, run: LocalRun, deadline_s: float) -> int:
         """Kill as planned until the trainer ends; returns its exit code. Raises DeployError at the deadline."""
         give_up = time.monotonic() + deadline_s
         for planned in self.planned:
             while self.seen.newest_step < planned.step:
-                code = ring.wait(0.02)
+                code = run.wait(0.02)
                 if code is not None:
                     return code
                 if time.monotonic() > give_up:
-                    raise DeployError(
-                        f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{ring.log_tail(TRAINER)}"
-                    )
+                    raise DeployError(f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{run.log_tail(TRAINER)}")
             time.sleep(planned.delay_s)
-            self._kill(ring, planned)
-        code = ring.wait(max(1.0, give_up - time.monotonic()))
+            self._kill(run, planned)
+        code = run.wait(max(1.0, give_up - time.monotonic()))
         if code is None:
-            raise DeployError(f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{ring.log_tail(TRAINER)}")
+            raise DeployError(f"step {self.seen.newest_step} after {deadline_s:.0f} s\n{run.log_tail(TRAINER)}")
         return code
 
-    def _kill(self, ring: Ring, planned: PlannedKill) -> None:
-        views = {view.name: view for view in ring.processes()}
+    def _kill(self, run: LocalRun, planned: PlannedKill) -> None:
+        views = {view.name: view for view in run.processes()}
         if not views[planned.victim].alive and not wait_until(
-            lambda: {v.name: v.alive for v in ring.processes()}[planned.victim], _ALIVE_DEADLINE_S
+            lambda: {v.name: v.alive for v in run.processes()}[planned.victim], _ALIVE_DEADLINE_S
         ):
-            raise DeployError(f"{planned.victim} was not started again within {_ALIVE_DEADLINE_S:.0f} s")
+            raise DeployError(f"{planned.victim} was not restarted within {_ALIVE_DEADLINE_S:.0f} s")
         if planned.victim == TRAINER:
             self._shot = True
         self.kills.append(Kill(planned.victim, "random", time.time(), self.seen.newest_step))
-        ring.kill(planned.victim)
+        run.kill(planned.victim)
 
     def _on_event(self, event: ProcessEvent) -> None:
         """Write down the trainer's death at a crash point (on the supervisor's thread)."""
-        if event.name == TRAINER and event.kind == "died":
+        if event.name == TRAINER and event.kind == "crashed":
             if not self._shot and self._armed is not None:
                 self.kills.append(Kill(TRAINER, str(self._armed[0]), event.at, self.seen.newest_step))
                 self.points.pop(0)

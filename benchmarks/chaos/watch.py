@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from penstock.deploy.ring import REWARD, TRAINER
+from penstock.deploy.local_run import REWARD, TRAINER
 from penstock.protocol import streams, subjects
 from penstock.protocol.errors import BusError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from penstock.protocol.errors import RecordBroken
 from penstock.protocol.facts import BlobRef
-from penstock.protocol.record.lineage import RecordedGroup, RecordedLife, RecordedStep
+from penstock.protocol.record.lineage import RecordedGroup, RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 
 
@@ -83,7 +83,7 @@ def ancestry(record: StoredRecord, version: int) -> Ancestry:
     """Tell a version's story; raises RecordBroken for one that the record does not have."""
     chain, steps = _chain(record, version)
     maker = record.maker_of(version)
-    life = maker if isinstance(maker, RecordedLife) else record.life_of(maker)
+    life = maker if isinstance(maker, RecordedSession) else record.session_of(maker)
     own = maker if isinstance(maker, RecordedStep) else None
     groups = [group for step in steps for group in step.groups]
     return Ancestry(
@@ -107,7 +107,7 @@ def packs_of(record: StoredRecord) -> dict[str, BlobRef]:
 
 def passage(record: StoredRecord, group_id: str) -> Passage:
     """Tell what became of a group; raises RecordBroken for one that the record does not have."""
-    issued = [c.number for c in record.told if any(group_id in ids for ids in c.issued.values())]
+    issued = [c.number for c in record.chapters if any(group_id in ids for ids in c.issued.values())]
     if not issued:
         raise RecordBroken(
             f"run {record.run_id} has no group {group_id} in its record; training groups are called "
@@ -124,14 +124,14 @@ def passage(record: StoredRecord, group_id: str) -> Passage:
         ],
         trained=_member(uses[0].group, uses[0].step.packs) if uses else None,
         dropped=_drop(record, group_id),
-        evaluated=any(e.group_id == group_id for chapter in record.told for e in chapter.evaluated),
+        evaluated=any(e.group_id == group_id for chapter in record.chapters for e in chapter.evaluated),
     )
 
 
 def _drop(record: StoredRecord, group_id: str) -> str | None:
     """Return why a group was dropped; None when it was not, or when its dead letter was sent again since."""
     reason: str | None = None
-    for chapter in record.told:
+    for chapter in record.chapters:
         if group_id in chapter.revived:
             reason = None
         for drop in chapter.dropped:
@@ -146,7 +146,7 @@ def _chain(record: StoredRecord, version: int) -> tuple[list[Link], list[Recorde
     at: int | None = version
     while at is not None:
         maker = record.maker_of(at)
-        if isinstance(maker, RecordedLife):
+        if isinstance(maker, RecordedSession):
             chain.append(Link(at, maker.parent_version, None, maker.weights_digest))
         else:
             steps.append(maker)

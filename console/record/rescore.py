@@ -48,7 +48,7 @@ def rescore(run: str, arguments: Sequence[str], environ: Mapping[str, str], how:
     service = RewardService(how.url, how.token_file)
     rule = replace(how.rule, define=_definitions(record, blobs)) if how.rule.weights else how.rule
     outcomes: dict[str, Outcome] = {}
-    for chapter in record.told:
+    for chapter in record.chapters:
         outcomes |= score_again(list(_asked(chapter, blobs)), rule, service)
     failed = {group_id: why for group_id, why in outcomes.items() if isinstance(why, str)}
     for group_id, why in failed.items():
@@ -68,7 +68,7 @@ def rescore(run: str, arguments: Sequence[str], environ: Mapping[str, str], how:
 
 def not_trained(record: StoredRecord) -> dict[str, int]:
     """Count the training groups of a run that no step used, by what became of them: an input does not have them."""
-    totals = record.told[-1].account.totals.get("train", SplitTotals())
+    totals = record.chapters[-1].account.totals.get("train", SplitTotals())
     counts = {f"dropped: {reason}": number for reason, number in sorted(totals.dropped.items())}
     return {what: number for what, number in {**counts, "in flight": totals.in_flight}.items() if number}
 
@@ -98,7 +98,7 @@ def _asked(chapter: LineageChapter, blobs: Blobs) -> Iterator[Asked]:
 def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rule: Rule, blobs: Blobs) -> RescoredInput:
     """Copy packs, write a piece for each chapter, and last the input."""
     pieces, copied, num_groups = list[BlobRef](), dict[BlobRef, BlobRef](), 0
-    for chapter in record.told:
+    for chapter in record.chapters:
         groups = [(g, pack, outcomes[g.group_id]) for g, pack in _first_uses(chapter)]
         scored = [(g, pack, new) for g, pack, new in groups if isinstance(new, ScoredGroup)]
         if not scored:
@@ -131,10 +131,10 @@ def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rul
 
 def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefinition]:
     """Return the rewards that the run's last life made of parts; raises RecordBroken when its settings are unreadable."""
-    if not record.lives:
+    if not record.sessions:
         return {}
     try:
-        settings = json.loads(blobs.get(record.lives[-1].config))["settings"]
+        settings = json.loads(blobs.get(record.sessions[-1].config))["settings"]
         return dict(RewardSettings.model_validate(settings.get("reward", {})).define)
     except (ValueError, KeyError, TypeError) as err:
         raise RecordBroken(f"run {record.run_id}: its recorded settings of [reward] cannot be read ({err})") from None
@@ -142,7 +142,7 @@ def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefiniti
 
 def _temperature(record: StoredRecord, blobs: Blobs) -> float:
     """Return what every life of the run sampled at; raises RecordBroken when it changed on the way."""
-    documents = {life.config.key: life.config for life in record.lives}
+    documents = {life.config.key: life.config for life in record.sessions}
     try:
         found = {float(json.loads(blobs.get(one))["settings"]["rollout"]["temperature"]) for one in documents.values()}
     except (ValueError, KeyError, TypeError) as err:

@@ -1,9 +1,9 @@
-"""SGLang on a machine without a GPU: where its environment is, and what a server of it must be told.
+"""SGLang on a machine without a GPU: the path of its environment, and the settings its server needs.
 
 `make sglang-env` makes the environment from ``lock.txt``: pinned releases without their dependencies' metadata,
 which would pull gigabytes for CUDA. ``stubs`` holds stand-ins for three packages whose wheels are made for GPUs;
-they are seen by the server's process alone. Nothing of SGLang is patched. It is slow and its kernels are not those
-of a GPU: it is here to prove the integration and to try it out.
+only the server's process sees them. SGLang itself is not patched. It is slow and its kernels are not those of a
+GPU: it serves to test the integration and to try it out.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _EXTRA_ARGS = (
 
 
 def find_python(environ: Mapping[str, str]) -> Path:
-    """Return the Python of SGLang's environment; raises ConfigError that says how to make one."""
+    """Return the Python of SGLang's environment; raises ConfigError with the command that makes one."""
     named = environ.get(PYTHON_VARIABLE)
     python = Path(named) if named else _DEFAULT
     if not python.is_file():
-        where = f"{PYTHON_VARIABLE} = {named} is not there" if named else f"there is none at {python}"
+        where = f"{PYTHON_VARIABLE} = {named} does not exist" if named else f"no environment at {python}"
         raise ConfigError(
             f"SGLang's environment: {where}; make one with `make sglang-env` (0.3 GB to download, 1.6 GB on disk), "
             f"or set {PYTHON_VARIABLE} to the python of one"
@@ -42,14 +42,14 @@ def find_python(environ: Mapping[str, str]) -> Path:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what a server needs in its environment besides the worker's own."""
+    """Return the environment variables a server needs in addition to the worker's."""
     return {
         "PYTHONPATH": str(STUBS),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "penstock_sglang_models",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),  # more are many times slower on small models
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", "1"),  # more threads are many times slower on small models
     }
 
 
@@ -69,7 +69,7 @@ def section(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def section_toml(environ: Mapping[str, str] = os.environ) -> str:
     """Return that section as the text of a run file."""
-    told = section(environ)
-    lines = [f"{name} = {json.dumps(value)}" for name, value in told.items() if name != "environ"]
-    lines += ["", "[sglang.environ]", *(f"{name} = {json.dumps(value)}" for name, value in told["environ"].items())]
+    settings = section(environ)
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items() if name != "environ"]
+    lines += ["", "[sglang.environ]", *(f"{name} = {json.dumps(value)}" for name, value in settings["environ"].items())]
     return "\n".join(["[sglang]", *lines]) + "\n"

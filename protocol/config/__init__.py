@@ -1,4 +1,4 @@
 """Run files: one TOML file for all services, overrides, aliases of other systems' keys.
 
-May import transport and the protocol's root.
+Imports the root modules of protocol; `transport` imports `config.connection`.
 """

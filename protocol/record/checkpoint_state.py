@@ -1,8 +1,8 @@
-"""What the trainer knows at a checkpoint besides weights and optimizer: its ``state.json``, and where it lies.
+"""The state of the trainer at a checkpoint besides weights and optimizer: ``state.json`` in the checkpoint's folder.
 
-The trainer writes and resumes it; an audit reads it. A checkpoint is a folder ``step00000050`` below the run's
+The trainer writes it and resumes from it; an audit reads it. A checkpoint is a folder ``step00000050`` below the run's
 ``checkpoints``. The newest is the one of the highest epoch, then of the highest step: a trainer that lost its
-lease and woke up in the middle of a commit may leave a folder, but never one that counts.
+lease during a commit may leave a folder, but never the newest one by that order.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ class CheckpointState(Wire):
     weights_dtype: str  # of their publication
     weights_are: Literal["model", "adapter"] = "model"  # in their publication
     ledger: tuple[tuple[int, tuple[str, ...]], ...]  # (version it was trained at, group ids), within the window
-    dispatch: dict[str, Any]  # the data cursor and what is outstanding, as `trainer/groups/dispatch.py` writes it
+    dispatch: dict[str, Any]  # the data cursor and the outstanding groups, as `trainer/groups/dispatch.py` writes it
     unsent: tuple[tuple[Identifier, ...], ...] = ()  # packs that are issued but not known to be on the stream
     letters_read: Count = 0  # sequence number of the last dead letter that this state knows
     totals: dict[str, Any]  # counters of the whole run, as `trainer/groups/counters.py` writes them
-    algorithm: dict[str, Any] = Field(
-        default={}
-    )  # what it remembers, as `trainer/algorithm/algorithm_state.py` writes it
+    algorithm: dict[str, Any] = Field(default={})  # its own state, as `trainer/algorithm/algorithm_state.py` writes it
     account: AccountState
-    metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are taken again
+    metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are repeated
     record: BlobRef  # the last chapter of the lineage
     chapter: Count  # its number
 

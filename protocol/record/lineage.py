@@ -1,10 +1,10 @@
-"""The record of a run: which groups, in which order, made which version, and what became of all others.
+"""The record of a run: which groups, in which order, made which version, and how all others were closed.
 
-Every checkpoint writes one *chapter*: everything since the checkpoint before it, as one immutable object
+Every checkpoint writes one *chapter*: everything since the previous checkpoint, as one immutable object
 (`blob_keys.lineage_chapter`, MessagePack like a fact). A chapter names its parent by key, size and sha256;
 the checkpoint's ``state.json`` names the last one, and so does `CheckpointCommitted` in the state bucket
-under ``checkpoint``. Only what can be reached from there is true: steps that a crash rolled back are in
-chapters that no checkpoint names, or in none.
+under ``checkpoint``. Only chapters that can be reached from there are part of the record: steps that a crash
+rolled back are in chapters that no checkpoint references, or in none.
 
 ```
 state.json ──record──▶ chapter 3 ──parent──▶ chapter 2 ──parent──▶ chapter 1
@@ -13,11 +13,11 @@ state.json ──record──▶ chapter 3 ──parent──▶ chapter 2 ─�
 
 Ids: a training group is ``e<epoch>.p<prompt>.a<attempt>``, an evaluated one ``eval.v<version>.p<prompt>``.
 In every split and at every chapter: issued = used + dropped (by reason) + in flight, by id and in number. A group
-whose dead letter was sent again is ``revived``: dropped no longer, and to be closed once more.
+whose dead letter was sent again is ``revived``: no longer dropped, and to be closed once more.
 
 To train a recorded step again (replay): fetch ``packs``, read each group's ``scored.generated.row_group``
-from its pack, keep the order of ``groups``, train at ``trained_version`` with the settings of the life that
-``epoch`` names; the result must have ``weights_digest``. To score again: the same packs, other rewards.
+from its pack, keep the order of ``groups``, train at ``trained_version`` with the settings of the trainer session
+of that ``epoch``; the result must have ``weights_digest``. To score again: the same packs, other rewards.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.protocol.facts import BlobRef, Count, Fact, Finite, Identifier, Sc
 
 
 class RecordedGroup(Wire):
-    """One group as it was trained: ``scored`` has lengths, versions, row group, rewards and who gave them."""
+    """One group as it was trained: ``scored`` has lengths, versions, row group, rewards and their scorer."""
 
     prompt: Count  # number of the prompt in the training data
     pack: Count  # number in the step's list of packs
@@ -50,11 +50,11 @@ class RecordedGroup(Wire):
 
 
 class RecordedStep(Wire):
-    """One optimizer step: ``groups`` in the order they were used made ``made_version`` of ``trained_version``."""
+    """One optimizer step: ``groups``, in the order of use, turned ``trained_version`` into ``made_version``."""
 
-    epoch: Count  # of the life that took it
+    epoch: Count  # of the trainer session that made it
     step: Count  # number of the step, from 1
-    trained_version: Count  # the parent: what the groups' staleness was measured against
+    trained_version: Count  # the parent; staleness of the groups was measured against it
     made_version: Count
     weights_digest: Sha256  # of ``made_version``, see `protocol/weights/digest.py`
     packs: tuple[BlobRef, ...]
@@ -62,17 +62,18 @@ class RecordedStep(Wire):
     skipped: dict[str, Count] = Field(default={})  # trajectories that filters left out of the loss, by reason
 
 
-class RecordedLife(Wire):
-    """A trainer process that led the run, from the version it began with.
+class RecordedSession(Wire):
+    """One session of the trainer, a process that held the run's lease, and the version it started from.
 
-    ``version`` has the weights of ``parent_version`` under a new number when an earlier life had published
-    beyond its last checkpoint; without a parent it is the model that the run started from.
+    The stored field of sessions is called ``lives``. ``version`` has the weights of ``parent_version`` under a
+    new number when an earlier session had published beyond its last checkpoint; without a parent it is the model
+    that the run started from.
     """
 
-    epoch: Count  # of its lease, grows with every life
+    epoch: Count  # of its lease, grows with every session
     holder: Identifier
     at: Finite  # seconds since 1970, by the trainer's clock; for people only
-    step: Count  # steps done when it began
+    step: Count  # steps done when it started
     version: Count
     parent_version: Count | None
     weights_digest: Sha256
@@ -99,10 +100,10 @@ class EvaluatedGroup(Wire):
 
 
 class SplitTotals(Wire):
-    """What became of a split's groups and of their sampled tokens since the run began.
+    """Counts of a split's groups and sampled tokens since the start of the run, by how they were closed.
 
     ``used`` is trained or, of held-out groups, evaluated. ``refused`` counts deliveries that were not used
-    because the group was closed already or never issued: they are no groups of the equation.
+    because the group was closed already or never issued: they are not part of the equation.
     """
 
     issued: Count = 0
@@ -129,14 +130,14 @@ class LineageChapter(Fact):
     run_id: Identifier
     number: Count  # from 1, without gaps
     parent: BlobRef | None  # None for the first
-    epoch: Count  # of the life that wrote it
+    epoch: Count  # of the trainer session that wrote it
     step: Count  # steps done at its end
     version: Count  # of the weights at its end
     weights_digest: Sha256  # of these
-    lives: tuple[RecordedLife, ...] = ()
+    lives: tuple[RecordedSession, ...] = ()  # trainer sessions that started
     steps: tuple[RecordedStep, ...] = ()
     issued: dict[Split, tuple[Identifier, ...]] = Field(default={})
-    revived: tuple[Identifier, ...] = ()  # training groups that an earlier chapter dropped as dead: open again
+    revived: tuple[Identifier, ...] = ()  # training groups that an earlier chapter dropped by a dead letter: open again
     dropped: tuple[DroppedGroup, ...] = ()
     evaluated: tuple[EvaluatedGroup, ...] = ()
     account: AccountState
@@ -145,8 +146,8 @@ class LineageChapter(Fact):
 class CheckpointCommitted(Fact):
     """In the state bucket under ``checkpoint``: the newest committed checkpoint and the end of its record.
 
-    ``epoch`` is that of the trainer that holds the run: who takes it over writes this again under its own. All
-    else is None until something is committed.
+    ``epoch`` is that of the trainer that holds the run; a trainer that takes it over writes this again under its
+    own. All other fields are None until a checkpoint is committed.
     """
 
     schema_tag = "checkpoint_committed.v1"
@@ -162,12 +163,12 @@ def chapters(last: BlobRef | None, fetch: Callable[[BlobRef], bytes]) -> Iterato
     """Read a record from its last chapter back to its first.
 
     Args:
-        last: What the checkpoint names; None: nothing is recorded.
+        last: The chapter that the checkpoint references; None: nothing is recorded.
         fetch: Returns a verified object (`Blobs.get`).
 
     Raises:
-        BlobMissing, BlobCorrupt: A chapter is gone or altered.
-        WireError: A chapter is not one.
+        BlobMissing, BlobCorrupt: A chapter is missing or altered.
+        WireError: An object is no chapter.
     """
     while last is not None:
         chapter = decode(fetch(last), LineageChapter)

@@ -1,9 +1,9 @@
-"""A run's groups with other rewards: the input of a run that trains without generating anything.
+"""A run's groups with other rewards: the input of a run that trains without generating.
 
-`penstock rescore` writes it, the trainer reads it (``data.from_run``). It has an id like a run's, and everything it
-needs lies below ``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in
-the order in which the source run trained them, and last the input itself, whose key holds its own sha256. A run that
-trains on it leaves a mark there: its record names these packs, and it has no copies of its own.
+`penstock rescore` writes it, the trainer reads it (``data.from_run``). It has an id like a run's, and all its
+objects are below ``runs/<id>/``: copies of the packs, byte for byte, pieces with the groups and their new rewards in
+the order in which the source run trained them, and last the input itself, whose key contains its sha256. A run that
+trains on it writes a marker there: its record references these packs, and it has no copies of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RescoredPiece(Fact):
 
 
 class RescoredInput(Fact):
-    """The whole: written last, and once."""
+    """The index of a rescored input, written last, once."""
 
     schema_tag = "rescored_input.v1"
     run_id: Identifier  # of the input
@@ -37,7 +37,7 @@ class RescoredInput(Fact):
     source_record: BlobRef  # its last chapter
     source_version: Count  # at the end of that
     reward: str | None  # name of the reward that scored; None: the stored rewards and parts
-    weights: dict[str, Finite] = Field(default={})  # of parts; none: the reward as it came
+    weights: dict[str, Finite] = Field(default={})  # of parts; none: the reward as scored
     temperature: Annotated[float, Field(gt=0)]  # that every group was sampled at
     pieces: Annotated[tuple[BlobRef, ...], Field(min_length=1)]
     num_groups: Count
@@ -68,21 +68,21 @@ def pieces(of: RescoredInput, blobs: Blobs) -> Iterator[RescoredPiece]:
 
 
 def mark_use(name: str, run_id: str, blobs: Blobs) -> None:
-    """Note beside an input that a run trains on it."""
+    """Write the marker that a run trains on an input."""
     key = blob_keys.input_users_prefix(name) + run_id
     if not blobs.exists(key):
         blobs.put(key, b"")
 
 
 def users(name: str, blobs: Blobs) -> list[str]:
-    """Return the other runs that train on the input of this name and have a record still."""
+    """Return the other runs that train on this input and still have a record."""
     prefix = blob_keys.input_users_prefix(name)
     marked = sorted(stat.key.removeprefix(prefix) for stat in blobs.list(prefix))
     return [run for run in marked if run != name and any(blobs.list(blob_keys.lineage_prefix(run)))]
 
 
 def packs_of_input(name: str, blobs: Blobs) -> set[str]:
-    """Return the keys of the packs of an input; empty where there is none. Raises as `find_input` and `pieces`."""
+    """Return the keys of the packs of an input; empty when there is none. Raises as `find_input` and `pieces`."""
     if not any(blob_keys.rescored_sha256(name, stat.key) for stat in blobs.list(blob_keys.rescored_prefix(name))):
         return set()
     return {pack.key for piece in pieces(find_input(name, blobs)[0], blobs) for pack in piece.packs}

@@ -1,7 +1,6 @@
-"""The record of a run as one story: every chapter from the first to the last, checked to follow on one another.
+"""The whole record of a run: all chapters from the first to the last, checked to be consecutive.
 
-`protocol/record/lineage.py` says what a chapter holds. Whoever replays, scores again or asks where a version comes from
-begins here.
+`protocol/record/lineage.py` defines a chapter. Replay, rescoring and lineage read a run through this.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from penstock.protocol.record.lineage import (
     CheckpointCommitted,
     LineageChapter,
     RecordedGroup,
-    RecordedLife,
+    RecordedSession,
     RecordedStep,
     chapters,
 )
@@ -33,11 +32,11 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A whole record; ``told`` are its chapters, the oldest first."""
+    """A whole record; ``chapters`` are sorted, the oldest first."""
 
     run_id: str
     end: BlobRef  # the last chapter
-    told: tuple[LineageChapter, ...]
+    chapters: tuple[LineageChapter, ...]
 
     @classmethod
     def read(cls, run_id: str, last: BlobRef, fetch: Callable[[BlobRef], bytes]) -> StoredRecord:
@@ -45,45 +44,45 @@ class StoredRecord:
 
         Args:
             run_id: The run it must belong to.
-            last: What the newest checkpoint names, see `end_of_record`.
+            last: The chapter that the newest checkpoint references, see `end_of_record`.
             fetch: Returns a verified object (`Blobs.get`).
 
         Raises:
             BlobMissing, BlobCorrupt: A chapter is gone or altered.
-            WireError: A chapter is not one.
-            RecordBroken: Chapters, steps or versions do not follow on one another.
+            WireError: An object is no chapter.
+            RecordBroken: Chapters, steps or versions are not consecutive.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
         return record
 
     @property
-    def lives(self) -> tuple[RecordedLife, ...]:
-        """Every life of a trainer that committed something, in order."""
-        return tuple(life for chapter in self.told for life in chapter.lives)
+    def sessions(self) -> tuple[RecordedSession, ...]:
+        """Every trainer session that committed a checkpoint, in order."""
+        return tuple(session for chapter in self.chapters for session in chapter.lives)
 
     @property
     def steps(self) -> tuple[RecordedStep, ...]:
-        """Every optimizer step that counts, in order."""
-        return tuple(step for chapter in self.told for step in chapter.steps)
+        """Every committed optimizer step, in order."""
+        return tuple(step for chapter in self.chapters for step in chapter.steps)
 
     @property
     def last_version(self) -> int:
         """The version at the end."""
-        return self.told[-1].version
+        return self.chapters[-1].version
 
-    def life_of(self, step: RecordedStep) -> RecordedLife:
-        """Return the life that took a step."""
-        return next(life for life in self.lives if life.epoch == step.epoch)
+    def session_of(self, step: RecordedStep) -> RecordedSession:
+        """Return the trainer session that made a step."""
+        return next(session for session in self.sessions if session.epoch == step.epoch)
 
-    def maker_of(self, version: int) -> RecordedStep | RecordedLife:
-        """Return the step that made a version, or the life that published it without a step.
+    def maker_of(self, version: int) -> RecordedStep | RecordedSession:
+        """Return the step that made a version, or the trainer session that published it without a step.
 
         Raises RecordBroken for a version that is not in the record.
         """
-        for life in self.lives:
-            if life.version == version and life.parent_version != version:
-                return life
+        for session in self.sessions:
+            if session.version == version and session.parent_version != version:
+                return session
         for step in self.steps:
             if step.made_version == version:
                 return step
@@ -99,20 +98,20 @@ class StoredRecord:
     def _check(self) -> None:
         version: int | None = None
         num_steps, epochs = 0, set[int]()
-        for number, chapter in enumerate(self.told, start=1):
+        for number, chapter in enumerate(self.chapters, start=1):
             if chapter.run_id != self.run_id or chapter.number != number:
                 raise RecordBroken(
                     f"the record of run {self.run_id} has, in place of chapter {number}, chapter {chapter.number} of "
                     f"run {chapter.run_id}"
                 )
-            for life in chapter.lives:
-                if version is not None and life.parent_version != version:
+            for session in chapter.lives:
+                if version is not None and session.parent_version != version:
                     raise RecordBroken(
-                        f"run {self.run_id}: the life of epoch {life.epoch} goes on from version {life.parent_version}, "
-                        f"and the one before it ended with {version}"
+                        f"run {self.run_id}: the session of epoch {session.epoch} continues version {session.parent_version}, "
+                        f"but the session before it ended with {version}"
                     )
-                version = life.version
-                epochs.add(life.epoch)
+                version = session.version
+                epochs.add(session.epoch)
             for step in chapter.steps:
                 num_steps += 1
                 if (step.step, step.trained_version) != (num_steps, version) or step.epoch not in epochs:
@@ -123,21 +122,21 @@ class StoredRecord:
                 version = step.made_version
             if chapter.version != version:
                 raise RecordBroken(
-                    f"run {self.run_id}: chapter {number} says it ends with version {chapter.version}, its steps end "
+                    f"run {self.run_id}: chapter {number} states that it ends with version {chapter.version}, its steps end "
                     f"with {version}"
                 )
 
 
 def end_of_record(run_id: str, folder: Path, pointer: Callable[[], bytes | None]) -> BlobRef:
-    """Return the last chapter that counts: the one of the newest checkpoint here, else the one that NATS names.
+    """Return the last committed chapter: of the newest checkpoint on this machine, else the one that NATS references.
 
     Args:
         run_id: The run.
-        folder: Its folder on this machine; it need not be there.
-        pointer: Reads the key ``checkpoint`` of the run's state bucket; asked only without a checkpoint here.
+        folder: Its folder on this machine; it may be missing.
+        pointer: Reads the key ``checkpoint`` of the run's state bucket; called only when there is no checkpoint here.
 
     Raises:
-        RecordBroken: Nothing was committed, or a checkpoint cannot be read.
+        RecordBroken: No checkpoint was committed, or one cannot be read.
     """
     try:
         found = committed(folder / "checkpoints")

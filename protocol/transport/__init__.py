@@ -1,11 +1,13 @@
-"""The two doors out of a process: `bus` to NATS, `blobs` to S3.
+"""The connections of a process: `bus` to NATS, `blobs` to S3.
 
-`nats` is imported by no file outside this package, `minio` only by `blobs`, `obstore` only by `short_way`, which `blobs` takes for whole
-small objects. What `bus` is made of:
+Only this package imports `nats`, only `blobs` imports `minio`, and only `obstore_fast_path`, which `blobs` uses for small
+objects, imports `obstore`. The parts of `bus`:
 
-    pending          the thread it lives in, and the results it owes
-    nats_connection  the connection all of these share: retries, deadlines, what happens while NATS is away
-    publication      a fact goes out             delivery, inbox, pull    facts come in and are held
-    key_value        a bucket                    tail                     a stream is watched
-    stream_admin     streams and consumers are created, asked and deleted
+    pending          the thread it runs in, and the results of its calls
+    nats_connection  the connection they share: retries, deadlines, behaviour while NATS is unreachable
+    fact_publisher   publish a fact              acks, delivery, inbox, pull    fetch facts, hold and acknowledge them
+    key_value        a bucket                    tail                           watch a stream
+    direct_get       read a stream without a consumer
+    stream_admin     create, query and delete streams and consumers
+    refusals         errors for JetStream's answers
 """

@@ -1,13 +1,13 @@
-"""The door to the object store, and the only file that imports minio.
+"""The connection to the object store; the only file that imports minio.
 
-Small objects, which is what travels between the services, and their parts take a shorter way (`short_way`); what
-does not go well there is asked again here, where every way of failing has its name.
+Small objects and parts of objects are read and written by `obstore_fast_path` first; a request that fails there is
+repeated here, where each failure becomes an error of its own.
 
-Only the calls that are safe on every S3 server are here. Tag, legal-hold, retention and policy
-calls are not, on purpose: some servers replace or delete the object on them. Conditional writes are
-not either, since several servers ignore them in silence; whoever needs compare-and-swap uses the
-key-value bucket of the bus. Keys are immutable: nothing is ever overwritten, and everything read is
-verified against the size and sha256 that its message promised.
+Only calls that are safe on every S3 server are offered. Tag, legal-hold, retention and policy calls
+are not: some servers replace or delete the object on them. Conditional writes are not either, since
+several servers ignore them silently; compare-and-swap is done in a key-value bucket of the bus. Keys
+are immutable: no object is overwritten, and every object read is verified against the size and sha256
+in its message.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from minio.error import InvalidResponseError, S3Error, ServerError
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
 from penstock.protocol.facts import BlobRef
-from penstock.protocol.transport.clock_skew import clocks_apart
-from penstock.protocol.transport.obstore_fast_path import ShortWay
+from penstock.protocol.transport.clock_skew import clock_skew
+from penstock.protocol.transport.obstore_fast_path import ObstoreFastPath
 
 T = TypeVar("T")
 log = structlog.get_logger("protocol.blobs")
@@ -42,17 +42,17 @@ _RETRY_S = 0.05
 _RETRY_MAX_S = 2.0
 _CHUNK_BYTES = 1024 * 1024
 _REFUSALS = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthorizationHeaderMalformed"}
-# the third is how some servers say "disk full"; the last passes when whoever's clock was wrong is set right
-_PASSING = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
-_PERHAPS_THE_CLOCK = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
-_DELETE_BATCH = 1000  # the most one request may name
-_GONE = {"NoSuchKey", "NoSuchObject", "NotFound"}
+# some servers report a full disk by the third; the last ends when the wrong clock is corrected
+_TRANSIENT = {"RequestTimeout", "SlowDown", "NoSuchUpload", "RequestTimeTooSkewed"}
+_CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "RequestExpired"}
+_DELETE_BATCH = 1000  # the limit of one request
+_MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
-_NO_DATE = datetime.fromtimestamp(0, UTC)  # of a server that gives none: such an object is old, not new
+_NO_DATE = datetime.fromtimestamp(0, UTC)  # for a server that sends none: such an object counts as old
 
 
 class _XmlPool(urllib3.PoolManager):
-    """Some servers label their XML errors ``text/xml``, which the client refuses to read as errors."""
+    """A pool that relabels XML errors of type ``text/xml``, which the client does not read as errors."""
 
     def urlopen(self, *args: Any, **kwargs: Any) -> Any:
         response = super().urlopen(*args, **kwargs)
@@ -79,7 +79,7 @@ class Blobs:
         self._settings = settings
         self._deadline_s = deadline_s
         read_timeout_s = min(60.0, deadline_s)
-        self._short_way = ShortWay(settings, timeout_s=read_timeout_s / 2)  # the long way has to fit in as well
+        self._fast_path = ObstoreFastPath(settings, timeout_s=read_timeout_s / 2)  # the other client needs time too
         self._client = Minio(
             url.netloc,
             access_key=settings.access_key or None,
@@ -106,18 +106,18 @@ class Blobs:
             )
 
     def ensure_bucket(self) -> None:
-        """Create the bucket when it is not there (deploy/bootstrap only)."""
+        """Create the bucket unless it exists (deploy/bootstrap only)."""
         if not self._retry(lambda: self._client.bucket_exists(self.bucket), "check", deadline_s=30.0):
             self._retry(lambda: self._client.make_bucket(self.bucket), "make bucket", deadline_s=30.0)
 
     def put(self, key: str, data: bytes) -> BlobRef:
         """Store an object and return the reference that a message carries."""
-        if not self._short_way.put(key, data):
+        if not self._fast_path.put(key, data):
             self._retry(lambda: self._client.put_object(self.bucket, key, io.BytesIO(data), len(data)), f"put {key}")
         return BlobRef(key=key, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
     def put_file(self, key: str, path: Path) -> BlobRef:
-        """Store a file; large ones go in parts."""
+        """Store a file; large ones are sent in parts."""
         digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -129,15 +129,15 @@ class Blobs:
     def get(self, ref: BlobRef) -> bytes:
         """Fetch an object and verify it; raises BlobMissing or BlobCorrupt.
 
-        A short or altered answer is fetched once more before it is called corrupt: the network may
-        be to blame, the stored object may not.
+        A short or altered answer is fetched once more before it counts as corrupt: the network may have
+        altered it.
         """
-        first = self._short_way.get(ref)
+        first = self._fast_path.get(ref)
         whole = f"{ref.size_bytes} bytes"
         return _verified(ref, first, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
 
     def get_unverified(self, key: str) -> bytes:
-        """Fetch an object that was found in a listing and that nobody vouches for; raises BlobMissing."""
+        """Fetch an object from a listing, without a size or sha256 to verify it by; raises BlobMissing."""
 
         def once() -> bytes:
             response = self._client.get_object(self.bucket, key)
@@ -150,11 +150,11 @@ class Blobs:
         return self._retry(once, f"get {key}")
 
     def get_range(self, ref: BlobRef, offset: int, size_bytes: int, sha256: str) -> bytes:
-        """Fetch a part of an object, verified by a sha256 of its own; raises BlobMissing or BlobCorrupt.
+        """Fetch a part of an object, verified by its own sha256; raises BlobMissing or BlobCorrupt.
 
-        As in `get`, what is short or altered is fetched once more before it is called corrupt.
+        As in `get`, a short or altered answer is fetched once more before it counts as corrupt.
         """
-        first = self._short_way.get_range(ref, offset, size_bytes)
+        first = self._fast_path.get_range(ref, offset, size_bytes)
         part = f"{size_bytes} bytes at {offset}"
         fetch = functools.partial(self._fetch, ref, offset, size_bytes)
         return _verified(ref, first, fetch, size_bytes, sha256, part, "manifest")
@@ -176,7 +176,7 @@ class Blobs:
         partial.replace(path)
 
     def exists(self, key: str) -> bool:
-        """Say whether an object is there."""
+        """Return True if an object exists."""
         try:
             self._retry(lambda: self._client.stat_object(self.bucket, key), f"stat {key}")
         except BlobMissing:
@@ -191,7 +191,7 @@ class Blobs:
         return (BlobStat(item.object_name or "", item.size or 0, item.last_modified or _NO_DATE) for item in found)
 
     def delete(self, keys: Iterable[str]) -> int:
-        """Delete objects; missing ones are fine. Returns how many were asked for."""
+        """Delete objects; missing ones are no error. Returns the number of keys."""
         wanted = [DeleteObject(key) for key in keys]
         for start in range(0, len(wanted), _DELETE_BATCH):
             batch = wanted[start : start + _DELETE_BATCH]
@@ -212,7 +212,7 @@ class Blobs:
             try:
                 return response.read(
                     (ref.size_bytes if size_bytes is None else size_bytes) + 1
-                )  # never more than promised
+                )  # at most one byte more than expected
             finally:
                 response.close()
                 response.release_conn()
@@ -226,7 +226,7 @@ class Blobs:
             try:
                 return attempt()
             except S3Error as err:
-                apart = clocks_apart(err.response.headers, datetime.now(UTC))
+                apart = clock_skew(err.response.headers, datetime.now(UTC))
                 if (final := self._final(err, what, apart)) is not None:
                     raise final from None
                 problem = f"{err.code}: {apart or err.message}"
@@ -234,7 +234,7 @@ class Blobs:
                 problem = f"{type(err).__name__}: {err}"
             if time.monotonic() + pause > deadline:
                 raise BlobStoreUnreachable(
-                    f"{what}: {self._settings.endpoint} gave no usable answer within "
+                    f"{what}: {self._settings.endpoint} gave no valid answer within "
                     f"{deadline_s or self._deadline_s:.0f} s ({problem})"
                 ) from None
             log.debug("retry", what=what, error=problem)
@@ -242,27 +242,27 @@ class Blobs:
             pause = min(2 * pause, _RETRY_MAX_S)
 
     def _final(self, err: S3Error, what: str, apart: str) -> BlobError | None:
-        """Return the error for an answer that stays what it is; None for one that may be another soon.
+        """Return the error for a permanent failure; None for one that is retried.
 
-        A refusal while the clocks are ``apart`` passes when the wrong one is set right: no key need be to blame.
+        A refusal while the clocks are ``apart`` is retried: it ends when the clock is corrected.
         """
         code, endpoint = err.code, self._settings.endpoint
-        if code in _GONE:
+        if code in _MISSING:
             return BlobMissing(f"{what}: no such object in bucket {self.bucket} ({code})")
         if code == _TOO_SHORT:
-            return BlobCorrupt(f"{what}: the object is shorter than its manifest promised")
+            return BlobCorrupt(f"{what}: the object is shorter than its manifest says")
         if code == "NoSuchBucket":
             return BlobStoreRefused(
                 f"{what}: no bucket {self.bucket!r}; create it with: python -m penstock.deploy.bootstrap"
             )
-        if apart and code in _PERHAPS_THE_CLOCK:
+        if apart and code in _CLOCK_SKEW_CODES:
             return None
         if code in _REFUSALS:
             return BlobStoreRefused(
                 f"{what}: {endpoint} refused access key {self._settings.access_key or '(none)'}: {code}; check "
                 "s3.access_key and s3.secret_key"
             )
-        if 400 <= err.response.status < 500 and code not in _PASSING:
+        if 400 <= err.response.status < 500 and code not in _TRANSIENT:
             return BlobError(f"{what}: {endpoint} refused it: {code}: {err.message}")
         return None
 
@@ -274,9 +274,9 @@ def _verified(
     size_bytes: int,
     sha256: str,
     expected: str,
-    promised_by: str,
+    source: str,
 ) -> bytes:
-    """Return what was read ``first``, or what ``fetch`` brings when that is nothing or wrong; two tries at most."""
+    """Return the verified bytes of ``first``, or of ``fetch`` when they are None or wrong; at most two tries."""
     data, digest = b"", ""
     for read in (fetch if first is None else lambda: first, fetch):
         data = read()
@@ -285,5 +285,5 @@ def _verified(
             return data
     raise BlobCorrupt(
         f"{ref.key}: expected {expected} with sha256 {sha256[:12]}…, got {len(data)} bytes with {digest[:12]}…; "
-        f"the object is not what its {promised_by} promised"
+        f"the object does not match its {source}"
     )

@@ -1,17 +1,17 @@
-"""The door to NATS JetStream: what a service calls; the other files of this package but `blobs` are its rooms.
+"""The connection to NATS JetStream, as services use it.
 
-The bus lives in its own thread and event loop, so a training step of thirty seconds cannot stop
-heartbeats, keep-alives or acknowledgements. Every call returns a `Pending`: threads say
-``.wait()``, coroutines ``await`` it. Every call has a deadline whose error names whom it waited for.
+The bus runs in its own thread and event loop, so a training step of thirty seconds cannot stop
+heartbeats, keep-alives or acknowledgements. Every call returns a `Pending`: threads call
+``.wait()``, coroutines ``await`` it. Every call has a deadline whose error names what it waited for.
 
-What a caller can rely on:
+Guarantees:
 
 - `publish` is at-least-once with a message id: it retries until the server has acknowledged, and a
   full stream makes it wait (back-pressure), never drop.
-- A fetched `Delivery` is kept alive for its reader until it is acknowledged, given back or
-  dead-lettered, however long the work takes; when the reader dies, the message comes again.
-- A redelivery of a message that this inbox still holds only renews the handle; it is not handed out twice.
-- A message that does not decode goes to the dead letters with its reason, and is not seen again.
+- A fetched `Delivery` is renewed until it is acknowledged, given back or dead-lettered, however long
+  the work takes; when the reader exits, the message is redelivered.
+- A redelivery of a message that this inbox still holds replaces its handle; it is not returned twice.
+- A message that does not decode is dead-lettered with its reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCAN_S = 300.0  # a full stream is read within this
 
 
 class Bus:
-    """One connection to NATS, living in its own thread. Close it, or use it as a context manager."""
+    """One connection to NATS, in its own thread. Close it, or use it as a context manager."""
 
     def __init__(self, connection: Connection) -> None:
         """Use `Bus.connect` instead."""
@@ -68,12 +68,12 @@ class Bus:
 
     @property
     def waits_for(self) -> str:
-        """Whom publications that find no room wait for, in words; empty while there is room."""
+        """What publications to full streams wait for, in words; empty when none waits."""
         return self._connection.waits_for
 
     @property
     def url(self) -> str:
-        """Where this bus is connected to, for messages."""
+        """URL of the server, for messages."""
         return self._connection.url
 
     def publish(
@@ -114,9 +114,9 @@ class Bus:
     def tail(
         self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F], None], *, from_start: bool = False
     ) -> Pending[None]:
-        """Call ``on_fact`` on the bus's thread for every fact of a limits stream, in order, for ever.
+        """Call ``on_fact`` on the bus's thread for every fact of a limits stream, in order, until the bus is closed.
 
-        Undecodable messages are logged and skipped: a tail only watches, it owns nothing.
+        Messages that do not decode are logged and skipped; a tail acknowledges nothing.
         """
         tail = Tail(self._connection, stream, subject, fact, lambda found, _: on_fact(found))
         return self._connection.call(tail.start(after=0 if from_start else None), f"tail {subject}")
@@ -124,27 +124,27 @@ class Bus:
     def follow(
         self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int], None], *, after: int
     ) -> Pending[None]:
-        """Do as `tail` does, from the message ``after`` a sequence number on; ``on_fact`` is told each one's own.
+        """Like `tail`, from the first message after a sequence number; ``on_fact`` also gets each message's own number.
 
-        For a reader whose checkpoint says how far it has read.
+        For a reader whose checkpoint holds the position.
         """
         tail = Tail(self._connection, stream, subject, fact, on_fact)
         return self._connection.call(tail.start(after=after), f"follow {subject}")
 
     def stream_state(self, stream: str) -> Pending[StreamState]:
-        """Ask the broker how much a stream holds."""
+        """Return the number of messages and bytes of a stream; raises MissingStream."""
         return self._connection.call(stream_admin.stream_state(self._connection, stream), f"state of {stream}")
 
     def read_stream(self, stream: str) -> Pending[list[StoredMessage]]:
-        """Read all messages that a stream holds now, without taking them; raises MissingStream."""
+        """Read all messages of a stream without consuming them; raises MissingStream."""
         return self._connection.call(direct_get.read_stream(self._connection, stream), f"read {stream}", _SCAN_S)
 
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:
-        """Ask the broker what waits for a consumer and what its readers hold."""
+        """Return how many messages wait for a consumer and how many its readers hold; raises MissingStream."""
         return self._connection.call(stream_admin.consumer_state(self._connection, spec), f"state of {spec.durable}")
 
     def reset_consumer(self, spec: ConsumerSpec) -> Pending[None]:
-        """Have all unacknowledged messages of a consumer delivered again at once (a reader restarted)."""
+        """Have all unacknowledged messages of a consumer redelivered at once, after a restart of its reader."""
         return self._connection.call(stream_admin.reset_consumer(self._connection, spec), f"reset {spec.durable}")
 
     def stream_names(self) -> Pending[list[str]]:
@@ -161,10 +161,10 @@ class Bus:
         return self._connection.call(creating, f"create consumer {spec.durable}")
 
     def ensure_bucket(self, spec: BucketSpec) -> Pending[None]:
-        """Create a key-value bucket when it is not there (deploy/bootstrap only)."""
+        """Create a key-value bucket unless it exists (deploy/bootstrap only)."""
         creating = stream_admin.ensure_bucket(self._connection, spec)
         return self._connection.call(creating, f"create bucket {spec.bucket}")
 
     def delete_stream(self, stream: str) -> Pending[bool]:
-        """Delete a stream and all it holds; False when it was not there."""
+        """Delete a stream with its messages; return False when there was none."""
         return self._connection.call(stream_admin.delete_stream(self._connection, stream), f"delete stream {stream}")

@@ -1,4 +1,4 @@
-"""Whether a refusal may be the fault of a clock: an S3 server takes no request that was signed 15 minutes off its own time; pure."""
+"""Detect a clock difference that makes an S3 server refuse signed requests (more than 15 minutes); pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from email.utils import parsedate_to_datetime
 LIMIT = timedelta(minutes=15)  # of Signature Version 4
 
 
-def clocks_apart(headers: Mapping[str, str], now: datetime) -> str:
-    """Say how far the clocks are apart, with both times, when that is too far; empty when it is not, or nobody knows.
+def clock_skew(headers: Mapping[str, str], now: datetime) -> str:
+    """Return the difference of the clocks and both times, in words, when it is too large; else an empty text.
 
     Args:
-        headers: Of the server's answer; its ``Date`` is the server's time.
-        now: This machine's time, with its time zone.
+        headers: Of the server's answer; ``Date`` is the server's time.
+        now: This machine's time, with a time zone.
     """
     try:
         theirs = parsedate_to_datetime(headers["Date"])
@@ -27,5 +27,5 @@ def clocks_apart(headers: Mapping[str, str], now: datetime) -> str:
     here, there = (f"{time.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC" for time in (now, theirs))
     return (
         f"it is {here} here and {there} at the server, {apart.total_seconds() / 60:.0f} minutes apart, and S3 takes at most "
-        f"{LIMIT.total_seconds() / 60:.0f}: set the clock that is wrong"
+        f"{LIMIT.total_seconds() / 60:.0f}: correct the clock that is wrong"
     )

@@ -1,4 +1,4 @@
-"""One message in this process's hands: it is acknowledged, given back or dead-lettered, and then it is over."""
+"""One message that this process holds until it acknowledges, gives back or dead-letters it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from penstock.protocol import subjects
 from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec
-from penstock.protocol.transport.acks import DURABLE_S, Acks, Newest
+from penstock.protocol.transport.acks import DURABLE_S, Acks, LatestHandle
 from penstock.protocol.transport.fact_publisher import publish
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
@@ -48,7 +48,7 @@ class Delivery(Generic[F]):
         fact: F,
         release: Callable[[Delivery[F]], None],
     ) -> None:
-        """Hold a decoded message; ``release`` is called when it is held no longer, maybe twice."""
+        """Hold a decoded message; ``release`` is called when it is no longer held, possibly twice."""
         self._connection = connection
         self._spec = spec
         self._acks = acks
@@ -60,7 +60,7 @@ class Delivery(Generic[F]):
         self.traceparent = (msg.headers or {}).get("traceparent", "")
 
     def ack(self) -> Pending[None]:
-        """Say that the message's effect is durable; it never comes again."""
+        """Acknowledge the message, once its effect is durable; it is not redelivered."""
         return self._end(lambda: self._acks.acknowledge(lambda: self._msg), "acknowledge")
 
     @staticmethod
@@ -72,25 +72,25 @@ class Delivery(Generic[F]):
             first._connection.call(_ack_each(deliveries), what, DURABLE_S).wait()
 
     def give_back(self, delay_s: float) -> Pending[None]:
-        """Return the message, to be delivered again (to anybody) after ``delay_s``."""
+        """Give the message back; it is redelivered, to any reader, after ``delay_s``."""
         return self._end(lambda: self._nak(delay_s), "give back")
 
     def dead_letter(self, reason: str, detail: str) -> Pending[None]:
-        """Store the message among the dead letters with its reason, then end it."""
+        """Publish the message as a dead letter with its reason, then acknowledge it."""
         return self._end(
-            lambda: bury(
+            lambda: store_dead_letter(
                 self._connection, self._spec, self._acks, lambda: self._msg, reason, detail, _group_ids(self.fact)
             ),
             "dead-letter",
         )
 
     def renew(self, msg: Msg) -> None:
-        """Take over the handle of a redelivery of the same message."""
+        """Use the handle of a redelivery of the same message from now on."""
         self._msg = msg
         self.num_delivered = msg.metadata.num_delivered or self.num_delivered
 
     async def keep_alive(self) -> None:
-        """Tell the server that this reader still works on the message; its wait for the end starts anew."""
+        """Restart the server's ack wait: this reader still works on the message."""
         with contextlib.suppress(nats.errors.Error):  # the next round renews
             await self._msg.in_progress()
 
@@ -104,7 +104,7 @@ class Delivery(Generic[F]):
             self._release(self)
 
     async def _nak(self, delay_s: float) -> None:
-        self._release(self)  # first: it may be back before the next line ends
+        self._release(self)  # first: it may be redelivered before the next line returns
         with contextlib.suppress(nats.errors.ConnectionClosedError):  # a lost nak is only a later redelivery
             await self._msg.nak(delay=delay_s)
 
@@ -116,17 +116,17 @@ async def _ack_each(deliveries: Sequence[Delivery[F]]) -> None:
     await asyncio.gather(*map(acknowledged, deliveries))
 
 
-async def bury(
+async def store_dead_letter(
     connection: Connection,
     spec: ConsumerSpec,
     acks: Acks,
-    newest: Newest,
+    latest: LatestHandle,
     reason: str,
     detail: str,
     group_ids: tuple[str, ...] = (),
 ) -> None:
-    """Store a message among the dead letters of its run, once however often this is tried, then end it."""
-    msg = newest()
+    """Publish a message as a dead letter of its run, once however often this is tried, then acknowledge it."""
+    msg = latest()
     meta = msg.metadata
     letter = DeadLetter(
         run_id=spec.run_id,
@@ -140,7 +140,7 @@ async def bury(
     )
     msg_id = f"{spec.stream}:{meta.sequence.stream}"
     await publish(connection, subjects.dead(spec.run_id, spec.stage), letter, msg_id=msg_id, deadline_s=DURABLE_S)
-    await acks.acknowledge(newest)
+    await acks.acknowledge(latest)
 
 
 def _group_ids(fact: Fact) -> tuple[str, ...]:

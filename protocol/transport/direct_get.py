@@ -1,4 +1,4 @@
-"""Read what a stream holds without a consumer (ADR-31): nothing is taken, delivered or acknowledged."""
+"""Read the messages of a stream without a consumer (ADR-31), so that none is delivered or acknowledged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BATCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """One message as it lies in its stream."""
+    """One message as it is stored in its stream."""
 
     sequence: int
     subject: str
@@ -30,7 +30,7 @@ class StoredMessage:
 
 
 async def direct_get(connection: Connection, stream: str, request: dict[str, Any]) -> list[Msg]:
-    """Ask once; the answer is a batch of messages that ends with a status message."""
+    """Send one request and return its batch of messages, which a status message ends."""
     reply = connection.client.new_inbox()
     sub = await connection.client.subscribe(reply)
     found: list[Msg] = []
@@ -41,7 +41,7 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
             status = (msg.headers or {}).get("Status")
             if status == "503":
                 raise nats.js.errors.NoStreamResponseError
-            if status is not None:  # 204 end of batch, 404 nothing there
+            if status is not None:  # 204 end of batch, 404 no message
                 return found
             found.append(msg)
     finally:
@@ -50,7 +50,7 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
 
 
 async def read_stream(connection: Connection, stream: str) -> list[StoredMessage]:
-    """Read all messages that a stream holds now, in order; raises MissingStream or BusUnreachable."""
+    """Return all messages of a stream, in order; raises MissingStream or BusUnreachable."""
     found: list[StoredMessage] = []
     while True:
         request = {

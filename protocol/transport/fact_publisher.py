@@ -1,4 +1,4 @@
-"""Publish a fact until the server has it: at least once, and once per message id."""
+"""Publish a fact until the server has stored it: at least once, and once per message id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.protocol import subjects
 from penstock.protocol.errors import MissingStream, StreamFull
 from penstock.protocol.facts import Fact, encode
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
-from penstock.protocol.transport.refusals import ERR_FULL, ERR_NO_ROOM, refusal
+from penstock.protocol.transport.refusals import ERR_FULL, ERR_STORAGE_FULL, refusal
 
 log = structlog.get_logger("protocol.bus")
 
@@ -27,7 +27,7 @@ class Receipt:
     """The server's acknowledgement of a published fact."""
 
     sequence: int
-    duplicate: bool  # the message id was already known: nothing was stored twice
+    duplicate: bool  # the message id was known: the message was not stored again
 
 
 async def publish(
@@ -58,7 +58,7 @@ async def publish(
                 deadline_s=deadline_s,
             )
         except nats.js.errors.NoStreamResponseError:
-            # a server that has just come back may not have opened its streams yet
+            # a server that has just restarted may not have opened its streams yet
             missing_since = missing_since or time.monotonic()
             if time.monotonic() - missing_since > _MISSING_GRACE_S and connection.is_up:
                 raise MissingStream(
@@ -68,8 +68,8 @@ async def publish(
         except nats.js.errors.APIError as err:
             if err.err_code == ERR_FULL:
                 await backlog.wait(f"stream is full: {err.description}", subjects.reader(subject))
-            elif err.err_code in ERR_NO_ROOM:
-                await backlog.wait(f"{err.description}", f"room in the store of NATS at {connection.url}")
+            elif err.err_code in ERR_STORAGE_FULL:
+                await backlog.wait(f"{err.description}", f"storage of NATS at {connection.url}")
             else:
                 raise refusal(err, f"publication to {subject}", connection.url) from None
         else:
@@ -77,7 +77,7 @@ async def publish(
 
 
 class _Backlog:
-    """The pauses of one publication that finds no room, and what is said meanwhile."""
+    """The pauses of one publication to a full stream, and its warnings."""
 
     def __init__(self, connection: Connection, subject: str, deadline_s: float) -> None:
         self._connection = connection
@@ -88,7 +88,7 @@ class _Backlog:
         self._pause_s = RETRY_S
 
     async def wait(self, reason: str, waits_for: str) -> None:
-        """Pause before the next try; raises StreamFull when this has gone on for too long."""
+        """Pause before the next try; raises StreamFull after the deadline."""
         now = time.monotonic()
         if now - self._started > self._deadline_s:
             raise StreamFull(
@@ -97,7 +97,7 @@ class _Backlog:
             )
         if now - self._warned > _WARN_EVERY_S:
             self._warned = now
-            log.warning("waiting: no room", subject=self._subject, waits_for=waits_for, reason=reason)
+            log.warning("stream is full, waiting", subject=self._subject, waits_for=waits_for, reason=reason)
         with self._connection.waiting_for(waits_for):
             await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)

@@ -1,4 +1,4 @@
-"""A durable consumer's reader: fetches, keeps alive what is held, refuses poison."""
+"""The reader of a durable consumer: fetch messages, renew those that are held, dead-letter those that do not decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.protocol.errors import BusError, MalformedFact, MissingStream, Wir
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from penstock.protocol.transport.acks import Acks
-from penstock.protocol.transport.delivery import Delivery, bury
+from penstock.protocol.transport.delivery import Delivery, store_dead_letter
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.pull import Pull, PullRefused
@@ -27,7 +27,7 @@ log = structlog.get_logger("protocol.bus")
 
 
 class Inbox(Generic[F]):
-    """The messages of one durable consumer, which other processes may read too."""
+    """The messages of one durable consumer, which several processes may share."""
 
     def __init__(self, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> None:
         """Use `Bus.inbox` instead."""
@@ -35,12 +35,12 @@ class Inbox(Generic[F]):
         self._fact = fact
         self._held: dict[int, Delivery[F]] = {}
         self._pull = Pull(connection, spec.stream, spec.durable, self._renews)
-        self._acks = Acks(connection, spec, lambda: self._pull.remind(max(1, len(self._held))))
+        self._acks = Acks(connection, spec, lambda: self._pull.redeliver(max(1, len(self._held))))
         self.spec = spec
 
     @classmethod
     async def bind(cls, connection: Connection, spec: ConsumerSpec, fact: type[F]) -> Inbox[F]:
-        """Bind to a consumer that is there; raises MissingStream when it was not created."""
+        """Bind to an existing consumer; raises MissingStream when it was not created."""
         await _require_consumer(connection, spec)
         inbox = cls(connection, spec, fact)
         await inbox._pull.open()
@@ -48,17 +48,17 @@ class Inbox(Generic[F]):
         return inbox
 
     def fetch(self, max_messages: int, wait_s: float) -> Pending[list[Delivery[F]]]:
-        """Take up to ``max_messages``, waiting at most ``wait_s`` for the first; empty when there is none.
+        """Return up to ``max_messages``, waiting at most ``wait_s`` for the first; empty when there is none.
 
-        Returns as soon as there is at least one. While NATS is down the result is empty too, after
-        ``wait_s``: the caller's loop goes on and `Bus.down_s` says for how long it has been so.
+        Returns as soon as there is at least one. While NATS is unreachable the result is empty too, after
+        ``wait_s``: the caller's loop continues, and `Bus.down_s` is the length of the outage.
         Calls on one inbox take turns. Raises MissingStream when the consumer was deleted.
         """
         return self._connection.call(self._fetch(max_messages, wait_s), f"fetch from {self.spec.durable}", wait_s)
 
     @property
     def num_held(self) -> int:
-        """Messages fetched and not yet ended."""
+        """Messages fetched and not yet acknowledged, given back or dead-lettered."""
         return len(self._held)
 
     async def _fetch(self, max_messages: int, wait_s: float) -> list[Delivery[F]]:
@@ -71,7 +71,7 @@ class Inbox(Generic[F]):
                 log.debug("no messages", consumer=self.spec.durable, reason=str(err))
                 await asyncio.sleep(min(wait_s, 0.2))
                 messages = []
-            # no await from here on: a cancelled fetch must not keep messages that nobody gets
+            # no await from here on: a cancelled fetch must not hold messages that no caller gets
             received = [self._receive(msg) for msg in messages]
             deliveries = [delivery for delivery in received if delivery is not None]
             if deliveries or time.monotonic() >= deadline:
@@ -90,30 +90,32 @@ class Inbox(Generic[F]):
             fact = decode(msg.data, self._fact)
             _require_run(fact, self.spec)
         except WireError as err:
-            log.warning("poison message", subject=msg.subject, error=str(err))
-            self._connection.spawn(self._bury_poison(msg, err))
+            log.warning("message does not decode", subject=msg.subject, error=str(err))
+            self._connection.spawn(self._dead_letter_undecodable(msg, err))
             return None
         delivery = Delivery(self._connection, self.spec, self._acks, msg, fact, self._release)
         self._held[delivery.sequence] = delivery
         return delivery
 
     def _release(self, delivery: Delivery[F]) -> None:
-        if self._held.get(delivery.sequence) is delivery:  # given back, it may be here again already
+        if self._held.get(delivery.sequence) is delivery:  # given back, it may have been redelivered already
             del self._held[delivery.sequence]
 
-    async def _bury_poison(self, msg: Msg, error: WireError) -> None:
+    async def _dead_letter_undecodable(self, msg: Msg, error: WireError) -> None:
         try:
-            await bury(self._connection, self.spec, self._acks, lambda: msg, type(error).__name__, str(error))
-        except BusError as err:  # it comes again after ack_wait, and with it the next try
+            await store_dead_letter(
+                self._connection, self.spec, self._acks, lambda: msg, type(error).__name__, str(error)
+            )
+        except BusError as err:  # it is redelivered after ack_wait, and this is tried again
             log.warning("could not store a dead letter", subject=msg.subject, error=str(err))
 
     async def _keep_alive(self) -> None:
-        """Renew every message that is held or waits to be taken, for as long as the bus lives."""
+        """Renew every message that is held or not yet fetched by a caller, until the bus is closed."""
         period = self.spec.ack_wait_s / KEEPALIVES_PER_ACK_WAIT
         while True:
             await asyncio.sleep(period)
             for delivery in list(self._held.values()):
-                if self._connection.is_up:  # else the next round renews
+                if self._connection.is_up:  # else the next round does
                     await delivery.keep_alive()
             for msg in self._pull.waiting:
                 if self._connection.is_up:
@@ -122,14 +124,14 @@ class Inbox(Generic[F]):
 
 
 def _require_run(fact: Fact, spec: ConsumerSpec) -> None:
-    """Raise MalformedFact for a message that says it is another run's: its objects and ids are not ours."""
+    """Raise MalformedFact for a message of another run."""
     run_id = getattr(fact, "run_id", spec.run_id)
     if run_id != spec.run_id:
-        raise MalformedFact(f"it is a message of run {run_id!r}, in a stream of run {spec.run_id!r}")
+        raise MalformedFact(f"a message of run {run_id!r} in a stream of run {spec.run_id!r}")
 
 
 async def _require_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Raise MissingStream when NATS answers and the consumer is not there; silent while NATS is away."""
+    """Raise MissingStream when NATS answers and the consumer does not exist; return while NATS is unreachable."""
     if not connection.is_up:
         return
     try:

@@ -1,4 +1,4 @@
-"""One key-value bucket. Values are bytes; compare-and-swap by revision."""
+"""A key-value bucket. Values are bytes; compare-and-swap by revision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TypeVar
 import nats.js.errors
 from nats.js.kv import KeyValue as NatsKeyValue
 
-from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, NoRoom
+from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
 from penstock.protocol.transport.pending import Pending
@@ -32,7 +32,7 @@ class Entry:
 
 
 class KeyValue:
-    """One key-value bucket. A read is repeated while NATS is away; a write is not, since it may have happened."""
+    """One key-value bucket. A read is retried while NATS is unreachable; a write is not, since it may have happened."""
 
     def __init__(self, connection: Connection, bucket: str, store: NatsKeyValue) -> None:
         """Use `Bus.key_value` instead."""
@@ -42,7 +42,7 @@ class KeyValue:
 
     @classmethod
     async def bind(cls, connection: Connection, bucket: str) -> KeyValue:
-        """Bind to a bucket that is there; raises MissingStream when it was not created."""
+        """Bind to an existing bucket; raises MissingStream when it was not created."""
         try:
             store = await connection.retry(
                 lambda: connection.js.key_value(bucket), what=f"bucket {bucket}", deadline_s=REQUEST_S
@@ -54,17 +54,17 @@ class KeyValue:
         return cls(connection, bucket, store)
 
     def get(self, key: str) -> Pending[Entry | None]:
-        """Read a key; None when it is not there."""
+        """Read a key; None when it does not exist."""
         return self._read(lambda: self._get(key), f"read {self.bucket}/{key}")
 
     def put(self, key: str, value: bytes) -> Pending[int]:
-        """Write a key whatever it holds; returns the revision."""
+        """Write a key unconditionally; returns the revision."""
         return self._call(lambda: self._store.put(key, value), f"write {self.bucket}/{key}")
 
     def swap(self, key: str, value: bytes, expected_revision: int | None) -> Pending[int]:
         """Write a key only if it still has ``expected_revision`` (None: only if it does not exist).
 
-        Raises CompareAndSwapFailed when somebody else was first.
+        Raises CompareAndSwapFailed when the key has another revision.
         """
         return self._call(lambda: self._swap(key, value, expected_revision), f"swap {self.bucket}/{key}")
 
@@ -73,11 +73,11 @@ class KeyValue:
         return self._call(lambda: self._store.delete(key), f"delete {self.bucket}/{key}")
 
     def entries(self, prefix: str = "") -> Pending[list[Entry]]:
-        """Read all keys that are there, or those below a ``prefix`` that ends with a dot."""
+        """Read all keys, or those below a ``prefix`` that ends with a dot."""
         return self._read(lambda: self._entries(prefix), f"list {self.bucket}/{prefix}")
 
     def _read(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
-        deadline_s = REQUEST_S - RETRY_S  # the error of the last try is the one that is told
+        deadline_s = REQUEST_S - RETRY_S  # the last try must end before the call does, so that its error is raised
         return self._call(lambda: self._connection.retry(action, what=what, deadline_s=deadline_s), what)
 
     def _call(self, action: Callable[[], Awaitable[T]], what: str) -> Pending[T]:
@@ -87,7 +87,7 @@ class KeyValue:
                     await self._connection.wait_until_up()
                     return await action()
             except nats.js.errors.NoStreamResponseError:
-                raise MissingStream(f"{what}: the bucket is gone; {BOOTSTRAP}") from None
+                raise MissingStream(f"{what}: the bucket does not exist; {BOOTSTRAP}") from None
             except nats.js.errors.APIError as err:
                 if err.err_code == ERR_FULL:
                     raise await self._full(what, err) from None
@@ -97,16 +97,16 @@ class KeyValue:
 
         return self._connection.call(run(), what, REQUEST_S)
 
-    async def _full(self, what: str, err: nats.js.errors.APIError) -> NoRoom:
-        """Say which bucket is full, by which limit, and how it gets room."""
+    async def _full(self, what: str, err: nats.js.errors.APIError) -> StorageFull:
+        """Return the error of a full bucket: its size, its limit and how to raise it."""
         holds, stream = "", f"KV_{self.bucket}"
-        with contextlib.suppress(*NO_ANSWER, nats.js.errors.Error):  # the user may not ask
+        with contextlib.suppress(*NO_ANSWER, nats.js.errors.Error):  # the user may lack this right
             info = await self._connection.js.stream_info(stream)
             holds = f", {info.state.bytes} of its {info.config.max_bytes} bytes in {info.state.messages} keys"
-        return NoRoom(
+        return StorageFull(
             f"{what}: bucket {self.bucket} is full{holds}: NATS at {self._connection.url} says {err.description} (error "
-            f"{err.err_code}). Nothing was written, and what the bucket holds is still there. Give it room: nats stream edit "
-            f"{stream} --max-bytes SIZE, or remove what nobody needs: nats kv purge {self.bucket} KEY"
+            f"{err.err_code}). Nothing was written and nothing was lost. Raise its limit: nats stream edit "
+            f"{stream} --max-bytes SIZE, or remove keys: nats kv purge {self.bucket} KEY"
         )
 
     async def _get(self, key: str) -> Entry | None:
@@ -123,11 +123,11 @@ class KeyValue:
             return await self._store.update(key, value, last=expected)
         except (nats.js.errors.KeyWrongLastSequenceError, nats.js.errors.BadRequestError) as err:
             raise CompareAndSwapFailed(
-                f"{self.bucket}/{key}: expected revision {expected}, somebody else moved it ({err})"
+                f"{self.bucket}/{key}: expected revision {expected}, but another writer changed it ({err})"
             ) from None
 
     async def _entries(self, below: str) -> list[Entry]:
-        """One request for all keys (ADR-31); the client library makes a consumer and a request for each key."""
+        """Read all keys by one request (ADR-31); the client library would use a consumer and a request for each key."""
         prefix = f"$KV.{self.bucket}."
         request = {"multi_last": [f"{prefix}{below}>"], "batch": _MAX_ENTRIES}
         return [

@@ -1,6 +1,6 @@
-"""The one connection that all parts of a bus share: its thread, its client, and what it does when NATS is away.
+"""The connection that all parts of a bus share: its thread, its client, its retries while NATS is unreachable.
 
-Everything here but `call`, `close` and the properties runs on the connection's own loop.
+Everything here but `call`, `close` and the properties runs on the connection's event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = structlog.get_logger("protocol.bus")
 
 ATTEMPT_S = 4.0  # one try of one request; a killed server never answers requests in flight
 REQUEST_S = 2 * ATTEMPT_S  # one request with its further tries
-CALL_S = 3 * ATTEMPT_S  # what the caller of one request waits before the bus's thread is to blame
+CALL_S = 3 * ATTEMPT_S  # the caller of one request waits this long before the bus's thread counts as stuck
 RETRY_S = 0.1  # first pause between tries, doubled up to RETRY_MAX_S
 RETRY_MAX_S = 2.0
 NO_ANSWER = (
@@ -39,17 +39,17 @@ NO_ANSWER = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.OutboundBufferLimitError,
 )
-_MAX_IN_FLIGHT = 64  # requests at a time: more makes the server slower, not faster
+_MAX_IN_FLIGHT = 64  # requests at a time; more of them make the server slower
 
 
 class Connection:
-    """One connection to NATS, living in its own thread.
+    """One connection to NATS, in its own thread.
 
     Attributes:
         client: The client library's connection.
         js: Its JetStream calls.
-        num_lives: How often the connection came or went; who sees it change has lost what only the
-            old server process knew (requests in flight, consumers in memory).
+        num_transitions: How often the connection was lost or restored. After a change, state that only the
+            old server process held is lost (requests in flight, consumers in memory).
     """
 
     def __init__(self, settings: NatsSettings, *, name: str) -> None:
@@ -66,7 +66,7 @@ class Connection:
         self._waited_for: collections.Counter[str] = collections.Counter()
         self.client = Client()
         self.js: JetStreamContext = None  # type: ignore[assignment]
-        self.num_lives = 0
+        self.num_transitions = 0
 
     def open(self, deadline_s: float) -> None:
         """Connect, waiting at most ``deadline_s``; raises BusUnreachable or BusRefused."""
@@ -79,11 +79,11 @@ class Connection:
 
     def close(self) -> None:
         """Flush and close the connection and end the thread; idempotent."""
-        self._thread.close(self._farewell)
+        self._thread.close(self._drain)
 
     @property
     def url(self) -> str:
-        """Where this connection leads, for messages."""
+        """URL of the server, for messages."""
         return self._settings.url
 
     @property
@@ -93,36 +93,36 @@ class Connection:
 
     @property
     def is_up(self) -> bool:
-        """Whether a message that is sent now leaves at once."""
+        """Whether the client is connected."""
         return self.client.is_connected
 
     @property
     def waits_for(self) -> str:
-        """Whom most publications that find no room wait for; empty while there is room."""
+        """What most publications to full streams wait for; empty when none waits."""
         waited_for = self._waited_for.copy()
         return max(waited_for, key=lambda name: waited_for[name], default="")
 
     @contextlib.contextmanager
-    def waiting_for(self, whom: str) -> Iterator[None]:
-        """Count a publication that waits for ``whom`` during the block."""
-        self._waited_for[whom] += 1
+    def waiting_for(self, name: str) -> Iterator[None]:
+        """Count a publication that waits for ``name`` during the block."""
+        self._waited_for[name] += 1
         try:
             yield
         finally:
-            self._waited_for[whom] -= 1
-            if not self._waited_for[whom]:
-                del self._waited_for[whom]
+            self._waited_for[name] -= 1
+            if not self._waited_for[name]:
+                del self._waited_for[name]
 
     def call(self, action: Coroutine[Any, Any, T], what: str, deadline_s: float = CALL_S) -> Pending[T]:
         """Run a coroutine on the connection's loop; raises BusUnreachable when it is closed."""
         return self._thread.call(action, what, deadline_s)
 
     def spawn(self, action: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the background for as long as the connection lives."""
+        """Run a coroutine in the background until the connection is closed."""
         self._thread.spawn(action)
 
     def watch(self, event: asyncio.Event) -> None:
-        """Set ``event`` whenever the connection comes or goes."""
+        """Set ``event`` whenever the connection is lost or restored."""
         self._watchers.add(event)
 
     def unwatch(self, event: asyncio.Event) -> None:
@@ -130,21 +130,23 @@ class Connection:
         self._watchers.discard(event)
 
     async def wait_until_up(self) -> None:
-        """Return when NATS is there; the caller sets the deadline."""
+        """Return once the client is connected; the caller sets the deadline."""
         await self._up.wait()
 
     def explain(self, text: str) -> str:
-        """Add to an error's text for how long NATS has been away, and what it said last."""
-        away = f"; NATS at {self._settings.url} has been away for {self.down_s:.0f} s" if self._down_since else ""
+        """Append to an error's text how long NATS has been unreachable, and its last error."""
+        state = (
+            f"; NATS at {self._settings.url} has been unreachable for {self.down_s:.0f} s" if self._down_since else ""
+        )
         if self.is_up:
-            away = f"; NATS at {self._settings.url} is there but does not answer: is its disk full? Its log says why"
+            state = f"; NATS at {self._settings.url} is connected but does not answer: check its log, and whether its disk is full"
         last = f"; last error from NATS: {self._last_error}" if self._last_error else ""
-        return f"{text}{away}{last}"
+        return f"{text}{state}{last}"
 
     async def retry(self, attempt: Callable[[], Awaitable[T]], *, what: str, deadline_s: float) -> T:
-        """Try a request until it is answered; an answer that is an error is the caller's to judge.
+        """Try a request until it is answered; an answer that is an error is raised as it is.
 
-        Raises BusRefused when this user may not ask, BusUnreachable when nobody answered in time.
+        Raises BusRefused when this user lacks the right, BusUnreachable when there was no answer in time.
         """
         deadline = time.monotonic() + deadline_s
         pause = RETRY_S
@@ -157,7 +159,7 @@ class Connection:
                 async with self._in_flight:
                     return await attempt()
             except NO_ANSWER as err:
-                if self._denials > denials:  # the server tells only the connection, not the request
+                if self._denials > denials:  # the server reports it to the connection, not to the request
                     raise BusRefused(self.explain(f"{what} was refused")) from None
                 if time.monotonic() + pause > deadline or self.client.is_closed:
                     raise BusUnreachable(
@@ -201,8 +203,8 @@ class Connection:
                 name=self._name,
                 connect_timeout=2,
                 allow_reconnect=False,
-                reconnect_time_wait=0.2,  # type: ignore[arg-type]  # a float is fine, the hint is too narrow
-                max_reconnect_attempts=1,  # unlimited, the first connection would be tried for ever
+                reconnect_time_wait=0.2,  # type: ignore[arg-type]  # a float works, the type hint is too narrow
+                max_reconnect_attempts=1,  # with -1 the first connection would be tried without end
                 ping_interval=5,
                 max_outstanding_pings=3,
                 inbox_prefix=f"_INBOX_{self._settings.user or 'any'}.{secrets.token_hex(4)}",
@@ -214,7 +216,7 @@ class Connection:
         except BaseException:
             await client.close()
             raise
-        client.options.update(allow_reconnect=True, max_reconnect_attempts=-1)  # from now on, for ever
+        client.options.update(allow_reconnect=True, max_reconnect_attempts=-1)  # from now on without limit
         self.client = client
         self._down_since = None
         self._up.set()
@@ -243,25 +245,25 @@ class Connection:
             return
         if self._down_since is None:
             self._down_since = time.monotonic()
-            log.warning("NATS is away", url=self._settings.url, name=self._name)
+            log.warning("NATS unreachable", url=self._settings.url, name=self._name)
         self._up.clear()
-        for answer in list(self.client._resp_map.values()):  # they would run into their own timeouts
+        for answer in list(self.client._resp_map.values()):  # else they wait for their own timeouts
             if not answer.done():
                 answer.set_exception(nats.errors.ConnectionReconnectingError())
         self._changed()
 
     async def _on_up(self) -> None:
-        log.info("NATS is back", url=self._settings.url, name=self._name, away_s=round(self.down_s, 1))
+        log.info("NATS reconnected", url=self._settings.url, name=self._name, down_s=round(self.down_s, 1))
         self._down_since = None
         self._up.set()
         self._changed()
 
     def _changed(self) -> None:
-        self.num_lives += 1
+        self.num_transitions += 1
         for event in self._watchers:
             event.set()
 
-    async def _farewell(self) -> None:
+    async def _drain(self) -> None:
         if self.is_up:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self.client.flush(timeout=2), 3.0)

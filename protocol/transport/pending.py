@@ -1,7 +1,7 @@
-"""A thread with an event loop of its own, and the results that it owes to other threads.
+"""A thread with an event loop, and the results of its coroutines for other threads.
 
-NATS lives here, so a training step of thirty seconds cannot stop heartbeats, keep-alives or
-acknowledgements. Every call returns a `Pending`: threads say ``.wait()``, coroutines ``await`` it.
+The NATS client runs here, so a training step of thirty seconds cannot stop heartbeats, keep-alives or
+acknowledgements. Every call returns a `Pending`: threads call ``.wait()``, coroutines ``await`` it.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from penstock.protocol.errors import BusUnreachable
 
 T = TypeVar("T")
 
-_LOOP_GRACE_S = 30.0  # a call that outlives its own deadline by this much has lost its thread
-_FAREWELL_S = 8.0
+_LOOP_GRACE_S = 30.0  # after its own deadline and this, the thread of a call counts as stuck
+_DRAIN_S = 8.0
 _JOIN_S = 5.0
 
 
 class Pending(Generic[T]):
     """The result of a call that runs on the bus's thread."""
 
-    __slots__ = ("_future", "_patience_s", "_what")
+    __slots__ = ("_deadline_s", "_future", "_what")
 
-    def __init__(self, future: concurrent.futures.Future[T], what: str, patience_s: float) -> None:
+    def __init__(self, future: concurrent.futures.Future[T], what: str, deadline_s: float) -> None:
         """Wrap a future of the bus's loop."""
         self._future = future
         self._what = what
-        self._patience_s = patience_s
+        self._deadline_s = deadline_s
 
     def wait(self) -> T:
-        """Block this thread until the result is there; raises what the call raised."""
+        """Block this thread until the result is available; raises what the call raised."""
         try:
-            return self._future.result(self._patience_s)
+            return self._future.result(self._deadline_s)
         except concurrent.futures.TimeoutError:
             if self._future.done():
                 raise
             raise BusUnreachable(
-                f"{self._what} did not end within {self._patience_s:.0f} s; the bus's thread is stuck or closed"
+                f"{self._what} did not return within {self._deadline_s:.0f} s; the bus's thread is stuck or closed"
             ) from None
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self._future).__await__()
 
     def done(self) -> bool:
-        """Say whether the result is there."""
+        """Return True if the result is available."""
         return self._future.done()
 
 
 class LoopThread:
-    """A daemon thread that runs one event loop until it is closed; nothing it runs outlives it."""
+    """A daemon thread that runs one event loop until it is closed, which cancels its tasks."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -79,20 +79,20 @@ class LoopThread:
         return Pending(running, what, deadline_s + _LOOP_GRACE_S)
 
     def spawn(self, action: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the caller's, both on the loop, until it ends or the thread is closed."""
+        """Run a coroutine as a task of the loop until it returns or the thread is closed."""
         task = self._loop.create_task(action)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def close(self, farewell: Callable[[], Awaitable[None]]) -> None:
-        """Cancel what runs, then run ``farewell``, then end the loop and the thread; idempotent."""
+    def close(self, drain: Callable[[], Awaitable[None]]) -> None:
+        """Cancel all tasks, run ``drain``, then stop the loop and the thread; idempotent."""
         if self._closing:
             return
         self._closing = True
         if self._thread.is_alive():
-            closing = asyncio.run_coroutine_threadsafe(self._shut(farewell), self._loop)
+            closing = asyncio.run_coroutine_threadsafe(self._shut(drain), self._loop)
             with contextlib.suppress(Exception):
-                closing.result(_FAREWELL_S)
+                closing.result(_DRAIN_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_JOIN_S)
         if not self._loop.is_running():
@@ -106,15 +106,15 @@ class LoopThread:
             return await action
         except asyncio.CancelledError:
             if self._closing:
-                raise BusUnreachable(f"{what}: the bus was closed meanwhile") from None
+                raise BusUnreachable(f"{what}: the bus was closed during the call") from None
             raise
         finally:
             self._tasks.discard(task)
 
-    async def _shut(self, farewell: Callable[[], Awaitable[None]]) -> None:
+    async def _shut(self, drain: Callable[[], Awaitable[None]]) -> None:
         await _cancel(self._tasks - {asyncio.current_task()})
-        await farewell()
-        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})  # the client does not wait for its own
+        await drain()
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})  # the client does not wait for its own tasks
 
 
 async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:

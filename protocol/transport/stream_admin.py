@@ -1,4 +1,4 @@
-"""Streams, consumers and buckets: create them from their specs, ask how full they are, delete them."""
+"""Create streams, consumers and buckets from their specs, query their state, delete them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """How much a stream holds."""
+    """Messages and bytes of a stream."""
 
     num_messages: int
     num_bytes: int
@@ -35,7 +35,7 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """What is waiting and what is held, as the broker counts it."""
+    """Messages that wait and that are held, as the broker counts them."""
 
     num_pending: int
     num_ack_pending: int
@@ -43,14 +43,14 @@ class ConsumerState:
 
 
 async def stream_state(connection: Connection, stream: str) -> StreamState:
-    """Ask how much a stream holds; raises MissingStream."""
+    """Return the state of a stream; raises MissingStream."""
     info = await _ask(connection, lambda: connection.js.stream_info(stream), f"stream {stream}")
     state = info.state
     return StreamState(state.messages, state.bytes, state.first_seq, state.last_seq)
 
 
 async def consumer_state(connection: Connection, spec: ConsumerSpec) -> ConsumerState:
-    """Ask what waits for a consumer and what its readers hold; raises MissingStream."""
+    """Return the state of a durable consumer; raises MissingStream."""
     info = await _ask(
         connection,
         lambda: connection.js.consumer_info(spec.stream, spec.durable),
@@ -60,7 +60,7 @@ async def consumer_state(connection: Connection, spec: ConsumerSpec) -> Consumer
 
 
 async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Have all unacknowledged messages of a consumer delivered again at once; raises MissingStream."""
+    """Have all unacknowledged messages of a consumer redelivered at once; raises MissingStream."""
     await _ask(
         connection,
         lambda: connection.js.reset_consumer(spec.stream, spec.durable),
@@ -69,7 +69,7 @@ async def reset_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 
 
 async def stream_names(connection: Connection) -> list[str]:
-    """List all streams this user may see."""
+    """Return the names of all streams this user may list."""
     names: list[str] = []
     while True:
         page = await _ask(connection, partial(connection.js.streams_info, offset=len(names)), "list of streams")
@@ -79,7 +79,7 @@ async def stream_names(connection: Connection) -> list[str]:
 
 
 async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
-    """Create a stream, or change the one that is there into what the spec says."""
+    """Create a stream, or update the existing one to its spec."""
     config = api.StreamConfig(
         name=spec.name,
         subjects=list(spec.subjects),
@@ -92,7 +92,10 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         max_age=spec.max_age_s or None,
         max_msg_size=spec.max_msg_bytes,
         duplicate_window=spec.duplicate_window_s,
-        allow_direct=True,  # an audit reads what waits without taking it
+        allow_direct=True,  # an audit reads waiting messages without consuming them
+        consumer_limits=api.StreamConsumerLimits(inactive_threshold=spec.consumer_idle_s)
+        if spec.consumer_idle_s
+        else None,
     )
     what = f"stream {spec.name}"
     try:
@@ -106,7 +109,7 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
 
 
 async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
-    """Create or change a durable consumer; raises MissingStream when its stream is not there."""
+    """Create or update a durable consumer; raises MissingStream when its stream does not exist."""
     config = api.ConsumerConfig(
         durable_name=spec.durable,
         filter_subject=spec.filter_subject,
@@ -120,7 +123,7 @@ async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
-    """Create a bucket when it is not there; one that is there stays as it is."""
+    """Create a bucket unless it exists; an existing one is not changed."""
     config = api.KeyValueConfig(
         bucket=spec.bucket, history=spec.history, ttl=spec.ttl_s or None, max_bytes=_MAX_BUCKET_BYTES, direct=True
     )
@@ -131,7 +134,7 @@ async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
 
 
 async def delete_stream(connection: Connection, stream: str) -> bool:
-    """Delete a stream and all it holds; False when it was not there."""
+    """Delete a stream with its messages; return False when there was none."""
     try:
         return bool(await _ask(connection, lambda: connection.js.delete_stream(stream), f"stream {stream}"))
     except MissingStream:

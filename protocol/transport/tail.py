@@ -1,4 +1,4 @@
-"""Watch a stream: every fact, in order, for ever, whatever happens to the server meanwhile."""
+"""Watch a stream: every fact, in order, across restarts of the server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ log = structlog.get_logger("protocol.bus")
 
 _PULL_S = 10.0
 _MAX_MESSAGES = 256  # in one pull
-_CREATE_S = 3600.0  # how long the server may be away before a watcher tries from the start
+_CREATE_S = 3600.0  # how long creating the consumer is retried while the server is unreachable
 _PAUSE_S = 0.5
 
 
 class Tail(Generic[F]):
-    """A watcher of one stream. It owns nothing: what does not decode is logged and skipped."""
+    """A watcher of one stream. It acknowledges nothing; messages that do not decode are logged and skipped."""
 
     def __init__(
         self, connection: Connection, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int], None]
@@ -42,27 +42,27 @@ class Tail(Generic[F]):
         self._next_sequence = 1
 
     async def start(self, *, after: int | None) -> None:
-        """Watch in the background what comes after a sequence number, or (None) from now on; raises MissingStream."""
+        """Watch in the background what follows a sequence number, or (None) from now on; raises MissingStream."""
         last = (await stream_state(self._connection, self._stream)).last_sequence
-        if after is not None and after > last:  # the stream was made anew: all it holds is unread
+        if after is not None and after > last:  # the stream was created again: all its messages are unread
             after = 0
         self._next_sequence = 1 + (last if after is None else after)
-        self._connection.spawn(self._watch_for_ever())
+        self._connection.spawn(self._watch_until_closed())
 
-    async def _watch_for_ever(self) -> None:
+    async def _watch_until_closed(self) -> None:
         while True:
             try:
                 await self._watch()
             except nats.js.errors.NotFoundError:
-                log.warning("a tail ends: its stream was deleted", stream=self._stream)
+                log.warning("tail stopped: its stream was deleted", stream=self._stream)
                 return
             except (PullRefused, BusError, nats.errors.Error, nats.js.errors.Error) as err:
-                log.debug("tail starts again", stream=self._stream, reason=str(err))
+                log.debug("tail restarts", stream=self._stream, reason=str(err))
                 await asyncio.sleep(_PAUSE_S)
 
     async def _watch(self) -> None:
-        """Read through a consumer of this tail's own, until the connection goes: the server forgets it then."""
-        name = f"tail-{secrets.token_hex(6)}"  # gone by itself when nobody pulls
+        """Read through an ephemeral consumer until the connection is lost: a restarted server no longer has it."""
+        name = f"tail-{secrets.token_hex(6)}"  # deleted by the server when it is not pulled from
         config = api.ConsumerConfig(
             name=name,
             filter_subject=self._subject,
@@ -80,8 +80,8 @@ class Tail(Generic[F]):
                 deadline_s=_CREATE_S,
             )
             await pull.open()
-            lives = self._connection.num_lives
-            while lives == self._connection.num_lives:
+            transitions = self._connection.num_transitions
+            while transitions == self._connection.num_transitions:
                 for msg in await pull.take(_MAX_MESSAGES, _PULL_S):
                     sequence = msg.metadata.sequence.stream
                     self._next_sequence = sequence + 1
@@ -93,4 +93,4 @@ class Tail(Generic[F]):
         try:
             self._on_fact(decode(data, self._fact), sequence)
         except WireError as err:
-            log.warning("skipped an unreadable message", subject=subject, error=str(err))
+            log.warning("skipped a message that does not decode", subject=subject, error=str(err))

@@ -1,1 +1,1 @@
-"""Published versions: manifests, buckets, patches, adapters, digests; may import transport and the protocol's root."""
+"""Published versions: manifests, buckets, patches, adapters, digests; imports transport and the root modules of protocol."""

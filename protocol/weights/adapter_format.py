@@ -1,4 +1,4 @@
-"""A low-rank adapter as a version: its files in PEFT's format, its root, and what it adds to the model it sits upon.
+"""A low-rank adapter as a version: its files in PEFT's format, its root, and the pairs of factors it adds to its base model.
 
 A layer's weight W [out, in] is served as ``W + (lora_alpha / r) B A`` (LoRA, arXiv 2106.09685), A [r, in], B [out, r].
 Each version is a folder that engines and `peft` load as it is:
@@ -27,7 +27,7 @@ _DOWN, _UP, _WEIGHT = ".lora_A.weight", ".lora_B.weight", ".weight"
 
 
 class AdapterConfig(BaseModel):
-    """What of ``adapter_config.json`` decides what is served."""
+    """The fields of ``adapter_config.json`` that determine the served weights."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -37,7 +37,7 @@ class AdapterConfig(BaseModel):
 
     @property
     def scale(self) -> float:
-        """What the product of the factors counts."""
+        """The factor of ``B A`` in the served weights: lora_alpha / r."""
         return self.lora_alpha / self.r
 
     def to_json(self) -> bytes:
@@ -75,25 +75,25 @@ def adapter_name(version: PolicyVersion) -> str:
 
 
 def version_of(name: object) -> PolicyVersion | None:
-    """Return the version whose adapter has this name; None for a name that is not one of ours."""
+    """Return the version whose adapter has this name; None for any other name."""
     label = name.removeprefix(_NAME) if isinstance(name, str) and name.startswith(_NAME) else ""
     return PolicyVersion(int(label)) if label.isascii() and label.isdecimal() else None
 
 
 def factor_names(layer: str) -> tuple[str, str]:
-    """Return the names that a layer's A and B are published under."""
+    """Return the published names of a layer's A and B."""
     return published_name(layer + _DOWN), published_name(layer + _UP)
 
 
 def published_name(name: str) -> str:
-    """Return the name that a factor is published under, given ``<layer>.lora_A.weight``."""
+    """Return the published name of a factor, given ``<layer>.lora_A.weight``."""
     return _PREFIX + name
 
 
 def factor_pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Yield (the base's weight, A, B) for every adapted layer, by the tensors' names.
 
-    Raises MalformedWeights for a tensor that is no factor, or one without its counterpart.
+    Raises MalformedWeights for a tensor that is no factor, or a factor without its counterpart.
     """
     known = set(names)
     for name in sorted(known):
@@ -106,6 +106,6 @@ def factor_pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def adapter_digest(base_root: str, config_sha256: str, tensors: Iterable[TensorDigest]) -> str:
-    """Return the root of an adapter, 64 hex digits: it names base, scale and factors, so the weights that are served."""
+    """Return the root of an adapter, 64 hex digits: it covers base, scale and factors, so it identifies the served weights."""
     root = f"adapter\0{base_root}\0{config_sha256}\0{weights_digest(tensors)}\n"
     return hashlib.sha256(root.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What an adapter makes of the weights it sits upon, in numpy: ``W + scale B A``, summed in float32, rounded to W's dtype."""
+"""Merge an adapter into the weights of its base, in numpy: ``W + scale B A``, summed in float32, rounded to W's dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Factors:
 def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes) -> dict[str, Factors]:
     """Return the factors of an adapter's one bucket by the name of the weight they change.
 
-    Raises MalformedWeights for tensors that are no pairs of factors of the adapter's rank.
+    Raises MalformedWeights for tensors that are not pairs of factors of the adapter's rank.
     """
     bucket = layout.buckets[0]
     tensors = {
@@ -47,7 +47,7 @@ def read_factors(config: AdapterConfig, layout: WeightLayout, raw: Bytes) -> dic
 
 
 def check_fit(factors: Mapping[str, Factors], base: WeightLayout) -> None:
-    """Refuse an adapter of another model: every weight it changes must be in the base, in its shape.
+    """Check that every weight an adapter changes is in the base, with its shape.
 
     Raises MalformedWeights.
     """
@@ -61,7 +61,7 @@ def check_fit(factors: Mapping[str, Factors], base: WeightLayout) -> None:
 
 
 def merge_into(raw: Bytes, bucket: Bucket, factors: Mapping[str, Factors], scale: float) -> None:
-    """Add an adapter to one raw bucket of its base, in place; the factors fit (`check_fit`)."""
+    """Add an adapter to one raw bucket of its base, in place; the factors must have passed `check_fit`."""
     for placed in bucket.tensors:
         pair = factors.get(placed.name)
         if pair is not None:
@@ -73,7 +73,7 @@ def merge_into(raw: Bytes, bucket: Bucket, factors: Mapping[str, Factors], scale
 
 def _decode(dtype: str, raw: Bytes) -> Floats:
     if dtype not in _CODECS:
-        raise MalformedWeights(f"adapters of dtype {dtype} are not merged; known are {', '.join(_CODECS)}")
+        raise MalformedWeights(f"adapters of dtype {dtype} cannot be merged; supported are {', '.join(_CODECS)}")
     return _CODECS[dtype][0](np.ascontiguousarray(raw))
 
 
@@ -82,7 +82,7 @@ def _encode(dtype: str, values: Floats) -> Bytes:
 
 
 def _to_bfloat16(values: Floats) -> NDArray[np.uint16]:
-    """Round to nearest, ties to even; a value that is not a number stays one."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -1,11 +1,11 @@
-"""How a bucket's change travels: not at all, as a sparse segment, or whole.
+"""Encode a bucket's change: not at all, as a sparse segment, or whole.
 
 | codec | stored bytes | when |
 |---|---|---|
 | `none` | nothing | no bit of the bucket changed |
 | `gapabs1` | a `patch_segment` | usually |
 | `raw_zstd` | a `raw_segment` | more than `DENSE_ABOVE` of the words changed |
-| `safetensors` | a whole file that engines load | anchors only; its raw bytes follow `weight_layout.shard_header` |
+| `safetensors` | a whole file that engines load | full snapshots only; its raw bytes follow `layout.shard_header` |
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PatchCodec: TypeAlias = Literal["none", "gapabs1", "raw_zstd"]
 Codec: TypeAlias = Literal["none", "gapabs1", "raw_zstd", "safetensors"]
 Change: TypeAlias = Parsed | ParsedRaw
 
-# Share of changed words from which on the whole bucket is sent. Measured on bf16 (`benchmarks/weight_patches.md`): it
-# is decoded faster from a third on, but stays the larger one; at a half the two cancel out on a line of 10 Gbit/s.
+# Share of changed words above which the whole bucket is sent. Measured on bf16 (`benchmarks/weight_patches.md`): it
+# is decoded faster above a third, but is the larger one; at a half the two balance on a network of 10 Gbit/s.
 DENSE_ABOVE = 0.5
 
 
@@ -42,12 +42,12 @@ class Encoded:
 
 
 def bucket_xxh3(data: Readable) -> str:
-    """Return the xxh3-128 of a raw bucket, 32 hex digits: finds accidents, at the memory's speed."""
+    """Return the xxh3-128 of a raw bucket, 32 hex digits: detects accidental changes, at memory speed."""
     return xxhash.xxh3_128_hexdigest(as_bytes(data).data)
 
 
 def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) -> Encoded:
-    """Encode what turns ``old`` into ``new`` by the codec that suits how much changed.
+    """Encode what turns ``old`` into ``new`` by the codec that suits the share of changed words.
 
     Raises ValueError when the sizes differ or are no multiple of ``word_bytes``.
     """
@@ -65,12 +65,12 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
 
 def parse(codec: str, data: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Change:
-    """Verify a stored segment against the bucket it is meant for; raises SegmentRefused, and nothing else."""
+    """Verify a stored segment against the bucket it is meant for; raises only SegmentRefused."""
     if codec == "gapabs1":
         return patch_segment.parse(data, num_words=num_words, word_bytes=word_bytes, bucket=bucket)
     if codec == "raw_zstd":
         return raw_segment.parse(data, num_words=num_words, word_bytes=word_bytes, bucket=bucket)
-    raise SegmentRefused(f"bucket {bucket}: codec {codec!r} has no segment; known are gapabs1 and raw_zstd")
+    raise SegmentRefused(f"bucket {bucket}: codec {codec!r} has no segment; supported are gapabs1 and raw_zstd")
 
 
 def apply(change: Change, target: Readable) -> None:
@@ -87,7 +87,7 @@ def apply(change: Change, target: Readable) -> None:
 def squash(changes: Sequence[Change]) -> Encoded:
     """Merge the changes of one bucket, oldest first, into one with the same effect.
 
-    What came before a whole bucket is dropped; what comes after is written into it.
+    Changes before a whole bucket are dropped; changes after it are written into it.
     Raises ValueError when there is none, or they are of different buckets.
     """
     if not changes or len({(c.bucket, c.word_bytes, c.num_words) for c in changes}) != 1:

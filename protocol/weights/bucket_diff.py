@@ -1,8 +1,8 @@
-"""What differs between two states of a bucket, found at a good part of the memory's speed.
+"""Find the words that differ between two states of a bucket, at nearly memory speed.
 
-Eight bytes are compared at once, the results again eight at once, and only where something differs is
-looked at closer: an optimizer step leaves 99 % of the words alone. Comparison is by bits: -0, NaN payloads and
-denormals are just bytes.
+Eight bytes are compared at once, then the results eight at once, and only blocks that differ are
+examined: an optimizer step leaves 99 % of the words unchanged. Comparison is by bits: -0, NaN payloads and
+denormals are plain bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Readable: TypeAlias = bytes | bytearray | memoryview | np.ndarray
 
 WORD_BYTES = (1, 2, 4, 8)
 _WORDS = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_BLOCK = 1 << 17  # eight-byte words compared at once; smaller blocks cost calls, larger ones leave the cache
+_BLOCK = 1 << 17  # eight-byte words compared at once; smaller blocks need more calls, larger ones exceed the cache
 _SAMPLED_WORDS = 4096
 
 
@@ -32,7 +32,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """All that changed: one `Changes` for each byte of the word, lowest first; ``num_changed`` counts words."""
+    """All changes: one `Changes` for each byte of the word, lowest first; ``num_changed`` counts words."""
 
     planes: tuple[Changes, ...]
     num_changed: int
@@ -48,10 +48,10 @@ def as_bytes(data: Readable) -> Bytes:
 
 
 def num_words_of(data: Readable, word_bytes: int) -> int:
-    """Return how many words a buffer holds; raises ValueError when they are not whole."""
+    """Return how many words a buffer holds; raises ValueError for a partial word."""
     size = as_bytes(data).size
     if word_bytes not in WORD_BYTES or size % word_bytes:
-        raise ValueError(f"{size} bytes are no words of {word_bytes}; words have {WORD_BYTES} bytes")
+        raise ValueError(f"{size} bytes are not a multiple of {word_bytes}; words have {WORD_BYTES} bytes")
     return size // word_bytes
 
 
@@ -77,9 +77,9 @@ def difference(old: Readable, new: Readable, word_bytes: int) -> Difference:
 
 
 def count_if_dense(old: Readable, new: Readable, word_bytes: int, *, above: float) -> int | None:
-    """Return how many words differ, when it is more than the share ``above`` of them; None when it is not, or hardly.
+    """Return how many words differ, when it is more than the share ``above`` of them; None when it is not, or barely.
 
-    A sample decides whether it is worth a look at all words, so that sparse changes pay nothing for it.
+    A sample decides whether all words are compared, so that sparse changes do not pay for it.
     Raises ValueError as `difference` does.
     """
     before, after = as_bytes(old), as_bytes(new)
@@ -120,14 +120,14 @@ def _changed_words(before: Bytes, after: Bytes, dtype: np.dtype) -> tuple[NDArra
 
 
 def _every(one: np.ndarray, two: np.ndarray, offset: int) -> tuple[NDArray[np.int64], np.ndarray, np.ndarray]:
-    """Compare word by word: where much changed, anything finer only costs."""
+    """Compare word by word, which is fastest where most words changed."""
     found = (one != two).nonzero()[0]
     now = two[found]
     return found + offset, one[found] ^ now, now
 
 
 def _where(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return where a mask is true; its size is a multiple of 8. Fast when few of its groups of eight are."""
+    """Return where a mask is true; its size is a multiple of 8. Fast when few groups of eight hold a true value."""
     by_eight = mask.view(np.uint64)
     groups = (by_eight != 0).nonzero()[0]
     if groups.size * 16 > mask.size:

@@ -1,4 +1,4 @@
-"""One name for a set of weights, the same wherever it is computed: trainer, worker, audit, replay.
+"""One digest of a set of weights, equal wherever it is computed: trainer, worker, audit, replay.
 
 Each tensor has an xxh3-128 over its raw bytes (little-endian, row-major, as safetensors stores them);
 the root is a sha256 over all of them with their names, dtypes and shapes, sorted by name:
@@ -6,7 +6,7 @@ the root is a sha256 over all of them with their names, dtypes and shapes, sorte
     sha256( "<name>\\0<dtype>\\0<d0,d1,...>\\0<32 hex digits of xxh3-128>\\n" for each tensor, UTF-8 )
 
 Two levels, because a version that changes a few tensors needs only these hashed again, and because
-xxh3 runs at memory speed. xxh3 finds accidents; against forgery the objects carry their own sha256.
+xxh3 runs at memory speed. xxh3 detects accidental changes; against forgery each object has its own sha256.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def tensor_digest(name: str, dtype: str, shape: Sequence[int], data: bytes | mem
 
 
 def weights_digest(tensors: Iterable[TensorDigest]) -> str:
-    """Return the root over all tensors, 64 hex digits; the order they come in does not matter.
+    """Return the root over all tensors, 64 hex digits; independent of their order.
 
-    Raises ValueError when two tensors share a name, or a name could be confused with its neighbours.
+    Raises ValueError when two tensors share a name, or a name contains a separator.
     """
     root = hashlib.sha256()
     last: str | None = None

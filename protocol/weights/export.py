@@ -1,7 +1,7 @@
-"""Writes a published version as a folder, from its objects; no torch, no engine.
+"""Write a published version as a folder, from its objects; needs no torch and no engine.
 
-A model folder in Hugging Face's form, in which an adapter is merged into its base; or an adapter as it is, in PEFT's form,
-which is also what a worker's engine loads.
+A model folder in Hugging Face's form, in which an adapter is merged into its base; or an adapter in PEFT's form, which a
+worker's engine loads too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.protocol.weights.version_reader import WeightReader
 def export_version(manifest: VersionManifest, folder: Path, *, reader: WeightReader, blobs: Blobs) -> int:
     """Write a version into a model folder that must not exist yet, whole or not at all; returns the bytes fetched.
 
-    Raises one of `weight_reader.UNUSABLE` when the version cannot be put together, FileExistsError when the
-    folder is there.
+    Raises one of `version_reader.UNUSABLE` when the version cannot be assembled, FileExistsError when the
+    folder exists.
     """
     before = reader.num_bytes
     model = manifest if manifest.base is None else reader.base(manifest)
@@ -61,7 +61,7 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
     for a version that is no adapter.
     """
     if manifest.base is None:
-        raise ConfigError(f"version {manifest.version} is no adapter; export it as a model")
+        raise ConfigError(f"version {manifest.version} is not an adapter; export it as a model")
     before = reader.num_bytes
     with _new_folder(folder) as partial:
         config, raw = read_adapter(manifest, reader, blobs)
@@ -73,7 +73,7 @@ def export_adapter(manifest: VersionManifest, folder: Path, *, reader: WeightRea
 
 
 def read_adapter(manifest: VersionManifest, reader: WeightReader, blobs: Blobs) -> tuple[AdapterConfig, Bytes]:
-    """Return an adapter's config and its raw bucket, proven; raises one of `weight_reader.UNUSABLE`."""
+    """Return an adapter's config and its raw bucket, verified; raises one of `version_reader.UNUSABLE`."""
     config = AdapterConfig.from_json(blobs.get(manifest.model_files[0].blob))
     bucket = reader.layout(manifest).buckets[0]
     raw = np.zeros(bucket.num_bytes, np.uint8)
@@ -84,14 +84,12 @@ def read_adapter(manifest: VersionManifest, reader: WeightReader, blobs: Blobs) 
 
 def _check_root(manifest: VersionManifest, digests: list[TensorDigest]) -> None:
     if (root := manifest.root_of(digests)) != manifest.state_root:
-        raise StateMismatch(
-            f"version {manifest.version}: its root is {root}, its manifest promised {manifest.state_root}"
-        )
+        raise StateMismatch(f"version {manifest.version}: its root is {root}, its manifest says {manifest.state_root}")
 
 
 @contextlib.contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder beside ``folder`` that takes its name when the block ends well, and is removed otherwise."""
+    """Yield a temporary folder that is renamed to ``folder`` when the block succeeds, and removed otherwise."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists; name another folder, or remove it")
     partial = folder.with_name(folder.name + ".partial")

@@ -1,11 +1,11 @@
-"""Where every tensor lies: tensors packed into buckets, the same way by whoever computes it.
+"""The layout of weights: tensors packed into buckets, deterministically.
 
 A bucket holds whole tensors of one dtype, without gaps; its raw bytes are exactly the data of one
 safetensors file, so that `shard_header(bucket)` followed by the bucket is a file that engines load. A patch
-speaks of words of a bucket; the layout says which tensor they belong to.
+numbers the words of a bucket; the layout maps them to tensors.
 
-The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or bucket size, and with
-it every patch becomes meaningless: a new layout starts with an anchor.
+The layout's id is the sha256 of its JSON; it changes with any name, dtype, shape or bucket size. Patches
+exist within one layout only: a new layout starts with a full snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TensorName = Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x
 
 
 class TensorSpec(NamedTuple):
-    """A tensor as its owner knows it; ``dtype`` as in `weights_digest.SAFETENSORS_DTYPES` ("bfloat16")."""
+    """A tensor of a model; ``dtype`` as in `digest.SAFETENSORS_DTYPES` ("bfloat16")."""
 
     name: str
     dtype: str
@@ -48,7 +48,7 @@ class PlacedTensor(Wire):
 
 
 class Bucket(Wire):
-    """Tensors of one dtype, one after another."""
+    """Consecutive tensors of one dtype."""
 
     dtype: str
     tensors: Annotated[tuple[PlacedTensor, ...], Field(min_length=1)]
@@ -85,7 +85,7 @@ class Bucket(Wire):
 
 
 class WeightLayout(Wire):
-    """All tensors of a model in their buckets; ``tied`` names share the bytes of another tensor, once stored."""
+    """All tensors of a model in their buckets; ``tied`` names share the bytes of another, stored tensor."""
 
     buckets: tuple[Bucket, ...]
     tied: dict[TensorName, TensorName] = Field(default_factory=dict)
@@ -113,7 +113,7 @@ class WeightLayout(Wire):
 
     @property
     def layout_id(self) -> str:
-        """The sha256 of `to_json`, as the object store knows it too."""
+        """The sha256 of `to_json`; part of its object key too."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
     def placed(self) -> Iterator[tuple[int, Bucket, PlacedTensor]]:
@@ -131,7 +131,7 @@ class WeightLayout(Wire):
     def from_json(cls, data: bytes) -> WeightLayout:
         """Read a layout; raises MalformedFact with the first offending field."""
         if len(data) > MAX_LAYOUT_BYTES:
-            raise MalformedFact(f"weight layout: {len(data)} bytes, at most {MAX_LAYOUT_BYTES} are read")
+            raise MalformedFact(f"weight layout: {len(data)} bytes, the limit is {MAX_LAYOUT_BYTES}")
         try:
             return cls.model_validate_json(data)
         except ValidationError as err:
@@ -144,25 +144,25 @@ class WeightLayout(Wire):
 def build_layout(
     tensors: Iterable[TensorSpec], *, bucket_bytes: int = BUCKET_BYTES, tied: Mapping[str, str] | None = None
 ) -> WeightLayout:
-    """Pack tensors into buckets of at most ``bucket_bytes``; the order they come in does not matter.
+    """Pack tensors into buckets of at most ``bucket_bytes``; independent of their order.
 
-    Tensors are sorted by dtype and name, so that everybody who knows them computes the same layout, and a
-    safetensors file of a bucket has its tensors in the order every writer of that format chooses. A tensor
-    larger than ``bucket_bytes`` stands alone.
+    Tensors are sorted by dtype and name, so that the same tensors always give the same layout, and a
+    safetensors file of a bucket has its tensors in the usual order of that format. A tensor larger than
+    ``bucket_bytes`` has a bucket of its own.
 
     Args:
         tensors: Every tensor once; of tied tensors the one that is stored.
         bucket_bytes: Raw size that a bucket is filled up to.
         tied: Name -> name of the stored tensor with the same bytes.
 
-    Raises ValueError for an unknown dtype, a name placed twice, or a tie that leads nowhere.
+    Raises ValueError for an unknown dtype, a duplicate name, or a tie to a missing tensor.
     """
     buckets: list[Bucket] = []
     placed: list[PlacedTensor] = []
     dtype_now, filled = "", 0
     for name, dtype, shape in sorted(tensors, key=lambda spec: (spec.dtype, spec.name)):
         if dtype not in _DTYPES:
-            raise ValueError(f"tensor {name}: dtype {dtype!r} is unknown; known are {', '.join(_DTYPES)}")
+            raise ValueError(f"tensor {name}: unknown dtype {dtype!r}; supported are {', '.join(_DTYPES)}")
         size = math.prod(shape) * _DTYPES[dtype][1]
         if placed and (dtype != dtype_now or filled + size > bucket_bytes):
             buckets.append(Bucket(dtype=dtype_now, tensors=tuple(placed)))
@@ -180,9 +180,9 @@ def shard_name(number: int, count: int) -> str:
 
 
 def shard_header(bucket: Bucket) -> bytes:
-    """Return what stands before the raw bytes of a bucket to make them a safetensors file.
+    """Return the header that makes a safetensors file of the raw bytes of a bucket.
 
-    The same bytes for the same bucket; their number is a multiple of 64.
+    Deterministic; its length is a multiple of 64.
     """
     code = _DTYPES[bucket.dtype][0]
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -1,8 +1,9 @@
-"""What a published version consists of: the manifest, written last, naming every object with its hash.
+"""The manifest of a published version: written last, with every object and its hash.
 
-A version is an *anchor*, every bucket whole, a *patch* against its parent, or an *adapter*: low-rank factors, whole,
-upon an anchor that it names as its base. `weight_layout` says what a bucket is, `bucket_codec` how its change is
-stored, `weight_chain` how manifests follow one another, `adapter_format` what an adapter's tensors and files are.
+A version is a full snapshot (every bucket whole; its stored kind and field are called ``anchor``), a *patch* of its
+parent, or an *adapter*: low-rank factors, whole, for a full snapshot that is its base. `layout` defines buckets,
+`bucket_codec` the encoding of their changes, `manifest_chain` the sequence of manifests, `adapter_format` the tensors
+and files of an adapter.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class BucketState(Wire):
 
 
 class Ancestor(Wire):
-    """Another version this one builds on, and by its ``state_root`` what it must have been."""
+    """Another version that this one builds on, with the ``state_root`` it must have."""
 
     version: Count
     manifest: BlobRef
@@ -71,19 +72,19 @@ class Ancestor(Wire):
 
 
 class AnchorRef(Ancestor):
-    """An anchor that a version needs; ``num_bytes`` of all its objects.
+    """A full snapshot that a version needs; ``num_bytes`` of all its objects.
 
-    Of a patch it is the newest that was known when it was published, of an adapter the model it sits upon.
+    For a patch the newest one when it was published, for an adapter its base model.
     """
 
     num_bytes: Count
 
 
 class VersionManifest(Wire):
-    """One complete version, as an anchor, as a patch of its parent, or as an adapter upon an anchor.
+    """One complete version: a full snapshot, a patch of its parent, or an adapter of a full snapshot.
 
-    A version may have both of the first: a patch when it is published, and an anchor written later beside it. Their
-    ``state_root`` is the same, and the chain goes on from the patch. An adapter's buckets are its own factors.
+    A version may have two manifests: a patch when it is published, and a full snapshot written later. Their
+    ``state_root`` is equal, and the chain continues from the patch. An adapter's buckets are its own factors.
     """
 
     schema_tag: Literal["weights_manifest.v2"] = "weights_manifest.v2"
@@ -92,8 +93,8 @@ class VersionManifest(Wire):
     version: Count
     step: Count
     epoch: Count  # of the trainer's lease: a later trainer's is higher
-    parent: Ancestor | None = None  # None only in what is whole
-    anchor: AnchorRef | None = None  # None exactly in an anchor, which is its own
+    parent: Ancestor | None = None  # None only in versions that are whole
+    anchor: AnchorRef | None = None  # None exactly in a full snapshot
     layout: BlobRef  # its sha256 is the layout id
     objects: tuple[BlobRef, ...]
     buckets: tuple[BucketState, ...]  # as many as the layout has, in its order
@@ -107,12 +108,12 @@ class VersionManifest(Wire):
 
     @property
     def base(self) -> AnchorRef | None:
-        """The model that an adapter sits upon; None of every other kind."""
+        """The base model of an adapter; None for every other kind."""
         return self.anchor if self.kind == "adapter" else None
 
     @property
     def start(self) -> PolicyVersion:
-        """The version from whose objects on this one is put together: a patch's anchor, else itself."""
+        """The oldest version whose objects this one needs: a patch's full snapshot, else itself."""
         return PolicyVersion(self.version if self.kind != "patch" or self.anchor is None else self.anchor.version)
 
     def root_of(self, tensors: Iterable[TensorDigest]) -> str:
@@ -123,7 +124,7 @@ class VersionManifest(Wire):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the objects that carry weights."""
+        """Bytes of the objects that hold weights."""
         return sum(blob.size_bytes for blob in self.objects)
 
     @property
@@ -148,7 +149,7 @@ class VersionManifest(Wire):
         yield from (file.blob for file in self.model_files)
 
     def stored_blob(self, stored: StoredRange) -> BlobRef:
-        """Return the object that a range lies in."""
+        """Return the object that contains a range."""
         return self.objects[stored.object]
 
     def to_json(self) -> bytes:
@@ -159,7 +160,7 @@ class VersionManifest(Wire):
     def from_json(cls, data: bytes) -> VersionManifest:
         """Read a manifest; raises MalformedFact with the first offending field."""
         if len(data) > MAX_MANIFEST_BYTES:
-            raise MalformedFact(f"weights manifest: {len(data)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+            raise MalformedFact(f"weights manifest: {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
         try:
             return cls.model_validate_json(data)
         except ValidationError as err:

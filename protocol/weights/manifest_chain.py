@@ -1,13 +1,13 @@
-"""Which manifests continue which, and the cheapest verified way from what a mirror has to the head.
+"""Verify how manifests continue one another, and plan the cheapest way from a mirror's version to the head.
 
     a mirror asks:   step = plan_catch_up(head, fetched, held)
     while it gets:   FetchManifest(ref)    fetch that object, put it into `fetched`, ask again
-    at last:         CatchUp(anchor, patches)     nothing, patches alone, an anchor, or an anchor and patches
+    in the end:      CatchUp(anchor, patches)     nothing, patches, a full snapshot, or a full snapshot and patches
 
-An adapter is always whole: the way to its own tensors is itself, and its base is a version of its own, with its own way.
+An adapter is always whole: its plan is itself. Its base is another version, with its own plan.
 
-Every link is verified on the way: hash of the parent's manifest, state, layout, epochs, base of every bucket.
-Pure: who fetches, with which deadline, is the caller's.
+Every link is verified: hash of the parent's manifest, state, layout, epochs, base of every bucket.
+Pure: the caller fetches the objects.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import Ancestor, AnchorRef, BucketState, VersionManifest
 
-MAX_HOPS = 256  # manifests walked back; the anchor policy keeps chains far shorter
+MAX_HOPS = 256  # manifests walked back; regular full snapshots keep chains far shorter
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A complete version that a mirror has, and by its root what it is."""
+    """A complete version that a mirror has, with its state root."""
 
     version: PolicyVersion
     state_root: str
@@ -42,7 +42,7 @@ class FetchManifest:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """What takes a mirror to ``target``: first the anchor, if there is one, then the patches, oldest first."""
+    """The changes that bring a mirror to ``target``: first the full snapshot, if any, then patches, oldest first."""
 
     target: VersionManifest
     anchor: VersionManifest | None
@@ -59,9 +59,9 @@ class CatchUp:
         return self.patches if self.anchor is None else (self.anchor, *self.patches)
 
     def changes_of(self, bucket: int) -> tuple[tuple[VersionManifest, BucketState], ...]:
-        """Return what is applied to one bucket, in order, unchanged versions left out.
+        """Return the changes of one bucket in order, without versions that leave it unchanged.
 
-        Applied in one pass: the later wins, and only the end is compared, with the target's ``new_xxh3``.
+        Applied in one pass: the later wins, and only the result is compared, with the target's ``new_xxh3``.
         """
         steps = ((manifest, manifest.buckets[bucket]) for manifest in self.manifests)
         return tuple((manifest, state) for manifest, state in steps if state.codec != "none")
@@ -70,15 +70,15 @@ class CatchUp:
 def plan_catch_up(
     head: VersionManifest, fetched: Mapping[str, VersionManifest], held: Held | None, *, max_hops: int = MAX_HOPS
 ) -> FetchManifest | CatchUp:
-    """Return the next manifest to fetch, or the way with the fewest bytes from ``held`` to ``head``.
+    """Return the next manifest to fetch, or the plan with the fewest bytes from ``held`` to ``head``.
 
     Args:
         head: The target.
-        fetched: Manifests by the sha256 of their bytes, verified against it by whoever fetched them.
-        held: What the mirror has; None for an empty one, or one that must be rebuilt.
-        max_hops: Most parents walked back before only the anchor counts.
+        fetched: Manifests by the sha256 of their bytes, verified against it by the caller.
+        held: The mirror's version; None for an empty one, or one that must be rebuilt.
+        max_hops: Limit of parents to follow, after which only the full snapshot is considered.
 
-    Raises ChainBroken when a manifest is not what its child says.
+    Raises ChainBroken when a manifest differs from what its child states.
     """
     if held == Held(PolicyVersion(head.version), head.state_root):
         return CatchUp(head, None, ())
@@ -107,18 +107,20 @@ def plan_catch_up(
     if anchored is None and manifest.kind != "patch":
         anchored = CatchUp(head, manifest, tuple(reversed(patches)))
     if anchored is None:
-        raise ChainBroken(f"version {head.version}: no anchor within {max_hops} parents; publish an anchor")
+        raise ChainBroken(
+            f"version {head.version}: no full snapshot within {max_hops} parents; publish a full snapshot"
+        )
     return anchored
 
 
 def verify_head(manifest: VersionManifest, *, run_id: str, version: PolicyVersion, epoch: int = 0) -> None:
-    """Verify that a manifest is the one that was announced, by a trainer that still has the lease.
+    """Verify that a manifest is the announced one, of a trainer that still holds the lease.
 
     ``epoch`` is the highest seen so far. Raises ChainBroken.
     """
     if (manifest.run_id, manifest.version) != (run_id, version):
         raise ChainBroken(
-            f"announced was version {version} of run {run_id}, its manifest is of version {manifest.version} "
+            f"announced version {version} of run {run_id}, but its manifest is of version {manifest.version} "
             f"of run {manifest.run_id}"
         )
     if manifest.epoch < epoch:
@@ -129,7 +131,7 @@ def verify_head(manifest: VersionManifest, *, run_id: str, version: PolicyVersio
 
 
 def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
-    """Verify that a patch continues the manifest it names as its parent; raises ChainBroken."""
+    """Verify that a patch continues the manifest of its parent; raises ChainBroken."""
     named = _ancestors(child)[0]
     _same(child, "parent", (named.version, named.state_root), (parent.version, parent.state_root))
     if child.epoch < parent.epoch:
@@ -138,7 +140,7 @@ def verify_link(child: VersionManifest, parent: VersionManifest) -> None:
 
 
 def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManifest) -> None:
-    """Verify that a patch may be applied to an anchor; raises ChainBroken."""
+    """Verify that a patch may be applied to a full snapshot; raises ChainBroken."""
     _same(
         first, "anchor", ("anchor", named.version, named.state_root), (anchor.kind, anchor.version, anchor.state_root)
     )
@@ -146,17 +148,17 @@ def verify_anchor(first: VersionManifest, named: Ancestor, anchor: VersionManife
 
 
 def verify_base(adapter: VersionManifest, base: VersionManifest) -> None:
-    """Verify that a manifest is the model that an adapter names as its base; raises ChainBroken."""
+    """Verify that a manifest is the model that is an adapter's base; raises ChainBroken."""
     if adapter.base is None:
-        raise ChainBroken(f"version {adapter.version} is no adapter and has no base")
+        raise ChainBroken(f"version {adapter.version} is not an adapter and has no base")
     named = ("anchor", adapter.run_id, adapter.base.version, adapter.base.state_root)
     _same(adapter, "base", named, (base.kind, base.run_id, base.version, base.state_root))
 
 
 def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
-    """Verify that a manifest speaks of exactly the buckets of a layout; raises ChainBroken.
+    """Verify that a manifest has exactly the buckets of a layout; raises ChainBroken.
 
-    After this a segment may be verified against the layout's sizes, and a mirror is never asked for others.
+    After this, segments can be verified against the layout's sizes.
     """
     _same(manifest, "layout", layout.layout_id, manifest.layout_id)
     expected = [bucket.num_words for bucket in layout.buckets]
@@ -165,14 +167,14 @@ def verify_layout(manifest: VersionManifest, layout: WeightLayout) -> None:
 
 def _ancestors(patch: VersionManifest) -> tuple[Ancestor, AnchorRef]:
     if patch.parent is None or patch.anchor is None:
-        raise ChainBroken(f"version {patch.version} is whole and continues nothing")
+        raise ChainBroken(f"version {patch.version} is whole and has no parent")
     return patch.parent, patch.anchor
 
 
 def _may_be_cheaper(
     patches: Sequence[VersionManifest], reached: Ancestor, held: Held | None, anchored: CatchUp
 ) -> bool:
-    """Say whether walking on, past the anchor, may still lead to what is held with fewer bytes."""
+    """Return True if following more parents may still reach the held version with fewer bytes."""
     if held is None or not is_newer(PolicyVersion(reached.version), held.version):
         return False
     return sum(patch.num_bytes for patch in patches) < anchored.num_bytes
@@ -184,7 +186,7 @@ def _same(child: VersionManifest, what: str, expected: object, got: object) -> N
 
 
 def _same_ground(child: VersionManifest, base: VersionManifest) -> None:
-    """Both are of one run and one layout, and every bucket of the patch starts where the base ends."""
+    """Check that both are of one run and layout, and that each bucket of the patch has the base's hash."""
     _same(child, "run and layout", (child.run_id, child.layout_id), (base.run_id, base.layout_id))
     _same(child, "number of buckets", len(child.buckets), len(base.buckets))
     for number, (now, before) in enumerate(zip(child.buckets, base.buckets, strict=True)):

@@ -1,16 +1,16 @@
-"""The `gapabs1` segment: which bytes of a bucket changed, and what they are now.
+"""The `gapabs1` segment: the changed bytes of a bucket and their new values.
 
 A bucket is an array of words (1 byte: fp8, 2: bf16 and fp16, 4: fp32, 8: int64). Each byte of the word is a
-*plane* of its own: plane p of a bucket is the bytes ``p, p + word_bytes, p + 2 * word_bytes, ...``. A segment
+separate *plane*: plane p of a bucket is the bytes ``p, p + word_bytes, p + 2 * word_bytes, ...``. A segment
 holds, for every plane, the word indices whose byte changed, as u16 gaps, and the new bytes. An optimizer step
 moves most bf16 words by one unit in the last place, so the upper plane is almost empty: 8 bits of value
 for each changed word in place of 16.
 
-New bytes are absolute. Therefore a segment may be applied twice, over a torn mirror, or merged with a
-later one by "later wins", and the result is the same; a difference (XOR, ulp) would corrupt instead.
+New bytes are absolute. So a segment may be applied twice, over a half-written mirror, or merged with a
+later one by "later wins", with the same result; a difference (XOR, ulp) would corrupt the bucket.
 
-The byte table is in `protocol/README.md`. Nothing here trusts a segment: `parse` checks every field, size
-and index before it returns, and only a parsed segment can be applied.
+The byte table is in `protocol/README.md`. A segment is not trusted: `parse` checks every field, size and
+index before it returns, and only a parsed segment can be applied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BLOCK = 1 << 15  # values applied at once: their int64 indices stay in the L2 c
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One verified plane as it travels: low and high bytes of the gaps uint8 [n_gaps], new bytes uint8 [n_values]."""
+    """One verified plane as it is sent: low and high bytes of the gaps uint8 [n_gaps], new bytes uint8 [n_values]."""
 
     gaps_low: Bytes
     gaps_high: Bytes
@@ -69,7 +69,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A verified segment: it can be applied to a bucket of exactly ``num_words`` words without any further check."""
+    """A verified segment: it can be applied to a bucket of exactly ``num_words`` words without further checks."""
 
     bucket: int
     word_bytes: int
@@ -87,7 +87,7 @@ def encode(old: Readable, new: Readable, word_bytes: int, *, bucket: int = 0) ->
 
 
 def pack(changed: Difference, num_words: int, *, bucket: int = 0) -> bytes:
-    """Write a segment from what changed in a bucket of ``num_words``, wherever that was found (a GPU, another bucket)."""
+    """Write a segment from what changed in a bucket of ``num_words``, whatever code found it (on a GPU, in another bucket)."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
     heads, frames = [], []
     for plane in changed.planes:
@@ -100,9 +100,9 @@ def pack(changed: Difference, num_words: int, *, bucket: int = 0) -> bytes:
 
 
 def parse(segment: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> Parsed:
-    """Verify a segment against the bucket it is meant for; raises SegmentRefused, and nothing else.
+    """Verify a segment against the bucket it is meant for; raises only SegmentRefused.
 
-    Memory stays below four times the bucket, whatever the segment says: counts are compared with
+    Memory stays below four times the bucket, for any segment: counts are compared with
     ``num_words``, and the sizes in the zstd frames with the counts, before anything is decompressed.
     """
     data = as_bytes(segment).data
@@ -210,7 +210,7 @@ def _parse_header(data: memoryview, num_words: int, word_bytes: int, bucket: int
             raise SegmentRefused(f"segment: {num_values} values and {num_gaps} gaps for {num_words} words")
     total = _HEADER.size + word_bytes * _PLANE.size + sum(sum(head[2:]) for head in heads)
     if total != len(data):
-        raise SegmentRefused(f"segment: has {len(data)} bytes, its header promises {total}")
+        raise SegmentRefused(f"segment: has {len(data)} bytes, its header says {total}")
     counts = [head[0] for head in heads]
     if not max(counts) <= num_changed <= min(sum(counts), num_words):
         raise SegmentRefused(f"segment: {num_changed} changed words cannot have {counts} changed bytes by plane")

@@ -1,7 +1,6 @@
 """The `raw_zstd` segment: a whole bucket, for when most of its words changed.
 
-The planes (byte p of every word) are compressed apart: exponents repeat, mantissas do not, and together
-they would hide it.
+The planes (byte p of every word) are compressed separately: exponents repeat, mantissas do not.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def encode(new: Readable, word_bytes: int, *, bucket: int = 0, num_changed: int)
 def parse(segment: Readable, *, num_words: int, word_bytes: int, bucket: int = 0) -> ParsedRaw:
     """Verify a segment against the bucket it is meant for, and decompress it; raises SegmentRefused only.
 
-    Memory stays below twice the bucket, whatever the segment says.
+    Memory stays below twice the bucket, for any segment.
     """
     data = as_bytes(segment).data
     offset = _HEADER.size + word_bytes * _LENGTH.size
@@ -62,7 +61,7 @@ def parse(segment: Readable, *, num_words: int, word_bytes: int, bucket: int = 0
         )
     lengths = [_LENGTH.unpack_from(data, _HEADER.size + plane * _LENGTH.size)[0] for plane in range(word_bytes)]
     if offset + sum(lengths) != len(data):
-        raise SegmentRefused(f"segment: has {len(data)} bytes, its header promises {offset + sum(lengths)}")
+        raise SegmentRefused(f"segment: has {len(data)} bytes, its header says {offset + sum(lengths)}")
     decompressor = zstandard.ZstdDecompressor()
     planes = []
     for length in lengths:

@@ -1,8 +1,8 @@
-"""Reads versions from the object store: manifests, plans, and the raw buckets that a plan leads to.
+"""Read versions from the object store: manifests, plans, and the raw buckets of a plan.
 
-A mirror, a resuming trainer and `penstock weights export` all read through here. Nothing is believed:
-manifests and segments are verified against their sha256, segments are parsed whole before a byte is
-written, and `finish` compares the result with the target's xxh3 and root.
+A mirror, a resuming trainer and `penstock weights export` all use it. Everything is verified:
+manifests and segments against their sha256, segments are parsed whole before a byte is written, and
+the result is compared with the target's xxh3 and root.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Hel
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes
 
 UNUSABLE = (BlobMissing, BlobCorrupt, ChainBroken, MalformedFact, MalformedWeights, SegmentRefused, StateMismatch)
-PARALLEL_BUCKETS = 4  # fetched and applied side by side; each costs about twice its raw size while it is
+PARALLEL_BUCKETS = 4  # fetched and applied concurrently; each needs about twice its raw size of memory meanwhile
 _MANIFESTS_KEPT = 600
 
 
 class WeightReader:
-    """Reads one run's versions. Thread-safe; errors are those of `UNUSABLE`, or of a store that is away."""
+    """Read one run's versions. Thread-safe; raises the errors of `UNUSABLE`, or those of an unreachable store."""
 
     def __init__(self, blobs: Blobs, run_id: str, *, cache_bytes: int = 0) -> None:
-        """``cache_bytes`` of segments are kept in memory, for whoever applies each to a second copy."""
+        """``cache_bytes`` of segments are kept in memory, for a caller that applies each to a second copy."""
         self.num_bytes = 0  # of weights, fetched so far
         self._blobs = blobs
         self._run_id = run_id
@@ -50,7 +50,7 @@ class WeightReader:
         self._lock = threading.Lock()
 
     def manifest(self, ref: BlobRef, version: PolicyVersion) -> VersionManifest:
-        """Return the manifest of a version of this run; raises ChainBroken when it is another's."""
+        """Return the manifest of a version of this run; raises ChainBroken for another version."""
         found = self._manifests.get(ref.sha256)
         if found is None:
             found = VersionManifest.from_json(self._blobs.get(ref))
@@ -66,14 +66,14 @@ class WeightReader:
         return found
 
     def base(self, adapter: VersionManifest) -> VersionManifest:
-        """Return the manifest of the model that an adapter sits upon; raises ChainBroken when it is another's."""
+        """Return the manifest of an adapter's base model; raises ChainBroken for another version."""
         assert adapter.base is not None
         found = self.manifest(adapter.base.manifest, PolicyVersion(adapter.base.version))
         verify_base(adapter, found)
         return found
 
     def layout(self, manifest: VersionManifest) -> WeightLayout:
-        """Return where the tensors of a version lie; raises ChainBroken when its buckets are not the manifest's."""
+        """Return the layout of a version; raises ChainBroken when its buckets are not the manifest's."""
         found = self._layouts.get(manifest.layout_id)
         if found is None:
             found = WeightLayout.from_json(self._blobs.get(manifest.layout))
@@ -83,7 +83,7 @@ class WeightReader:
         return found
 
     def plan(self, target: VersionManifest, held: Held | None) -> CatchUp:
-        """Return the cheapest way from what is held to a version, fetching the manifests on it."""
+        """Return the cheapest plan from the held version to another, fetching the manifests it needs."""
         while True:
             step = plan_catch_up(target, self._manifests, held)
             if isinstance(step, CatchUp):
@@ -92,7 +92,7 @@ class WeightReader:
             self.manifest(step.ref, step.version)
 
     def apply(self, plan: CatchUp, number: int, raw: Bytes) -> None:
-        """Bring one raw bucket to the plan's target, in place; the caller compares the result.
+        """Bring one raw bucket to the plan's target, in place; the caller verifies the result.
 
         Every change is fetched and verified before the first byte is written.
         """
@@ -113,10 +113,10 @@ class WeightReader:
                 raw[:] = change
 
     def bring(self, plan: CatchUp, number: int, raw: Bytes) -> None:
-        """Bring one raw bucket to the plan's target and prove it; from the anchor, when what was there is wrong.
+        """Bring one raw bucket to the plan's target and verify it; rebuild it from the full snapshot when it is wrong.
 
-        A bucket that rotted, or was based on something else, is found by its xxh3 and built anew. Raises
-        StateMismatch when that does not help either: the version itself is wrong.
+        A bucket with a bit error, or of another base, is detected by its xxh3 and rebuilt. Raises
+        StateMismatch when the rebuilt bucket is wrong too: the version itself is damaged.
         """
         expected = plan.target.buckets[number].new_xxh3
         self.apply(plan, number, raw)
@@ -126,7 +126,7 @@ class WeightReader:
             self.apply(self.plan(plan.target, None), number, raw)
         if (found := bucket_codec.bucket_xxh3(raw)) != expected:
             raise StateMismatch(
-                f"version {plan.target.version}: bucket {number} has xxh3 {found}, its manifest promised {expected}"
+                f"version {plan.target.version}: bucket {number} has xxh3 {found}, its manifest says {expected}"
             )
 
     def _stored(self, manifest: VersionManifest, state: BucketState) -> bytes:
@@ -151,7 +151,9 @@ class WeightReader:
     def _header_bytes(self, plan: CatchUp, number: int, data: bytes) -> int:
         header = shard_header(self.layout(plan.target).buckets[number])
         if data[: len(header)] != header or len(data) != len(header) + self._raw_bytes(plan, number):
-            raise StateMismatch(f"version {plan.target.version}: the anchor of bucket {number} is not of its layout")
+            raise StateMismatch(
+                f"version {plan.target.version}: the full snapshot of bucket {number} does not fit its layout"
+            )
         return len(header)
 
     def _raw_bytes(self, plan: CatchUp, number: int) -> int:
@@ -159,7 +161,7 @@ class WeightReader:
 
 
 def for_buckets(numbers: Sequence[int], action: Callable[[int], None]) -> None:
-    """Do something for buckets side by side; raises the first error, after all that were begun have ended."""
+    """Process buckets concurrently; raises the first error, after all started ones have finished."""
     if len(numbers) == 1:
         action(numbers[0])
         return

@@ -1,4 +1,4 @@
-"""What a run needs is created once, changed in place, and deleted whole."""
+"""The streams and buckets of a run are created once, updated in place, and deleted together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.protocol.transport.bus import Bus
 
 
 def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """The second time nothing changes and what was published stays."""
+    """The second time nothing changes and published messages stay."""
     bootstrap(bus, blobs, run_id)
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
     bootstrap(bus, blobs, run_id)
@@ -31,7 +31,7 @@ def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id
 
 
 def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Other limits update the streams in place and keep what they hold."""
+    """Other limits update the streams in place and keep their messages."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=2, ack_wait_s=5.0))
@@ -40,7 +40,7 @@ def test_limits_can_be_changed_later(bus: Bus, blobs: Blobs, run_id: str) -> Non
 
 
 def test_a_deleted_run_is_gone_and_others_stay(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Deleting takes all streams and buckets of one run, nothing of a run whose name begins the same."""
+    """Deleting takes all streams and buckets of one run, nothing of a run whose name starts the same."""
     bootstrap(bus, blobs, run_id)
     bootstrap(bus, blobs, f"{run_id}-b")
     assert delete_run(bus, run_id) == len(streams.stream_names(run_id)) + len(streams.run_buckets(run_id))
@@ -51,7 +51,7 @@ def test_a_deleted_run_is_gone_and_others_stay(bus: Bus, blobs: Blobs, run_id: s
 
 
 def test_a_bad_run_id_is_refused(bus: Bus, blobs: Blobs) -> None:
-    """Names that cannot stand in subjects and keys are refused before anything is created."""
+    """Names that are not valid in subjects and keys are refused before anything is created."""
     with pytest.raises(ConfigError, match=r"run id 'A\.B' must be"):
         bootstrap(bus, blobs, "A.B")
 
@@ -74,7 +74,7 @@ def test_the_command_creates_and_deletes(
     s3_settings: S3Settings,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command line does both, and deletes only when it was told that it may."""
+    """The command line does both, and deletes only after a confirmation or with ``--yes``."""
     where = arguments(nats_settings, s3_settings)
     assert command.main(["--run", run_id, *where]) == 0
     assert f"run {run_id} is ready" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_the_command_creates_and_deletes(
 def test_the_command_says_its_mistakes_in_one_line(
     run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unknown keys, bad ids and wrong credentials end with exit code 1 and a sentence."""
+    """Unknown keys, bad ids and wrong credentials end with exit code 1 and one line of text."""
     where = arguments(nats_settings, s3_settings)
     for extra, text in (
         (["--run", run_id, *where, "nats.ulr=x"], "did you mean nats.url?"),
@@ -100,13 +100,13 @@ def test_the_command_says_its_mistakes_in_one_line(
 
 
 def test_a_server_without_room_says_whose_room_it_wants(tmp_path: Path, blobs: Blobs, run_id: str):
-    """Its quota is reached: the error names stream, size and cure; with room made, smaller streams go through."""
+    """At the quota the error names the stream, its size and the fix; with space freed, smaller streams are created."""
     server = NatsServer(tmp_path / "nats", log=tmp_path / "nats.log", max_store_gb=1)
     server.start()
     try:
         with Bus.connect(server.settings, name="test") as bus:
             with pytest.raises(
-                BusError, match=r"stream .*, which reserves 537 MB: .*no room in its store: .*penstock runs rm"
+                BusError, match=r"stream .*, which reserves 537 MB: .*its storage is full: .*penstock runs rm"
             ):
                 bootstrap(bus, blobs, run_id)
             delete_run(bus, run_id)

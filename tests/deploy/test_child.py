@@ -1,4 +1,4 @@
-"""A child process ends with its parent, in every way a parent can end."""
+"""A child process is stopped when its parent exits, however the parent exits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_stopped_child_is_gone(sleeper: Child) -> None:
-    """Stopping asks with SIGTERM and leaves no process."""
+    """Stopping sends SIGTERM and leaves no process."""
     sleeper.stop()
     assert not sleeper.alive
     assert sleeper.returncode == -signal.SIGTERM
@@ -43,7 +43,7 @@ def test_a_stopped_child_is_gone(sleeper: Child) -> None:
 
 
 def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
-    """Who ignores SIGTERM gets SIGKILL after the grace."""
+    """A process that ignores SIGTERM gets SIGKILL after the grace period."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
     child = Child("deaf", [sys.executable, "-c", deaf], log=tmp_path / "log")
     child.start()
@@ -53,7 +53,7 @@ def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_killed_child_takes_what_it_started_with_it(tmp_path: Path) -> None:
-    """The whole process group ends, grandchildren included."""
+    """The whole process group is killed, grandchildren included."""
     code = f"import subprocess, time; p = subprocess.Popen({SLEEP!r}); print('pid', p.pid, flush=True); time.sleep(600)"
     child = Child("parent", [sys.executable, "-c", code], log=tmp_path / "log")
     child.start()
@@ -65,7 +65,7 @@ def test_a_killed_child_takes_what_it_started_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "os.kill(os.getpid(), 9)", "os.abort()"])
 def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
-    """However the parent ends, SIGKILL included, and whichever thread started it, the child ends too."""
+    """However the parent exits, SIGKILL included, and whichever thread started it, the child is stopped too."""
     code = f"""
         import os, sys, threading
         from pathlib import Path
@@ -92,7 +92,7 @@ def test_a_child_ends_when_its_parent_ends(tmp_path: Path, end: str) -> None:
 
 
 def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) -> None:
-    """What a dead child left behind in another session becomes ours, is ended, and its CPU time is counted."""
+    """An orphan of a killed child in another session is adopted and killed, and its CPU time is counted."""
     code = f"""
         import resource, sys
         def cpu_s():
@@ -123,8 +123,8 @@ def test_orphans_in_sessions_of_their_own_are_adopted_and_ended(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
 
 
-def test_processes_that_others_started_are_no_orphans(sleeper: Child) -> None:
-    """A process of our own session, and one that is being watched, are left alone."""
+def test_processes_that_other_code_started_are_no_orphans(sleeper: Child) -> None:
+    """A process of the same session, and one that is watched, are not touched."""
     other = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
     try:
         assert end_orphans() == 0
@@ -146,17 +146,17 @@ def test_a_failure_shows_exit_and_log(tmp_path: Path) -> None:
 
 def test_a_child_cannot_be_started_twice(sleeper: Child) -> None:
     """Starting a running child is refused with its process id."""
-    with pytest.raises(DeployError, match=f"sleeper is running already .pid {sleeper.pid}"):
+    with pytest.raises(DeployError, match=f"sleeper is already running .pid {sleeper.pid}"):
         sleeper.start()
 
 
 def test_a_wait_has_a_deadline(sleeper: Child) -> None:
-    """Waiting for a child that does not end is an error that names it."""
-    with pytest.raises(DeployError, match=r"sleeper .* did not end within 0 s"):
+    """Waiting for a child that does not exit raises an error that names it."""
+    with pytest.raises(DeployError, match=r"sleeper .* did not exit within 0 s"):
         sleeper.wait(0.05)
 
 
-def test_exits_are_said_in_words() -> None:
+def test_exit_codes_are_described_in_words() -> None:
     """Signals have names, exit codes numbers."""
     assert [describe_exit(code) for code in (0, 3, -9, -15)] == ["exit code 0", "exit code 3", "SIGKILL", "SIGTERM"]
 

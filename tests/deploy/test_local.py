@@ -1,4 +1,4 @@
-"""``penstock up``: two servers over one folder that remember who they are and end with their parent."""
+"""``penstock up``: two servers over one folder, which keep ports and credentials and stop with their parent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_stack_remembers_its_data_ports_and_secrets(tmp_path: Path) -> None:
 
 
 def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:
-    """Password and key lie in files of mode 0600, differ, and are on no command line."""
+    """Password and key are in files of mode 0600, differ, and are on no command line."""
     with LocalStack(tmp_path / "data") as stack:
         secrets = [stack.nats.secret(), stack.s3.secret()]
         assert len(set(secrets)) == 2
@@ -57,7 +57,7 @@ def test_secrets_are_the_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
-    """The second start over a folder names the process that holds it and harms nothing."""
+    """The second start over a folder names the process that holds it and changes nothing."""
     with LocalStack(tmp_path / "data") as stack:
         with pytest.raises(DeployError, match=rf"{tmp_path}/data is in use by process {os.getpid()}"):
             LocalStack(tmp_path / "data").start()
@@ -65,7 +65,7 @@ def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
 
 
 def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
-    """Either server is started again on its port, and clients go on."""
+    """Either server is restarted on its port, and clients reconnect."""
     supervisor = Supervisor()
     stack = LocalStack(tmp_path / "data")
     stack.start(supervisor)
@@ -83,7 +83,7 @@ def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
 
 
 def test_only_old_leftovers_of_uploads_are_removed(tmp_path: Path) -> None:
-    """What a crash left behind goes after a day; uploads under way and objects stay."""
+    """Remains of interrupted uploads are removed after a day; uploads under way and objects stay."""
     old, new, kept = tmp_path / "b" / ".rclone_temp_put_1", tmp_path / ".rclone_temp_put_2", tmp_path / "b" / "object"
     for path in (old, new, kept):
         path.parent.mkdir(exist_ok=True)
@@ -133,7 +133,7 @@ def servers_of(data: Path) -> list[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, SIGTERM and SIGKILL leave no server behind, and the folder can be used again at once."""
+    """Ctrl-C, SIGTERM and SIGKILL leave no server running, and the folder can be used again at once."""
     data = tmp_path / "data"
     with penstock_up("--data", str(data)) as (process, _):
         assert len(servers_of(data)) == 2
@@ -145,7 +145,7 @@ def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -
 
 
 def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None:
-    """Whoever exports what was printed reaches both servers; ``--run`` has made the run's streams."""
+    """The printed variables connect to both servers; ``--run`` has created the run's streams."""
     with penstock_up("--data", str(tmp_path / "data"), "--run", "mine") as (_, environment):
         nats = NatsSettings(
             url=environment["PENSTOCK_NATS__URL"],
@@ -166,7 +166,7 @@ def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None
 
 
 def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
-    """A folder in use and a bad run id are said in one line, without a traceback."""
+    """A folder in use and a bad run id are reported in one line, without a traceback."""
     with LocalStack(tmp_path / "data"):
         for arguments, text in (
             (["--data", str(tmp_path / "data")], "is in use by process"),
@@ -185,8 +185,8 @@ def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
             assert "Traceback" not in done.stderr
 
 
-def test_a_command_finds_the_servers_of_a_store_beside_it(tmp_path: Path) -> None:
-    """A store whose run is over answers again for one command, whose exit code comes back; then it is free again."""
+def test_a_command_runs_with_the_servers_of_a_stored_run(tmp_path: Path) -> None:
+    """The servers of a finished run's store run for one command; its exit code is returned and the store is unlocked."""
     with LocalStack(tmp_path / "store") as stack:
         kept = Blobs(stack.s3).put("runs/r/x", b"kept")
     code = (
@@ -206,8 +206,8 @@ def test_a_command_finds_the_servers_of_a_store_beside_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_command_that_is_ended_takes_the_servers_of_its_store_with_it(tmp_path: Path, number: int) -> None:
-    """Ctrl-C as a terminal sends it, or a SIGTERM: the command hears it, and the store is free again."""
+def test_the_servers_of_a_store_stop_when_the_command_is_stopped(tmp_path: Path, number: int) -> None:
+    """Ctrl-C as a terminal sends it, or SIGTERM: the command gets it, and the store is unlocked."""
     code = "import signal, sys; print('began', flush=True); signal.pause()"
     running = subprocess.Popen(
         [sys.executable, "-m", "penstock.deploy.stored", str(tmp_path / "store"), "--", sys.executable, "-c", code],

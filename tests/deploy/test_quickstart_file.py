@@ -14,7 +14,7 @@ from penstock.rollout_service.settings import RolloutSettings
 
 
 def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its sections are ones that a worker takes; the embedded engine needs none."""
+    """A worker accepts its sections; the embedded engine needs none."""
     monkeypatch.setenv(sglang_cpu.PYTHON_VARIABLE, sys.executable)
     file = tmp_path / "run.toml"
     file.write_text('[run]\nid = "r"\n' + _engine_sections("sglang"))

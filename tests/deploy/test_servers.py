@@ -17,8 +17,8 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 
-def test_a_group_travels_through_both_doors(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """A pack that was stored and announced can be fetched and read by whoever binds to the stream."""
+def test_a_group_passes_nats_and_s3(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+    """A pack that was stored and announced can be fetched and read by a process that binds to the stream."""
     from penstock.protocol import streams
 
     groups = make_groups(3)
@@ -32,7 +32,7 @@ def test_a_group_travels_through_both_doors(bus: Bus, blobs: Blobs, ring_streams
     delivery.ack().wait()
 
 
-def test_nats_comes_back_on_the_same_port_with_what_it_held(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_nats_restarts_on_the_same_port_with_its_messages(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """After SIGKILL and restart the port and the stored messages are the same."""
     from penstock.protocol.streams import StreamSpec
 
@@ -50,7 +50,7 @@ def test_nats_comes_back_on_the_same_port_with_what_it_held(own_nats: Callable[[
         assert bus.stream_state(f"{run_id}-generated").wait().num_messages == 1
 
 
-def test_s3_comes_back_on_the_same_port_with_what_it_held(own_s3: Callable[[], S3Server]) -> None:
+def test_s3_restarts_on_the_same_port_with_its_objects(own_s3: Callable[[], S3Server]) -> None:
     """After SIGKILL and restart the port and the stored objects are the same."""
     server = own_s3()
     port = server.port
@@ -63,8 +63,8 @@ def test_s3_comes_back_on_the_same_port_with_what_it_held(own_s3: Callable[[], S
 
 
 @pytest.mark.parametrize("kind", [NatsServer, S3Server])
-def test_a_taken_port_is_named(kind: type[NatsServer] | type[S3Server], tmp_path: Path) -> None:
-    """A port that somebody else uses is refused by number before anything is started."""
+def test_a_port_in_use_is_refused(kind: type[NatsServer] | type[S3Server], tmp_path: Path) -> None:
+    """A port that is in use is refused by number, before a process is started."""
     with socket.create_server((HOST, 0)) as holder:
         port = holder.getsockname()[1]
         server = kind(tmp_path / "store", log=tmp_path / "log", port=port)

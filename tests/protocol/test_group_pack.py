@@ -85,15 +85,15 @@ def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObj
         assert texts.reward == packed[number].reward
 
 
-def test_a_baseline_stands_last_and_is_remembered():
-    """The pack and its summary say which trajectory is the greedy baseline; one before the end is refused."""
+def test_the_baseline_is_the_last_trajectory_and_is_stored():
+    """The pack and its summary name the greedy baseline; one that is not the last is refused."""
     group = _group()
     marked = replace(group.trajectories[-1], is_baseline=True)
     with_baseline = replace(group, trajectories=(*group.trajectories[:-1], marked))
     [back] = group_pack.decode(group_pack.encode([with_baseline]))
     assert [row.is_baseline for row in back.trajectories] == [False, True]
     assert (back.summary(0).has_baseline, back.summary(0).num_trained) == (True, 1)
-    with pytest.raises(PackError, match="a baseline stands before the end"):
+    with pytest.raises(PackError, match="a baseline is not the last trajectory"):
         replace(group, trajectories=(marked, *group.trajectories))
     with pytest.raises(ValidationError, match="no trajectory but a baseline"):
         replace(group, trajectories=(marked,)).summary(0)

@@ -37,11 +37,11 @@ def test_only_living_replicas_of_the_run_count() -> None:
 def test_a_name_is_offered_when_any_replica_has_it() -> None:
     """Names add up over replicas; what is in none of them is missing."""
     offers = rewards_offered.current_offers([offer("a", "gsm8k"), offer("b", "mine")], run_id="demo", now=100.0)
-    assert rewards_offered.names_nobody_offers({"gsm8k", "mine", "typo"}, offers) == {"typo"}
-    assert rewards_offered.names_nobody_offers({"gsm8k"}, []) == {"gsm8k"}
+    assert rewards_offered.names_not_offered({"gsm8k", "mine", "typo"}, offers) == {"typo"}
+    assert rewards_offered.names_not_offered({"gsm8k"}, []) == {"gsm8k"}
 
 
 def test_records_of_the_long_dead_may_be_deleted() -> None:
     """Only offers that are ten minutes old are forgotten; nothing else of the bucket is touched."""
     entries = [offer("a", at=1000.0), offer("b", at=100.0), Entry("endpoints", b"{}"), Entry("available.x", b"?")]
-    assert rewards_offered.forgotten_keys(entries, now=1000.0) == ["available.b"]
+    assert rewards_offered.expired_keys(entries, now=1000.0) == ["available.b"]

@@ -304,7 +304,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
         return rewards_offered.current_offers(registry.entries().wait(), run_id=wire.run_id, now=time.time())
 
     wait_for(lambda: sum(name in offer.names for offer in offers()) == 2, "both replicas to offer the endpoint")
-    assert rewards_offered.names_nobody_offers({name, "gsm8k", "auto", "exact_match", "typo"}, offers()) == {"typo"}
+    assert rewards_offered.names_not_offered({name, "gsm8k", "auto", "exact_match", "typo"}, offers()) == {"typo"}
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
 
 

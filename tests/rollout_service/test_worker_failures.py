@@ -188,7 +188,7 @@ def test_the_worker_survives_a_restart_of_nats(
             engine.wait_for_requests(1)
             nats.kill()
             engine.flow.set()
-            wait_for(lambda: "NATS is away" in worker.log_tail(), "the worker to notice")
+            wait_for(lambda: "NATS unreachable" in worker.log_tail(), "the worker to notice")
             nats.restart()
             assert ring_end.collect(1)[0].fact.pack_id == "pack-0"
             ring_end.issue("pack-1", [make_task("e0.p1.a0")])

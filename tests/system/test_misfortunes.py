@@ -46,8 +46,8 @@ def test_everyone_waits_for_a_dead_trainer(
             wait_for(lambda: ring.state("reward", "r0") == "waiting for the trainer", "the reward service's heartbeat")
             wait_for(lambda: ring.state("rollout", "w0") == "waiting for the reward service", "the worker's heartbeat")
             assert (ring.holds("scored"), ring.holds("generated")) == (2, 2)
-            assert "waiting: no room" in ring.worker.log_tail()
-            assert "waiting: no room" in ring.reward.output
+            assert "stream is full, waiting" in ring.worker.log_tail()
+            assert "stream is full, waiting" in ring.reward.output
             ring.wait_complete()
             wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to go on")
 
@@ -69,7 +69,7 @@ def test_killed_servers_are_waited_for(ring: Ring) -> None:
         ring.wait_complete()
 
     with ring.serve():
-        away(ring.nats, [ring.worker.log, ring.reward.log], "NATS is away")
+        away(ring.nats, [ring.worker.log, ring.reward.log], "NATS unreachable")
         away(ring.s3, [ring.worker.log], ring.s3.settings.endpoint)  # without a stored pack nobody asks for rewards
 
 
@@ -129,7 +129,7 @@ def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
         ring.nats.restart()
         ring.engine.flow.set()
         wait_for(lambda: "room in the store of NATS" in ring.worker.log.read_text(), "the worker to say so")
-        wait_for(lambda: "has no room in its store" in ring.reward.output, "the reward service to say so")
+        wait_for(lambda: "its storage is full" in ring.reward.output, "the reward service to say so")
         ring.nats.kill()
         ring.nats.resize(max_store_gb=1.0)
         ring.nats.restart()

@@ -18,7 +18,7 @@ from penstock.protocol.record.lineage import (
     CheckpointCommitted,
     LineageChapter,
     RecordedGroup,
-    RecordedLife,
+    RecordedSession,
     RecordedStep,
 )
 from penstock.protocol.versions import PolicyVersion
@@ -42,7 +42,7 @@ class RunRecordWriter:
         self._epoch = epoch
         self._last = resumed.record if resumed else None
         self._number = resumed.chapter if resumed else 0
-        self._sessions: list[RecordedLife] = []
+        self._sessions: list[RecordedSession] = []
         self._steps: list[RecordedStep] = []
         self.committed: CheckpointState | None = None  # set by `mark_committed`
         self._open_step: dict[str, Any] | None = None  # the newest step, until the digest of its weights is known
@@ -72,7 +72,7 @@ class RunRecordWriter:
         """Add this session to the next chapter; ``config`` is its settings as JSON."""
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._sessions.append(
-            RecordedLife(
+            RecordedSession(
                 epoch=self._epoch,
                 holder=holder,
                 at=at,

@@ -25,7 +25,7 @@ import torch
 
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError
 from penstock.protocol.record.checkpoint_state import committed
-from penstock.protocol.record.lineage import RecordedLife, RecordedStep
+from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.commit import CHECKPOINTS
@@ -79,19 +79,19 @@ class Replay:
         for version in (wanted.first, wanted.last):
             if version is not None:
                 record.maker_of(version)
-        self._documents = {life.config.key: blobs.get(life.config) for life in record.lives}
+        self._documents = {life.config.key: blobs.get(life.config) for life in record.sessions}
         self._read = {key: read_settings(document, where=key) for key, document in self._documents.items()}
         self._rank_group: RankGroup | None = None
-        self._session = record.lives[0]
+        self._session = record.sessions[0]
         self.verdict = Verdict(record.run_id)
 
     def run(self, on_version: Callable[[int], None] = lambda _: None) -> Verdict:
         """Replay to the end, the first difference or a missing pack; calls ``on_version`` with each identical version."""
         verdict = self.verdict
         verdict.findings += config_findings(
-            self._folder / "config.json", self._read[self._record.lives[-1].config.key][1]
+            self._folder / "config.json", self._read[self._record.sessions[-1].config.key][1]
         )
-        verdict.drift += drift(self._wanted.run_files, self._read[self._record.lives[-1].config.key][1])
+        verdict.drift += drift(self._wanted.run_files, self._read[self._record.sessions[-1].config.key][1])
         start = self._choose_start()
         items = self._items(start)
         missing = missing_packs([item for item in items if isinstance(item, RecordedStep)], self._blobs)
@@ -109,9 +109,9 @@ class Replay:
 
     def _choose_start(self) -> _Start:
         """Return the newest checkpoint at or before the first wanted version, else the initial model."""
-        first = self._record.lives[0]
+        first = self._record.sessions[0]
         start = _Start(first.version, 0, None, {}, first.weights_digest, "", False, "the initial model")
-        chapters = {chapter.number: chapter for chapter in self._record.told}
+        chapters = {chapter.number: chapter for chapter in self._record.chapters}
         stored = [] if self._wanted.first is None else committed(self._folder / CHECKPOINTS)
         for folder, state in stored:
             chapter = chapters.get(state.chapter)
@@ -122,10 +122,10 @@ class Replay:
         self.verdict.began_with, self.verdict.began_from = start.version, start.description
         return start
 
-    def _items(self, start: _Start) -> list[RecordedLife | RecordedStep]:
+    def _items(self, start: _Start) -> list[RecordedSession | RecordedStep]:
         """Return the sessions and steps after the start, in order, up to the last wanted version."""
-        items: list[RecordedLife | RecordedStep] = []
-        for chapter in self._record.told:
+        items: list[RecordedSession | RecordedStep] = []
+        for chapter in self._record.chapters:
             items += [life for life in chapter.lives if start.version < life.version <= self._last]
             items += [s for s in chapter.steps if s.step > start.steps_done and s.made_version <= self._last]
         return items
@@ -133,11 +133,11 @@ class Replay:
     def _compare(
         self,
         start: _Start,
-        items: Sequence[RecordedLife | RecordedStep],
+        items: Sequence[RecordedSession | RecordedStep],
         scratch: Path,
         on_version: Callable[[int], None],
     ) -> None:
-        session = self._session_of(items[0]) if items else self._record.lives[-1]
+        session = self._session_of(items[0]) if items else self._record.sessions[-1]
         planner = self._enter(session, start.folder, start.algorithm)
         for version, step, recorded, figures in self._replayed(start, items, scratch, planner):
             if version == start.version:
@@ -154,13 +154,13 @@ class Replay:
             on_version(version)
 
     def _replayed(
-        self, start: _Start, items: Sequence[RecordedLife | RecordedStep], scratch: Path, planner: Planner
+        self, start: _Start, items: Sequence[RecordedSession | RecordedStep], scratch: Path, planner: Planner
     ) -> Iterator[tuple[int, int | None, str, dict[str, Any]]]:
         """Make each version and yield its number, its step, its recorded digest and the step's figures."""
         yield start.version, None, start.digest, {}
         for item in items:
             planner = self._change_session(self._session_of(item), planner, scratch)
-            if isinstance(item, RecordedLife):
+            if isinstance(item, RecordedSession):
                 if item.version != item.parent_version:  # published again under a new number
                     yield item.version, None, item.weights_digest, {}
                 continue
@@ -174,7 +174,7 @@ class Replay:
             figures = {name: getattr(learned.figures, name) for name in ("loss", "grad_norm", "lr")}
             yield item.made_version, item.step, item.weights_digest, {**figures, "skipped": dict(learned.plan.skipped)}
 
-    def _change_session(self, session: RecordedLife, planner: Planner, scratch: Path) -> Planner:
+    def _change_session(self, session: RecordedSession, planner: Planner, scratch: Path) -> Planner:
         """Continue with another session: as is if the settings agree, else through a checkpoint, as the run did."""
         if session.epoch == self._session.epoch:
             return planner
@@ -188,7 +188,7 @@ class Replay:
         self._require_rank_group().save(folder)
         return self._enter(session, folder, planner.document())
 
-    def _enter(self, session: RecordedLife, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
+    def _enter(self, session: RecordedSession, checkpoint: Path | None, algorithm: Mapping[str, Any]) -> Planner:
         """Build the rank group with the settings of a session, from a checkpoint or the initial model."""
         if self._rank_group is not None:
             self._rank_group.dismiss()
@@ -209,8 +209,8 @@ class Replay:
     def _settings(self) -> TrainerSettings:
         return self._read[self._session.config.key][0]
 
-    def _session_of(self, item: RecordedLife | RecordedStep) -> RecordedLife:
-        return item if isinstance(item, RecordedLife) else self._record.life_of(item)
+    def _session_of(self, item: RecordedSession | RecordedStep) -> RecordedSession:
+        return item if isinstance(item, RecordedSession) else self._record.session_of(item)
 
     def _require_rank_group(self) -> RankGroup:
         assert self._rank_group is not None

@@ -15,7 +15,7 @@ from penstock.protocol.record.lineage import (
     EvaluatedGroup,
     LineageChapter,
     RecordedGroup,
-    RecordedLife,
+    RecordedSession,
     RecordedStep,
     SplitTotals,
 )
@@ -50,7 +50,7 @@ TOKENS = recorded(A).num_tokens
 
 def chapters() -> list[LineageChapter]:
     """Two steps of two groups; one group dropped as dead, one in flight; one evaluated."""
-    life = RecordedLife(
+    life = RecordedSession(
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=PACK
     )
     first = SplitTotals(issued=3, used=1, used_tokens=TOKENS, in_flight=2)

@@ -24,7 +24,7 @@ from penstock.protocol.facts import (
     TaskIssued,
     encode,
 )
-from penstock.protocol.record.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedLife
+from penstock.protocol.record.lineage import AccountState, CheckpointCommitted, LineageChapter, RecordedSession
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -145,7 +145,7 @@ def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> Non
     """Say that ``steps`` of 10 steps are committed, in a run that takes samples 2 versions old."""
     config = json.dumps({"settings": {"trainer": {"steps": 10}, "rollout": {"max_staleness": 2}}}).encode()
     ref = blobs.put(blob_keys.lineage_config(run, "c"), config)
-    life = RecordedLife(
+    life = RecordedSession(
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=ref
     )
     last: BlobRef | None = None

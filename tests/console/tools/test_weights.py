@@ -138,7 +138,7 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
     assert export(ring_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
-    with pytest.raises(ConfigError, match="is no adapter; export it as a model"):
+    with pytest.raises(ConfigError, match="is not an adapter; export it as a model"):
         export(ring_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
 
 

@@ -13,7 +13,7 @@ from penstock.protocol.record.lineage import (
     AccountState,
     LineageChapter,
     RecordedGroup,
-    RecordedLife,
+    RecordedSession,
     RecordedStep,
     SplitTotals,
     chapters,
@@ -36,7 +36,7 @@ def chapter(number: int, parent: BlobRef | None) -> LineageChapter:
         groups=(RecordedGroup(prompt=number, pack=0, scored=scored),),
         skipped={"too_long": 1},
     )
-    life = RecordedLife(
+    life = RecordedSession(
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="b" * 64, config=BLOB
     )
     totals = SplitTotals(issued=number, used=number, used_tokens=number * step.groups[0].num_tokens)

@@ -43,10 +43,10 @@ def test_a_record_is_one_story() -> None:
     """Lives and steps come in order; a version is found by who made it, a group by the steps it was used in."""
     record = Shelf().read()
     assert [step.step for step in record.steps] == [1, 2, 3]
-    assert record.maker_of(0) == record.lives[0]
+    assert record.maker_of(0) == record.sessions[0]
     assert record.maker_of(2) == record.steps[1]
     assert [use.step.step for use in record.uses_of("e0.p2.a0")] == [2]
-    assert record.life_of(record.steps[2]) == record.lives[0]
+    assert record.session_of(record.steps[2]) == record.sessions[0]
     with pytest.raises(RecordBroken, match=r"no version 9 .* ends with version 3"):
         record.maker_of(9)
 

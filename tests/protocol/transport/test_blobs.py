@@ -178,9 +178,7 @@ def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server
     """Without a server a call fails at its deadline and names the endpoint."""
     server = own_s3()
     server.stop()
-    with pytest.raises(
-        BlobStoreUnreachable, match=rf"put x: {server.settings.endpoint} gave no usable answer within 1"
-    ):
+    with pytest.raises(BlobStoreUnreachable, match=rf"put x: {server.settings.endpoint} gave no valid answer within 1"):
         Blobs(server.settings, deadline_s=1.0).put("x", b"data")
 
 
@@ -188,7 +186,7 @@ def test_a_server_that_never_answers_is_an_error_within_the_deadline(s3_settings
     """A server that takes the connection and stays silent is given up at the deadline."""
     with socket.create_server((HOST, 0)) as silent:
         settings = s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{silent.getsockname()[1]}"})
-        with pytest.raises(BlobStoreUnreachable, match="gave no usable answer within 1"):
+        with pytest.raises(BlobStoreUnreachable, match="gave no valid answer within 1"):
             Blobs(settings, deadline_s=1.0).put("x", b"data")
 
 
@@ -265,7 +263,7 @@ def test_internal_errors_of_the_server_are_retried(flaky: Callable[[dict[str, in
 
 def test_a_server_that_only_fails_is_given_up(flaky: Callable[[dict[str, int]], S3Settings]) -> None:
     """Endless 500s end at the deadline with what the server said."""
-    with pytest.raises(BlobStoreUnreachable, match=r"gave no usable answer within 1 s.*500"):
+    with pytest.raises(BlobStoreUnreachable, match=r"gave no valid answer within 1 s.*500"):
         Blobs(flaky({"PUT": 10_000}), deadline_s=1.0).put("x", b"data")
 
 

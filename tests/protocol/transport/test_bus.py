@@ -280,7 +280,7 @@ def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams:
     assert (letter.stage, letter.reason, letter.num_delivered) == ("tasks", "UnknownSchema", 1)
     assert "expected task_issued.v1, got 'run_event.v1'" in letter.detail
     assert decode(letter.payload, RunEvent) == event
-    wait_for(lambda: bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0, "the poison to be gone")
+    wait_for(lambda: bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0, "an empty queue")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams:
         ("scored", lambda run: streams.scored_consumer(run, "train"), GroupScored),
     ],
 )
-def test_poison_of_every_kind_ends_in_every_queue(
+def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
     bus: Bus, ring_streams: str, stage: str, consumer: Callable, kind: type[Fact]
 ) -> None:
     """Garbage, another tag and another run's message: each is a dead letter with its reason and bytes, delivered once."""
@@ -313,7 +313,7 @@ def test_poison_of_every_kind_ends_in_every_queue(
     inbox = bus.inbox(consumer(run), kind).wait()
     wait_for(
         lambda: not inbox.fetch(9, 0.1).wait() and bus.stream_state(f"{run}-{stage}").wait().num_messages == 0,
-        "the poison to be gone",
+        "an empty queue",
     )
     letters = dead_letters(bus, run, len(poison))
     assert sorted(letter.payload for letter in letters) == sorted(poison)
@@ -322,7 +322,7 @@ def test_poison_of_every_kind_ends_in_every_queue(
     assert any("a message of run 'other'" in letter.detail for letter in letters)
 
 
-def test_poison_does_not_hold_up_the_messages_beside_it(bus: Bus, ring_streams: str) -> None:
+def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, ring_streams: str) -> None:
     """Good messages of the same fetch are handed out."""
     event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
     issue(bus, ring_streams, 1)
@@ -718,7 +718,7 @@ def test_a_fetch_while_the_server_is_away_is_empty_after_its_time(
         wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
         assert inbox.fetch(1, 0.1).wait() == []
         assert inbox.fetch(5, 0.1).wait() == []
-        with pytest.raises(BusUnreachable, match=r"publication to .* within 1 s.*has been away for"):
+        with pytest.raises(BusUnreachable, match=r"publication to .* within 1 s.*has been unreachable for"):
             bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1", deadline_s=1.0).wait()
 
 
@@ -757,7 +757,7 @@ def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, r
     bus = Bus.connect(nats_settings, name="test")
     pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
     bus.close()
-    with pytest.raises(BusUnreachable, match="closed meanwhile"):
+    with pytest.raises(BusUnreachable, match="closed during the call"):
         pending.wait()
     with pytest.raises(BusUnreachable, match="bus is closed"):
         bus.stream_state("x")

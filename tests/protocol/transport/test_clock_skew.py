@@ -10,7 +10,7 @@ import pytest
 from tests.servers import require_package
 
 from penstock.protocol.config.connection import S3Settings
-from penstock.protocol.transport.clock_skew import clocks_apart
+from penstock.protocol.transport.clock_skew import clock_skew
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 TRY = """
@@ -39,7 +39,7 @@ def test_a_clock_that_is_wrong_is_named_with_both_times(s3_settings: S3Settings,
     for line in lines:
         assert line.startswith("BlobStoreUnreachable"), line
         assert "UTC here and" in line
-        assert "40 minutes apart, and S3 takes at most 15: set the clock that is wrong" in line
+        assert "40 minutes apart, and S3 takes at most 15: correct the clock that is wrong" in line
         assert "s3.secret_key" not in line
 
 
@@ -55,6 +55,6 @@ def test_a_clock_that_is_wrong_is_named_with_both_times(s3_settings: S3Settings,
 )  # fmt: skip
 def test_clocks_are_apart_only_where_the_server_gives_its_time(headers: dict[str, str], says: str) -> None:
     """No date, a date that is none, or fifteen minutes at most: nothing is said of clocks."""
-    text = clocks_apart(headers, NOW)
+    text = clock_skew(headers, NOW)
     assert says in text
     assert bool(text) == bool(says)

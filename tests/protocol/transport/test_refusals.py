@@ -11,7 +11,7 @@ from nats.js.errors import APIError
 from tests import servers
 
 from penstock.deploy.servers import NatsServer
-from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, NoRoom, PenstockError
+from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.refusals import refusal
@@ -40,12 +40,12 @@ def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: st
             bucket.put(key, b"x" * 200).wait()
             written.append(key)
 
-    with pytest.raises(NoRoom) as refused:
+    with pytest.raises(StorageFull) as refused:
         fill()
     text = str(refused.value)
     for part in (name, f"k{len(written)}", "maximum bytes exceeded", "of its 2000 bytes", "--max-bytes", f"KV_{name}"):
         assert part in text
-    with pytest.raises(NoRoom):
+    with pytest.raises(StorageFull):
         bucket.swap("other", b"x" * 200, None).wait()
     found = {entry.key: entry.value for entry in bucket.entries().wait()}
     assert found == dict.fromkeys(written, b"x" * 200)
@@ -63,7 +63,7 @@ def test_a_store_without_room_for_a_run_says_so(small_nats: NatsServer, run_id: 
             lambda: bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 512 * 1024 * 1024)).wait(),
             lambda: bus.ensure_bucket(BucketSpec(f"{run_id}-large")).wait(),
         ):
-            with pytest.raises(NoRoom, match=rf"{run_id}.*10047.*penstock runs rm RUN.*max_file_store"):
+            with pytest.raises(StorageFull, match=rf"{run_id}.*10047.*penstock runs rm RUN.*max_file_store"):
                 create()
 
 
@@ -80,7 +80,7 @@ def test_what_is_not_there_is_named(bus: Bus, run_id: str) -> None:
 def test_streams_that_want_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
     """Error 10065: the second stream names what is in its way."""
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
-    with pytest.raises(BusError, match=rf"{run_id}-too.*10065.*another stream takes these subjects"):
+    with pytest.raises(BusError, match=rf"{run_id}-too.*10065.*another stream has these subjects"):
         bus.ensure_stream(StreamSpec(f"{run_id}-too", (f"{run_id}.a",), "limits", 10, 1024)).wait()
     bus.delete_stream(run_id).wait()
 
@@ -94,10 +94,10 @@ def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, ru
 @pytest.mark.parametrize(
     ("code", "number", "kind", "says"),
     [
-        (400, 10002, NoRoom, "max_file_store and max_mem_store"),
-        (503, 10023, NoRoom, "max_file_store"),
-        (400, 10026, NoRoom, "max_consumers"),
-        (400, 10027, NoRoom, "max_streams"),
+        (400, 10002, StorageFull, "max_file_store and max_mem_store"),
+        (503, 10023, StorageFull, "max_file_store"),
+        (400, 10026, StorageFull, "max_consumers"),
+        (400, 10027, StorageFull, "max_streams"),
         (503, 10008, BusUnreachable, "try again"),
         (503, 10039, BusRefused, "enable JetStream"),
         (400, 10003, BusError, "2.12"),

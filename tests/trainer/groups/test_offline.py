@@ -75,7 +75,7 @@ def stored(run: StoredRun, name: str) -> list[RescoredPiece]:
 
 def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: str) -> None:
     """Every trained group is in it once, in order, with the new rewards and parts; packs are copied byte for byte."""
-    totals = run.record.told[-1].account.totals["train"]
+    totals = run.record.chapters[-1].account.totals["train"]
     num_others = totals.issued - totals.used
     assert num_others > 0
     assert f"not in it: {num_others} groups that no step of run {RUN} trained on (" in scored_again

@@ -308,7 +308,7 @@ def test_storage_that_stays_unreachable_is_an_error(
     publisher = Publisher(connections, model_folder=model_folder)
     storage.kill()
     publisher.submit(snapshot(0))
-    with pytest.raises(PublicationFailed, match="no usable answer"):
+    with pytest.raises(PublicationFailed, match="no valid answer"):
         publisher.wait_until_published(PolicyVersion(0), 20.0)
     with pytest.raises(PublicationFailed, match="could not be published"):
         publisher.submit(snapshot(1))

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 def test_every_version_is_identical(run: StoredRun) -> None:
     """A replay reproduces the digests of three sessions, through a crash, a resume and a change of settings."""
     record = run.record
-    assert [life.step for life in record.lives] == [0, 3, 7]
+    assert [life.step for life in record.sessions] == [0, 3, 7]
     verdict = run.replay()
     assert verdict["difference"] is None
     assert verdict["findings"] == []
@@ -25,14 +25,14 @@ def test_every_version_is_identical(run: StoredRun) -> None:
     assert verdict["num_steps"] == 9
     assert verdict["same"][-1] == record.last_version
     assert len(set(verdict["same"])) == len(verdict["same"])
-    assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.lives}
+    assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.sessions}
 
 
 def test_a_version_is_traced_back_to_the_first(run: StoredRun) -> None:
     """`lineage` shows its groups with prompts, rewards and scorers, and every version before it."""
     record = run.record
     link_json = json.loads(run.console("lineage", "--json"))
-    versions = {step.made_version for step in record.steps} | {life.version for life in record.lives}
+    versions = {step.made_version for step in record.steps} | {life.version for life in record.sessions}
     assert [link["version"] for link in link_json["chain"]] == sorted(versions, reverse=True)
     assert [link["step"] for link in link_json["chain"] if link["step"]] == [9, 8, 7, 6, 5, 4, 3, 2, 1]
     assert [group["group_id"] for group in link_json["groups"]] == [g.group_id for g in record.steps[-1].groups]
@@ -55,7 +55,7 @@ def test_a_group_is_traced_from_its_issue(run: StoredRun) -> None:
     link_json = json.loads(run.console("lineage", "--group", group, "--json"))
     assert [use["step"] for use in link_json["uses"]] == [use.step.step for use in record.uses_of(group)]
     assert link_json["dropped"] is None
-    dropped = [drop for chapter in record.told for drop in chapter.dropped if drop.reason == "no_signal"]
+    dropped = [drop for chapter in record.chapters for drop in chapter.dropped if drop.reason == "no_signal"]
     assert dropped
     assert json.loads(run.console("lineage", "--group", dropped[0].group_id, "--json"))["dropped"] == "no_signal"
     assert "no group e9.p9.a9" in run.console("lineage", "--group", "e9.p9.a9", expected=1)
@@ -68,7 +68,7 @@ def test_a_part_is_replayed_from_a_stored_checkpoint(run: StoredRun) -> None:
     verdict = run.replay("--from", str(last - 1), "--to", str(last))
     assert verdict["began_from"] == "the checkpoint step00000007"
     assert verdict["same"] == [s.made_version for s in record.steps if s.step >= 7] + [
-        life.version for life in record.lives if life.step == 7 and life.version != record.steps[6].made_version
+        life.version for life in record.sessions if life.step == 7 and life.version != record.steps[6].made_version
     ]
     assert "no version 99 in its record" in run.refusal("--to", "99", expected=1)
 
@@ -104,7 +104,7 @@ def test_a_missing_pack_is_reported_before_training(run: StoredRun) -> None:
 
 def test_an_altered_record_is_reported(run: StoredRun) -> None:
     """A chapter that was rewritten does not have the hash that the next chapter names."""
-    second = run.record.told[1].parent
+    second = run.record.chapters[1].parent
     assert second is not None
     data = run.blobs.get(second)
     run.blobs.put(second.key, data.replace(b"replayed", b"rewriten"))

@@ -1,4 +1,4 @@
-"""Every service of a run on one machine: it trains, it mends itself, and it ends as one."""
+"""All processes of a run on one machine: it trains, restarts what crashes, and stops all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.servers import require, wait_for
 
 from penstock.deploy import quickstart_task
-from penstock.deploy.ring import REWARD, TRAINER, Ring, adapter_overrides, endpoint_name, worker_name
+from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, adapter_overrides, endpoint_name, worker_name
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -49,8 +49,8 @@ def run_file(tmp_path: Path, run_id: str) -> Path:
     return path
 
 
-def test_servers_of_a_ring_take_the_adapters_that_it_trains(run_file: Path) -> None:
-    """The rank is passed on to SGLang where versions are adapters, unless the run file says another; nobody else hears of it."""
+def test_sglang_servers_of_a_run_load_the_adapters_that_it_trains(run_file: Path) -> None:
+    """The rank is passed on to SGLang where versions are adapters, unless the run file sets another; in every other case there is no override."""
 
     def overrides(*arguments: str) -> list[str]:
         trainer = load(TrainerSettings, files=[run_file], overrides=arguments, environ={}).settings
@@ -68,7 +68,7 @@ def test_servers_of_a_ring_take_the_adapters_that_it_trains(run_file: Path) -> N
 
 
 def processes_of(folder: Path, *, word: str = "") -> list[int]:
-    """Living processes whose command line names the folder."""
+    """Running processes whose command line names the folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -82,47 +82,47 @@ def processes_of(folder: Path, *, word: str = "") -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_ring_trains_to_the_end_though_a_worker_dies(run_file: Path, tmp_path: Path, run_id: str) -> None:
-    """Every service does its part; a killed worker is replaced; afterwards nothing is left running."""
-    with Ring([str(run_file)]) as ring:
-        ring.start()
-        names = {view.name for view in ring.processes()}
+def test_a_run_completes_though_a_worker_is_killed(run_file: Path, tmp_path: Path, run_id: str) -> None:
+    """All groups are trained; the killed worker is restarted; afterwards no process is left."""
+    with LocalRun([str(run_file)]) as run:
+        run.start()
+        names = {view.name for view in run.processes()}
         assert names == {"nats-server", "s3-server", REWARD, TRAINER, worker_name(0), worker_name(1)}
         wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 60.0)
         engines = processes_of(tmp_path, word="embedded_engine")
-        pid = ring.kill(worker_name(0))
-        code = ring.wait(200.0)
-        assert code == 0, ring.log_tail(TRAINER)
-        with Bus.connect(ring.nats, name="test") as bus:
+        pid = run.kill(worker_name(0))
+        code = run.wait(200.0)
+        assert code == 0, run.log_tail(TRAINER)
+        with Bus.connect(run.nats, name="test") as bus:
             for name in ("tasks", "generated", "scored"):
                 assert bus.stream_state(f"{run_id}-{name}").wait().num_messages == 0
-    assert [e.kind for e in ring.events if e.name == worker_name(0)] == ["started", "died", "restarted"]
-    (first,) = [view for view in ring.processes() if view.name == worker_name(0)]
-    assert (first.num_deaths, first.alive) == (1, False)
+    assert [e.kind for e in run.events if e.name == worker_name(0)] == ["started", "crashed", "restarted"]
+    (first,) = [view for view in run.processes() if view.name == worker_name(0)]
+    assert (first.num_crashes, first.alive) == (1, False)
     assert first.pid != pid
     assert not set(engines) & set(processes_of(tmp_path))
     assert processes_of(tmp_path) == []
-    assert 0 < ring.usage.cpu_s < 16 * ring.usage.wall_s
-    assert (ring.folder / "model" / "config.json").exists()
+    assert 0 < run.usage.cpu_s < 16 * run.usage.wall_s
+    assert (run.folder / "model" / "config.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_all_processes_end_with_the_ring(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, SIGTERM and SIGKILL of the ring leave no server, no service and no engine."""
+def test_all_processes_exit_with_the_starter(run_file: Path, tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM and SIGKILL of the starter leave no server, no service and no engine."""
     with subprocess.Popen(
         [sys.executable, "-m", "penstock.deploy.train_local", str(run_file), "--workers", "1", "trainer.steps=100000"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-    ) as ring:
+    ) as run:
         try:
             wait_for(lambda: processes_of(tmp_path, word="embedded_engine"), "the engine", 120.0)
-            ring.send_signal(how)
-            assert ring.wait(60.0) == (130 if how == signal.SIGTERM else -how)
+            run.send_signal(how)
+            assert run.wait(60.0) == (130 if how == signal.SIGTERM else -how)
             wait_for(lambda: processes_of(tmp_path) == [], "the end of all processes", 30.0)
         finally:
-            ring.kill()
+            run.kill()
 
 
 def test_services_use_the_servers_that_the_run_file_names(
@@ -133,20 +133,20 @@ def test_services_use_the_servers_that_the_run_file_names(
         *(f"nats.{key}={getattr(nats_settings, key)}" for key in ("url", "user", "password")),
         *(f"s3.{key}={getattr(s3_settings, key)}" for key in ("endpoint", "access_key", "secret_key")),
     ]
-    with Ring([str(run_file), *where], num_workers=1) as ring:
-        ring.start_services()
-        assert {view.name for view in ring.processes()} == {REWARD, worker_name(0)}
+    with LocalRun([str(run_file), *where], num_workers=1) as run:
+        run.start_services()
+        assert {view.name for view in run.processes()} == {REWARD, worker_name(0)}
         assert f"{run_id}-tasks" in bus.stream_names().wait()
-        wait_for(lambda: ring.reward_url, "the reward service's port")
+        wait_for(lambda: run.reward_url, "the reward service's port")
     assert processes_of(tmp_path) == []
 
 
-def test_the_reward_service_comes_back_where_it_was_with_its_endpoints(run_file: Path, tmp_path: Path) -> None:
+def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: Path, tmp_path: Path) -> None:
     """A reward file is served by a process of its own; both are killed, and its reward is offered at the same address."""
     file = ROOT / "examples" / "my_reward.py"
-    with Ring([str(run_file)], num_workers=1, reward_files=[file]) as ring:
-        ring.start_services()
-        url = ring.reward_url
+    with LocalRun([str(run_file)], num_workers=1, reward_files=[file]) as run:
+        run.start_services()
+        url = run.reward_url
 
         def score() -> int:
             group = {"prompt": "1", "completions": ["1 2"], "ground_truth": "1 2"}
@@ -157,23 +157,23 @@ def test_the_reward_service_comes_back_where_it_was_with_its_endpoints(run_file:
             except (httpx.HTTPError, LookupError, TypeError):
                 return 0
 
-        wait_for(lambda: score() == 1, "the endpoint's first life", 60.0)
+        wait_for(lambda: score() == 1, "the endpoint's first answer", 60.0)
         for name in (REWARD, endpoint_name(file)):
-            ring.kill(name)
-            wait_for(lambda name=name: [e.kind for e in ring.events if e.name == name][-1] == "restarted", name)
-        wait_for(lambda: score() == 1, "their second lives", 60.0)
-        assert ring.reward_url == url
+            run.kill(name)
+            wait_for(lambda name=name: [e.kind for e in run.events if e.name == name][-1] == "restarted", name)
+        wait_for(lambda: score() == 1, "an answer after both restarts", 60.0)
+        assert run.reward_url == url
     assert processes_of(tmp_path) == []
 
 
-def test_a_reward_file_that_is_not_there_is_refused(run_file: Path, tmp_path: Path) -> None:
+def test_a_missing_reward_file_is_refused(run_file: Path, tmp_path: Path) -> None:
     """The error names the file, before anything starts."""
     with pytest.raises(ConfigError, match=r"--serve .*none\.py: there is no such file"):
-        Ring([str(run_file)], reward_files=[tmp_path / "none.py"])
+        LocalRun([str(run_file)], reward_files=[tmp_path / "none.py"])
 
 
-def test_the_trainers_refusal_is_the_rings_end(run_file: Path, tmp_path: Path) -> None:
-    """When the trainer cannot start, the ring ends with its exit code and its last words."""
+def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path) -> None:
+    """The command exits with the trainer's exit code and shows the end of its log."""
     done = subprocess.run(
         [
             sys.executable,
@@ -205,8 +205,8 @@ def test_the_trainers_refusal_is_the_rings_end(run_file: Path, tmp_path: Path) -
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:
-    """A mistake that any of the services would refuse is told at once."""
+    """A setting that one of the services would refuse raises ConfigError at once."""
     with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
-        Ring([str(run_file), *extra])
+        LocalRun([str(run_file), *extra])
     with pytest.raises(ConfigError, match="at least one rollout worker"):
-        Ring([str(run_file)], num_workers=0)
+        LocalRun([str(run_file)], num_workers=0)

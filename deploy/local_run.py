@@ -1,10 +1,10 @@
-"""Everything one run needs, on this machine; `deploy/train_local.py` and `deploy/quickstart.py` drive it.
+"""All processes of one run on this machine; `deploy/train_local.py` and `deploy/quickstart.py` drive it.
 
 Starts nats-server and the S3 server (unless the run file names others), creates the run's streams,
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
 of its own with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
-dies is started again, and so is a trainer that was killed: its next life goes on from the newest checkpoint.
-A trainer that ends by itself is the end of the ring. Whatever ends this process ends them all.
+exits is restarted, and so is a trainer that was killed by a signal: it resumes from the newest checkpoint.
+When the trainer exits by itself the run is over. All of them stop when this process exits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from penstock.console import launch
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
-from penstock.deploy.child import Child, DeployError, adopt_no_more, adopt_orphans, end_orphans, wait_until
+from penstock.deploy.child import Child, DeployError, adopt_orphans, end_orphans, release_orphans, wait_until
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.servers import port_is_free
 from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
@@ -36,30 +36,30 @@ from penstock.trainer.settings import TrainerSettings
 TRAINER = "trainer"
 REWARD = "reward"
 _STOP_GRACE_S = 15.0
-_REWARD_DEADLINE_S = 60.0  # so long may the reward service take until its API listens
+_REWARD_DEADLINE_S = 60.0  # until the API of the reward service listens
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessView:
-    """One process of the ring as a panel shows it."""
+    """One process of the run as a panel shows it."""
 
     name: str
     pid: int
     alive: bool
-    num_deaths: int
+    num_crashes: int
     log: Path
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the ring has cost since its start: wall and CPU seconds of all its ended processes and of this one."""
+    """Wall and CPU seconds since the start, of all processes that have exited and of this one."""
 
     wall_s: float
     cpu_s: float
 
 
-class Ring:
-    """All processes of one run. Use it as a context manager, which stops what was started."""
+class LocalRun:
+    """All processes of one run. Use it as a context manager, which stops them."""
 
     def __init__(
         self,
@@ -71,21 +71,21 @@ class Ring:
         rule: RestartRule | None = None,
         trainer_overrides: Callable[[int], Sequence[str]] = lambda _: (),
     ) -> None:
-        """Check everything, start nothing.
+        """Check the settings of all services; start nothing.
 
         Args:
             arguments: Run files and overrides, as every service takes them.
             num_workers: Rollout workers.
             reward_files: Python files, each served as an HTTP endpoint by a process of its own (`penstock reward serve`).
-            environ: In place of this process's environment.
-            rule: When a process that dies is started again.
-            trainer_overrides: Further overrides for the trainer's n-th life (from 0), asked before each is started.
+            environ: Used instead of this process's environment.
+            rule: When a process that crashes is restarted.
+            trainer_overrides: Further overrides for the trainer's n-th session (from 0), called before each start.
 
         Raises:
-            ConfigError: Any of the services would refuse them; names file and line.
+            ConfigError: A service would refuse them; names file and line.
         """
         if num_workers < 1:
-            raise ConfigError(f"--workers {num_workers}: a ring needs at least one rollout worker")
+            raise ConfigError(f"--workers {num_workers}: a run needs at least one rollout worker")
         self._arguments = _with_absolute_files(arguments)
         self._environ = dict(os.environ if environ is None else environ)
         files, overrides = split_arguments(self._arguments)
@@ -109,7 +109,7 @@ class Ring:
             raise ConfigError(f"--serve {', '.join(missing)}: there is no such file")
         self._rule = rule
         self._trainer_overrides = trainer_overrides
-        self._num_trainer_lives = 0
+        self._num_trainer_sessions = 0
         self._listeners: list[Callable[[ProcessEvent], object]] = []
         self._stack: LocalStack | None = None
         self._supervisor: Supervisor | None = None
@@ -118,23 +118,23 @@ class Ring:
         self._stopped_at: float | None = None
         self._cpu_before = 0.0
 
-    def __enter__(self) -> Ring:
-        """Nothing is started yet: say `start`, or `start_services` and later `start_trainer`."""
+    def __enter__(self) -> LocalRun:
+        """Start nothing yet: call `start`, or `start_services` and later `start_trainer`."""
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
-        """Start everything; returns when all processes run (their own start-up goes on in parallel).
+        """Start all processes; returns while the services are still starting up.
 
-        Raises PenstockError when a server does not come up; nothing is left running then.
+        Raises PenstockError when a server does not start; no process is left then.
         """
         self.start_services()
         self.start_trainer()
 
     def start_services(self) -> None:
-        """Start everything but the trainer: the workers load what they need and wait for version 0."""
+        """Start all processes but the trainer: the workers load the model and wait for version 0."""
         adopt_orphans()
         self._started_at = time.monotonic()
         self._cpu_before = _cpu_s()
@@ -144,48 +144,48 @@ class Ring:
                 self._stack = LocalStack(self.folder / "store", log_folder=self.folder / "logs")
                 self._stack.start(self._supervisor)
                 self.nats, self.s3 = self._stack.nats, self._stack.s3
-            with Bus.connect(self.nats, name="ring") as bus:
+            with Bus.connect(self.nats, name="local-run") as bus:
                 bootstrap(bus, Blobs(self.s3), self.run_id, self._limits)
             self._reward_port_file.unlink(missing_ok=True)
-            self._launch(self._reward(), again=lambda: self._reward().relaunch())
+            self._launch(self._reward(), restart=lambda: self._reward().relaunch())
             for child in self._workers():
-                self._launch(child, again=child.relaunch)
+                self._launch(child, restart=child.relaunch)
             for child in self._endpoints():
-                self._launch(child, again=child.relaunch)
+                self._launch(child, restart=child.relaunch)
         except BaseException:
             self.stop()
             raise
 
     def start_trainer(self) -> None:
-        """Start the trainer. Killed, it is started again; when it ends by itself, that is the end of the ring."""
-        self._launch(self._trainer(), again=lambda: self._trainer().relaunch(), is_death=_was_killed)
+        """Start the trainer. It is restarted when a signal killed it; when it exits by itself the run is over."""
+        self._launch(self._trainer(), restart=lambda: self._trainer().relaunch(), is_crash=_was_killed)
 
     def _launch(
-        self, child: Child, *, again: Callable[[], Child], is_death: Callable[[int], bool] = lambda _: True
+        self, child: Child, *, restart: Callable[[], Child], is_crash: Callable[[int], bool] = lambda _: True
     ) -> None:
         child.start()
         self._services.append(child)
-        self._require_supervisor().watch(child, again, is_death=is_death)
+        self._require_supervisor().watch(child, restart, is_crash=is_crash)
 
     def wait(self, deadline_s: float | None = None) -> int | None:
-        """Wait for the trainer to end and return its exit code; None when ``deadline_s`` passed first.
+        """Wait until the trainer exits and return its exit code; None when ``deadline_s`` passed first.
 
-        Raises DeployError when another process died so often that it was given up.
+        Raises DeployError when another process crashed so often that it is not restarted any more.
         """
         supervisor = self._require_supervisor()
-        supervisor.child(TRAINER)  # refuses before it was started
+        supervisor.child(TRAINER)  # raises when it was not started
 
-        def has_ended() -> bool:
-            return supervisor.failure is not None or any(e.name == TRAINER and e.kind == "ended" for e in self.events)
+        def has_exited() -> bool:
+            return supervisor.failure is not None or any(e.name == TRAINER and e.kind == "exited" for e in self.events)
 
-        if not supervisor.wait_for(has_ended, deadline_s):
+        if not supervisor.wait_for(has_exited, deadline_s):
             return None
         if supervisor.failure is not None:
             raise supervisor.failure
         return supervisor.child(TRAINER).returncode
 
     def stop(self) -> None:
-        """End all processes, services first, and reap what they left; idempotent."""
+        """Stop all processes, services first, and reap their orphans; idempotent."""
         if self._supervisor is not None:
             self._supervisor.close()
             processes = self._supervisor.processes()
@@ -193,22 +193,21 @@ class Ring:
         if self._stack is not None:
             self._stack.stop()
         end_orphans()
-        adopt_no_more()
+        release_orphans()
         self._stopped_at = self._stopped_at or time.monotonic()
 
     def kill(self, name: str) -> int:
         """SIGKILL a process and what it started, as a crash or a lost machine would; returns its process id.
 
-        It is noticed, written down in `events` and started again like any other death. Raises DeployError for
-        an unknown name.
+        It is recorded in `events` and restarted like after any crash. Raises DeployError for an unknown name.
         """
         child = self._require_supervisor().child(name)
         pid = child.pid
         child.crash()
         return pid
 
-    def tell(self, listener: Callable[[ProcessEvent], object]) -> None:
-        """Tell ``listener`` of every event from now on; it is called on the supervisor's thread."""
+    def listen(self, listener: Callable[[ProcessEvent], object]) -> None:
+        """Call ``listener`` for every event from now on, on the supervisor's thread."""
         self._listeners.append(listener)
 
     def _on_event(self, event: ProcessEvent) -> None:
@@ -217,28 +216,28 @@ class Ring:
 
     @property
     def events(self) -> list[ProcessEvent]:
-        """What happened to the processes so far, oldest first."""
+        """All events of the processes so far, oldest first."""
         return [] if self._supervisor is None else list(self._supervisor.events)
 
     def processes(self) -> list[ProcessView]:
         """Return the current state of every process."""
         if self._supervisor is None:
             return []
-        deaths = [event.name for event in self.events if event.kind == "died"]
+        crashes = [event.name for event in self.events if event.kind == "crashed"]
         return [
-            ProcessView(name, child.pid, child.alive, deaths.count(name), child.log)
+            ProcessView(name, child.pid, child.alive, crashes.count(name), child.log)
             for name, child in self._supervisor.processes().items()
         ]
 
     @property
     def usage(self) -> Usage:
-        """What it has cost; complete after `stop`, before that without the processes that still run."""
+        """Wall and CPU time; complete after `stop`, before that without the processes that still run."""
         end = time.monotonic() if self._stopped_at is None else self._stopped_at
         return Usage(wall_s=end - self._started_at, cpu_s=_cpu_s() - self._cpu_before)
 
     @property
     def reward_url(self) -> str | None:
-        """Where the reward service's API listens; None until it does."""
+        """URL of the reward service's API; None until it listens."""
         try:
             return f"http://127.0.0.1:{int(self._reward_port_file.read_text())}"
         except (OSError, ValueError):
@@ -271,7 +270,7 @@ class Ring:
         ]
 
     def _reward(self) -> Child:
-        """Return the reward service; its next life listens where the last one did: endpoints renew their leases there."""
+        """Return the reward service; it keeps its port over restarts, because endpoints renew their leases there."""
         extra = [f"reward_service.port_file={self._reward_port_file}"]
         if self._choose_reward_port:
             extra.append(f"reward_service.port={self._last_reward_port()}")
@@ -297,38 +296,38 @@ class Ring:
         ]
 
     def _trainer(self) -> Child:
-        overrides = self._trainer_overrides(self._num_trainer_lives)
-        self._num_trainer_lives += 1
+        overrides = self._trainer_overrides(self._num_trainer_sessions)
+        self._num_trainer_sessions += 1
         command = launch.train([*self._arguments, *overrides], self._environ)
-        # torchrun must be asked, so that it can end its ranks; a single process needs no asking
+        # torchrun needs SIGTERM, so that it can stop its ranks; a single process does not
         by_torchrun = "torch.distributed.run" in command
         return self._service(TRAINER, command, death_signal=signal.SIGTERM if by_torchrun else signal.SIGKILL)
 
     def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
         environ = {**self._environ, **connection_environment(self.nats, self.s3)}
-        # torch takes all cores in every process otherwise, and they wait for one another
+        # else torch uses all cores in every process, and they wait for one another
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (self._num_workers + 1))))
         return Child(name, command, log=self.log(name), environ=environ, death_signal=death_signal)
 
     def _require_supervisor(self) -> Supervisor:
         if self._supervisor is None:
-            raise DeployError("the ring was not started")
+            raise DeployError("the run was not started")
         return self._supervisor
 
 
 def adapter_overrides(trainer: TrainerSettings, rollout: RolloutSettings) -> list[str]:
-    """Have the workers' own SGLang servers take the adapters that the trainer publishes, where the run file does not say how.
+    """Return overrides that let the workers' SGLang servers load the adapters that the trainer publishes.
 
-    A worker knows nothing of the trainer's settings; whoever starts both does.
+    A worker does not read the trainer's settings, but this process reads both. Empty when the run file sets the rank.
     """
-    says_how = rollout.sglang.max_lora_rank is not None
-    if not trainer.publishes_adapters or rollout.worker.engine != "sglang" or says_how:
+    is_set = rollout.sglang.max_lora_rank is not None
+    if not trainer.publishes_adapters or rollout.worker.engine != "sglang" or is_set:
         return []
     return [f"sglang.max_lora_rank={trainer.model.lora.rank}"]
 
 
 def worker_name(index: int) -> str:
-    """Return the name of a worker: its id in messages, its log, its process."""
+    """Return the name of a worker, in messages, of its log file and of its process."""
     return f"worker-{index}"
 
 
@@ -347,7 +346,7 @@ def _own_servers(origins: Mapping[str, str]) -> bool:
         missing = "s3.endpoint" if given == ["nats.url"] else "nats.url"
         raise ConfigError(
             f"{origins[given[0]]}: {given[0]} is given but {missing} is not: name both servers, "
-            "or none to have them started here"
+            "or neither, to start both here"
         )
     return not given
 

@@ -1,0 +1,162 @@
+"""What each role may do on NATS, as data; `deploy/nats_permissions.py` makes a server's permissions of it.
+
+A service that begins to publish, tail, fetch or write something new is given the right here, and
+`python -P -m penstock.deploy.nats_config > deploy/nats.conf` writes it into the server's configuration.
+The role ``admin`` is not listed: it may do everything, because it creates and deletes streams and buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.protocol import streams, subjects
+from penstock.protocol.streams import BucketSpec, ConsumerSpec, stream_name
+
+Role = Literal["rollout", "reward", "trainer", "viewer"]
+ANY_RUN = "*"
+ANY_KEY = ">"
+
+
+@dataclass(frozen=True, slots=True)
+class TailRight:
+    """Watch one subject of a stream through an ephemeral consumer of one's own."""
+
+    stream: str
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRight:
+    """Read or write the keys of a bucket that match a pattern; `ANY_KEY` also allows to list them."""
+
+    bucket: BucketSpec
+    key: str = ANY_KEY
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """All that one role may do; what is not listed is refused.
+
+    Attributes:
+        publishes: Subjects of facts.
+        fetches: Durable consumers whose messages it fetches and acknowledges.
+        resets: Durable consumers that it resets when it starts.
+        observes: Durable consumers whose state it asks for.
+        tails: Subjects that it watches.
+        scans: Streams whose state and stored messages it reads without a consumer.
+        reads: Keys that it reads.
+        writes: Keys that it writes and deletes.
+        lists_streams: Whether it may list the names of all streams.
+    """
+
+    role: Role
+    publishes: tuple[str, ...] = ()
+    fetches: tuple[ConsumerSpec, ...] = ()
+    resets: tuple[ConsumerSpec, ...] = ()
+    observes: tuple[ConsumerSpec, ...] = ()
+    tails: tuple[TailRight, ...] = ()
+    scans: tuple[str, ...] = ()
+    reads: tuple[KeyRight, ...] = ()
+    writes: tuple[KeyRight, ...] = ()
+    lists_streams: bool = False
+
+
+def rights(run_id: str = ANY_RUN) -> tuple[Rights, ...]:
+    """Return the rights of every role but admin, for one run or for all."""
+    return (rollout_rights(run_id), reward_rights(run_id), trainer_rights(run_id), viewer_rights(run_id))
+
+
+def rollout_rights(run_id: str) -> Rights:
+    """Return what rollout workers may do: take tasks, hand in groups, follow the weights."""
+    weights = stream_name(run_id, "weights")
+    consumers = (streams.tasks_consumer(run_id, "train"), streams.tasks_consumer(run_id, "eval"))
+    swap_slots = KeyRight(streams.lease_bucket(run_id), streams.swap_turn_key("*"))
+    return Rights(
+        "rollout",
+        publishes=(
+            subjects.generated(run_id),
+            subjects.weights_applied(run_id),
+            subjects.weights_refused(run_id),
+            subjects.events(run_id),
+            subjects.dead(run_id, "tasks"),
+        ),
+        fetches=consumers,
+        observes=consumers,
+        tails=(
+            TailRight(weights, subjects.weights_published(run_id)),
+            TailRight(weights, subjects.weights_applied(run_id)),
+        ),
+        reads=(
+            KeyRight(streams.state_bucket(run_id), streams.HEAD_KEY),
+            KeyRight(streams.live_bucket(run_id)),
+            KeyRight(streams.lease_bucket(run_id)),
+        ),
+        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("rollout", ANY_KEY)), swap_slots),
+    )
+
+
+def reward_rights(run_id: str) -> Rights:
+    """Return what reward services may do: take generated groups, hand in scored ones, keep the registry of endpoints."""
+    consumers = (streams.generated_consumer(run_id),)
+    progress = KeyRight(streams.scoring_bucket(run_id), streams.pack_progress_key("*"))
+    shared = (KeyRight(streams.registry_bucket()), KeyRight(streams.secrets_bucket()))
+    return Rights(
+        "reward",
+        publishes=(subjects.scored(run_id), subjects.events(run_id), subjects.dead(run_id, "generated")),
+        fetches=consumers,
+        observes=consumers,
+        reads=(KeyRight(streams.live_bucket(run_id)), progress, *shared),
+        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("reward", ANY_KEY)), progress, *shared),
+    )
+
+
+def trainer_rights(run_id: str) -> Rights:
+    """Return what the trainer may do: issue tasks, take scored groups, publish weights, hold the run's leases."""
+    consumers = (streams.scored_consumer(run_id, "train"), streams.scored_consumer(run_id, "eval"))
+    state, leases = streams.state_bucket(run_id), streams.lease_bucket(run_id)
+    state_keys = (streams.HEAD_KEY, streams.LEASE_KEY, streams.CHECKPOINT_KEY, streams.FLOOR_KEY)
+    return Rights(
+        "trainer",
+        publishes=(
+            subjects.tasks(run_id),
+            subjects.weights_published(run_id),
+            subjects.events(run_id),
+            subjects.dead(run_id, "scored"),
+        ),
+        fetches=consumers,
+        resets=consumers,
+        observes=streams.consumers(run_id),
+        tails=(
+            TailRight(stream_name(run_id, "weights"), subjects.weights_refused(run_id)),
+            TailRight(stream_name(run_id, "dead"), subjects.dead(run_id)),
+        ),
+        scans=tuple(stream_name(run_id, stage) for stage in ("tasks", "generated", "scored", "weights", "dead")),
+        reads=(
+            KeyRight(state),
+            KeyRight(leases),
+            KeyRight(streams.live_bucket(run_id)),
+            KeyRight(streams.registry_bucket()),
+        ),
+        writes=(
+            *(KeyRight(state, key) for key in state_keys),
+            *(KeyRight(leases, key) for key in (streams.GARBAGE_LEASE, streams.EXPIRY_LEASE)),
+            KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("trainer", ANY_KEY)),
+        ),
+    )
+
+
+def viewer_rights(run_id: str) -> Rights:
+    """Return what a person who looks at a run may do: read everything but secrets, write nothing."""
+    return Rights(
+        "viewer",
+        observes=streams.consumers(run_id),
+        tails=(
+            TailRight(stream_name(run_id, "events"), subjects.events(run_id)),
+            TailRight(stream_name(run_id, "weights"), subjects.weights(run_id)),
+            TailRight(stream_name(run_id, "dead"), subjects.dead(run_id)),
+        ),
+        scans=streams.stream_names(run_id),
+        reads=tuple(KeyRight(bucket) for bucket in (*streams.run_buckets(run_id), streams.registry_bucket())),
+        lists_streams=True,
+    )

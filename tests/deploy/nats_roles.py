@@ -1,0 +1,104 @@
+"""A real nats-server with a generated configuration, and connections to it as each role."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.servers import wait_for
+
+from penstock.deploy.child import Child
+from penstock.deploy.make_secrets import make_secrets
+from penstock.deploy.servers import find_program
+from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.transport.bus import Bus
+
+_ANSWER_S = 10.0
+
+
+class NatsRoles:
+    """A nats-server with a configuration of `deploy/nats_config.py`, moved to a free port of the loopback."""
+
+    def __init__(self, folder: Path, config: str) -> None:
+        self.secrets = folder / "secrets"
+        self.log = folder / "log"
+        make_secrets(self.secrets)
+        shutil.copy(self.secrets / "nats_passwords.conf", folder / "passwords.conf")
+        for old, new in (
+            ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:-1"\nports_file_dir: "{folder}"'),
+            ("http: 0.0.0.0:8222", 'http: "127.0.0.1:-1"'),
+            ("store_dir: /data/jetstream", f'store_dir: "{folder}/js"'),
+        ):
+            assert old in config
+            config = config.replace(old, new)
+        (folder / "nats.conf").write_text(config)
+        self.server = Child(
+            "nats-server",
+            [find_program("nats-server"), "-c", str(folder / "nats.conf")],
+            log=self.log,
+            death_signal=signal.SIGTERM,
+        )
+        self.server.start()
+        ports = folder / f"nats-server_{self.server.pid}.ports"
+        wait_for(
+            lambda: ports.exists() and ports.read_text().endswith("}"), f"nats-server: {self.server.log_tail()}", 10.0
+        )
+        self.url = json.loads(ports.read_text())["nats"][0]
+        self._buses: dict[str, Bus] = {}
+
+    def settings(self, role: str) -> NatsSettings:
+        """How a service of the role connects."""
+        return NatsSettings(url=self.url, user=role, password_file=self.secrets / f"nats_{role}")
+
+    def bus(self, role: str) -> Bus:
+        """A connection as the role, by the code that services use."""
+        if role not in self._buses:
+            self._buses[role] = Bus.connect(self.settings(role), name=role)
+        return self._buses[role]
+
+    def refused(self, role: str, *, publish: Iterable[str] = (), subscribe: Iterable[str] = ()) -> set[str]:
+        """Send an empty message to each subject, and subscribe to others, as the role; returns those the server refuses.
+
+        Speaks the client protocol itself: the server reports each refusal, in order, before it answers the PING.
+        """
+        wanted = {"publish": list(publish), "subscription": list(subscribe)}
+        login = {
+            "user": role,
+            "pass": self.settings(role).secret(),
+            "verbose": False,
+            "pedantic": False,
+            "headers": True,
+        }
+        lines = [f"CONNECT {json.dumps(login)}"]
+        lines += [f"PUB {subject} _INBOX_{role}.answers 0\r\n" for subject in wanted["publish"]]
+        lines += [f"SUB {subject} {number}" for number, subject in enumerate(wanted["subscription"], 1)]
+        server = urlsplit(self.url)
+        found: set[str] = set()
+        with (
+            socket.create_connection((server.hostname, server.port), timeout=_ANSWER_S) as connection,
+            connection.makefile("rb") as answers,
+        ):
+            connection.sendall("".join(f"{line}\r\n" for line in [*lines, "PING"]).encode())
+            for line in iter(answers.readline, b"PONG\r\n"):
+                if match := re.match(rb"-ERR 'Permissions Violation for (Publish|Subscription) to \"(.*)\"'", line):
+                    found.add(match[2].decode())
+                else:
+                    assert line.startswith((b"INFO", b"MSG", b"+OK")), line
+        assert found <= {*wanted["publish"], *wanted["subscription"]}
+        return found
+
+    def violations(self) -> list[str]:
+        """Lines of the server's log about refused subjects."""
+        return [line for line in self.log.read_text().splitlines() if "violation" in line.lower()]
+
+    def close(self) -> None:
+        """Close all connections and stop the server."""
+        for bus in self._buses.values():
+            bus.close()
+        self.server.stop()

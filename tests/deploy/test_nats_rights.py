@@ -1,0 +1,270 @@
+"""The code that services use, with each role's own NATS user, on a server with the shipped `deploy/nats.conf`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.nats_roles import NatsRoles
+from tests.groups import make_generated, make_groups, make_scored, make_task_issued
+from tests.servers import require, wait_for
+
+from penstock.deploy import quickstart_task
+from penstock.deploy.bootstrap import bootstrap, delete_run
+from penstock.deploy.child import Child
+from penstock.deploy.health import has_heartbeat
+from penstock.deploy.local import connection_environment
+from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
+from penstock.protocol import streams, subjects
+from penstock.protocol.config.connection import S3Settings
+from penstock.protocol.errors import BusRefused
+from penstock.protocol.facts import (
+    BlobRef,
+    GroupGenerated,
+    GroupScored,
+    Heartbeat,
+    RunEvent,
+    TaskIssued,
+    WeightsApplied,
+    WeightsPublished,
+    WeightsRefused,
+    encode,
+)
+from penstock.protocol.rights import ANY_KEY, Rights, rights
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+
+CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
+
+
+@pytest.fixture(scope="module")
+def roles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsRoles]:
+    require("nats-server")
+    started = NatsRoles(tmp_path_factory.mktemp("roles"), CONFIG.read_text())
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def secured_run(roles: NatsRoles, blobs: Blobs, run_id: str) -> Iterator[str]:
+    bootstrap(roles.bus("admin"), blobs, run_id)
+    yield run_id
+    delete_run(roles.bus("admin"), run_id)
+
+
+def beat(bus: Bus, run: str, role: Any, service: str) -> None:
+    fact = Heartbeat(role=role, service_id=service, at=0.0, state="testing")
+    live = bus.key_value(streams.live_bucket(run).bucket).wait()
+    live.put(streams.heartbeat_key(role, service), encode(fact)).wait()
+
+
+def test_a_group_passes_every_service(roles: NatsRoles, secured_run: str) -> None:
+    """Task, generation, scoring, training, weights, heartbeats and events, each with its role's own user."""
+    run = secured_run
+    trainer, rollout, reward, viewer = (roles.bus(user) for user in ("trainer", "rollout", "reward", "viewer"))
+    manifest = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
+    groups = make_groups(2, size=2)
+    seen: list[object] = []
+    rollout.tail(f"{run}-weights", subjects.weights_published(run), WeightsPublished, seen.append).wait()
+    viewer.tail(f"{run}-events", subjects.events(run), RunEvent, seen.append).wait()
+
+    trainer.publish(subjects.tasks(run, "train"), make_task_issued(run), msg_id="p0").wait()
+    (task,) = rollout.inbox(streams.tasks_consumer(run, "train"), TaskIssued).wait().fetch(1, 5.0).wait()
+    generated = make_generated(run, groups)
+    rollout.publish(subjects.generated(run, "train"), generated, msg_id="g:p0").wait()
+    task.ack().wait()
+
+    (to_score,) = reward.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(5, 5.0).wait()
+    reward.publish(subjects.scored(run, "train"), make_scored(generated), msg_id="s:p0").wait()
+    to_score.ack().wait()
+    offers = reward.key_value(streams.registry_bucket().bucket).wait()
+    revision = offers.swap(f"r-{run}", b"endpoint", None).wait()
+    assert [e.revision for e in offers.entries().wait() if e.key == f"r-{run}"] == [revision]
+    offers.delete(f"r-{run}").wait()
+
+    spec = streams.scored_consumer(run, "train")
+    inbox = trainer.inbox(spec, GroupScored).wait()
+    trainer.reset_consumer(spec).wait()
+    (scored,) = inbox.fetch(5, 5.0).wait()
+    scored.ack().wait()
+    trainer.key_value(streams.state_bucket(run).bucket).wait().swap(streams.HEAD_KEY, b"1", None).wait()
+    published = WeightsPublished(run_id=run, version=1, step=1, manifest=manifest, num_bytes=1)
+    trainer.publish(subjects.weights_published(run), published, msg_id="w1").wait()
+    head = rollout.key_value(streams.state_bucket(run).bucket).wait().get(streams.HEAD_KEY).wait()
+    assert head is not None
+    applied = WeightsApplied(
+        run_id=run,
+        worker_id="w0",
+        version=1,
+        previous_version=None,
+        pause_s=0.0,
+        fetch_s=0.0,
+        num_bytes=1,
+        checksum="",
+        layout="mirror",
+    )
+    rollout.publish(subjects.weights_applied(run), applied, msg_id="a1").wait()
+    rollout.tail(f"{run}-weights", subjects.weights_applied(run), WeightsApplied, lambda _: None).wait()
+    refused = WeightsRefused(run_id=run, worker_id="w0", version=1, manifest=manifest, serving=None, reason="sha256")
+    rollout.publish(subjects.weights_refused(run), refused, msg_id="r1").wait()
+    trainer.tail(f"{run}-weights", subjects.weights_refused(run), WeightsRefused, lambda _: None).wait()
+    leases = {
+        role: bus.key_value(streams.lease_bucket(run).bucket).wait() for role, bus in (("r", rollout), ("t", trainer))
+    }
+    leases["r"].swap(streams.swap_turn_key(0), b"w0", None).wait()
+    leases["t"].swap(streams.GARBAGE_LEASE, b"t", None).wait()
+    for bus, role in ((trainer, "trainer"), (rollout, "rollout"), (reward, "reward")):
+        beat(bus, run, role, "x-1")
+        event = RunEvent(run_id=run, source=role, kind="log", at=0.0)
+        bus.publish(subjects.events(run, "log"), event, msg_id=role).wait()
+        assert has_heartbeat(viewer, run, role, "x-")
+        assert not has_heartbeat(viewer, run, role, "y-")
+    wait_for(lambda: len(seen) == 4, "the published version and three events")
+    assert f"{run}-events" in viewer.stream_names().wait()
+    for name in ("tasks", "generated", "scored"):
+        assert viewer.stream_state(f"{run}-{name}").wait().num_messages == 0
+
+
+def test_every_role_dead_letters_what_it_cannot_decode(roles: NatsRoles, secured_run: str) -> None:
+    """Each consumer's role may write the dead letters of its own stage."""
+    run = secured_run
+    for user, subject, spec, fact in (
+        ("rollout", subjects.tasks(run, "train"), streams.tasks_consumer(run, "train"), TaskIssued),
+        ("reward", subjects.generated(run, "train"), streams.generated_consumer(run), GroupGenerated),
+        ("trainer", subjects.scored(run, "train"), streams.scored_consumer(run, "train"), GroupScored),
+    ):
+        poison = RunEvent(run_id=run, source="x", kind="log", at=0.0)
+        roles.bus("admin").publish(subject, poison, msg_id="poison").wait()
+        assert roles.bus(user).inbox(spec, fact).wait().fetch(1, 0.5).wait() == []
+        wait_for(
+            lambda spec=spec: roles.bus("viewer").stream_state(spec.stream).wait().num_messages == 0, "an empty queue"
+        )
+    assert roles.bus("viewer").stream_state(f"{run}-dead").wait().num_messages == 3
+
+
+def test_a_refused_request_raises_the_reason_of_the_server(roles: NatsRoles, secured_run: str) -> None:
+    """What another role publishes, and deleting a stream, raises BusRefused with the server's words."""
+    run = secured_run
+    generated = make_generated(run, make_groups(1))
+    attempts = [
+        roles.bus(user).publish(subject, fact, msg_id="x", deadline_s=1.0)
+        for user, subject, fact in (
+            ("rollout", subjects.scored(run, "train"), make_scored(generated)),
+            ("rollout", subjects.weights_published(run), make_task_issued(run)),
+            ("reward", subjects.generated(run, "train"), generated),
+            ("trainer", subjects.scored(run, "train"), make_scored(generated)),
+            ("viewer", subjects.tasks(run, "train"), make_task_issued(run)),
+        )
+    ]
+    deletion = roles.bus("trainer").delete_stream(f"{run}-dead")
+    for attempt in attempts:
+        with pytest.raises(BusRefused, match=r"(?i)permissions violation for publish"):
+            attempt.wait()
+    with pytest.raises(BusRefused, match=r"(?i)permissions violation for publish"):
+        deletion.wait()
+    assert roles.bus("admin").stream_state(f"{run}-tasks").wait().num_messages == 0
+
+
+def test_secrets_of_endpoints_are_read_by_reward_services_alone(roles: NatsRoles, secured_run: str) -> None:
+    """The reward service writes and reads secrets; another role cannot even bind to their bucket."""
+    name = streams.secrets_bucket().bucket
+    key = f"endpoint.{secured_run}"
+    secrets = roles.bus("reward").key_value(name).wait()
+    secrets.put(key, b"confidential").wait()
+    assert secrets.get(key).wait() is not None
+    binding = [
+        roles.bus(role).key_value(name) for role in ("trainer", "rollout", "viewer")
+    ]  # all at once: each times out
+    for bound in binding:
+        with pytest.raises(BusRefused, match=r"(?i)permissions violation for publish"):
+            bound.wait()
+    secrets.delete(key).wait()
+
+
+@pytest.mark.parametrize("of_role", rights(), ids=lambda found: found.role)
+def test_every_right_works_through_the_code_of_the_services(
+    roles: NatsRoles, secured_run: str, of_role: Rights
+) -> None:
+    """Each listed key is written, read and deleted; each consumer bound, reset and asked for; each stream read and tailed."""
+    bus, run = roles.bus(of_role.role), secured_run
+    granted = next(found for found in rights(run) if found.role == of_role.role)
+    for right in granted.writes:
+        key = right.key.replace("*", "7").replace(">", "some-id")
+        bucket = bus.key_value(right.bucket.bucket).wait()
+        revision = bucket.swap(key, b"1", None).wait()
+        bucket.swap(key, b"2", revision).wait()
+        entry = bucket.get(key).wait()
+        assert entry is not None
+        assert entry.value == b"2"
+        bucket.delete(key).wait()
+    for right in granted.reads:
+        bucket = bus.key_value(right.bucket.bucket).wait()
+        assert (
+            bucket.entries().wait() == []
+            if right.key == ANY_KEY
+            else bucket.get(right.key.replace("*", "7")).wait() is None
+        )
+    for spec in granted.fetches:
+        assert bus.inbox(spec, RunEvent).wait().fetch(1, 0.0).wait() == []
+    for spec in granted.resets:
+        bus.reset_consumer(spec).wait()
+    for spec in granted.observes:
+        assert bus.consumer_state(spec).wait().num_pending == 0
+    for stream in granted.scans:
+        assert bus.stream_state(stream).wait().num_messages == len(bus.read_stream(stream).wait()) == 0
+    for right in granted.tails:
+        seen: list[RunEvent] = []
+        bus.tail(right.stream, right.subject, RunEvent, seen.append).wait()
+        event = RunEvent(run_id=run, source="x", kind="log", at=0.0)
+        roles.bus("admin").publish(right.subject.replace("*", "log"), event, msg_id=right.subject).wait()
+        wait_for(lambda seen=seen: seen, f"a message of {right.subject}")
+    if granted.lists_streams:
+        assert set(streams.stream_names(run)) <= set(bus.stream_names().wait())
+
+
+class _RunOfRoles(LocalRun):
+    """A run whose services connect with the NATS user of their own role."""
+
+    def __init__(self, arguments: Sequence[str], roles: NatsRoles, s3: S3Settings) -> None:
+        super().__init__(
+            arguments, num_workers=1, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)}
+        )
+        self._roles = roles
+
+    def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
+        admin = self.nats
+        self.nats = self._roles.settings("rollout" if name == worker_name(0) else name)
+        try:
+            return super()._service(name, command, death_signal=death_signal)
+        finally:
+            self.nats = admin
+
+
+@pytest.mark.slow
+def test_a_whole_run_needs_no_other_right(
+    roles: NatsRoles, s3_settings: S3Settings, tmp_path: Path, run_id: str
+) -> None:
+    """Trainer, reward service and worker, each as its own user, complete a run with an evaluation; NATS refuses nothing."""
+    require("rclone")
+    quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=64, num_eval=8)
+    quickstart_task.write_model(tmp_path / "model", seed=0)
+    settings = {
+        "run": {"id": run_id, "dir": str(tmp_path / "runs")},
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "data" / "train.jsonl"), "eval": str(tmp_path / "data" / "eval.jsonl")},
+        "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 10},
+        "reward": {"name": "exact_match"},
+        "trainer": {"steps": 6, "lr": 1e-4, "keep_versions": 4},
+        "eval": {"every": 2},
+    }
+    overrides = [f"{name}.{key}={value}" for name, values in settings.items() for key, value in values.items()]
+    before = roles.violations()
+    with _RunOfRoles(overrides, roles, s3_settings) as run:
+        run.start()
+        assert run.wait(200.0) == 0, run.log_tail(TRAINER)
+    delete_run(roles.bus("admin"), run_id)
+    assert roles.violations() == before
