@@ -126,6 +126,7 @@ class Training:
             version=self.version,
             parent=parent,
             config=self.config,
+            extensions=self.settings.algorithm.extension_digests,
         )
         self.heartbeat.version = self.version
         at_start = self.evaluator is not None and self.settings.eval.at_start and self.num_steps_done == 0

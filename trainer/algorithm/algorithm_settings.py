@@ -283,6 +283,11 @@ class AlgorithmSettings(_AllSettings):
         """The loss, the estimator, the filters and the corrections."""
         return ChosenParts.of(self.__dict__)
 
+    @property
+    def extension_digests(self) -> dict[str, str]:
+        """Digest of the source of every part that is user code, by kind and name; a run records it."""
+        return self.parts.digests
+
     def options_of(self, part: Part[OptionsT]) -> OptionsT:
         """Return the options of a part; raises ValidationError when they contradict one another."""
         keys = type(self).model_fields

@@ -63,8 +63,21 @@ class RunRecordWriter:
             raise ValueError("no weights were handed over yet")
         return self._digest()
 
-    def life(self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes) -> None:
-        """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON."""
+    def life(
+        self,
+        *,
+        holder: str,
+        at: float,
+        step: int,
+        version: int,
+        parent: int | None,
+        config: bytes,
+        extensions: Mapping[str, str] | None = None,
+    ) -> None:
+        """Enter that this process, as it is, leads the run from here; ``config`` is its settings as JSON.
+
+        ``extensions`` are the digests of user code that the settings choose.
+        """
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._lives.append(
             RecordedLife(
@@ -76,7 +89,7 @@ class RunRecordWriter:
                 parent_version=parent,
                 weights_digest=self.digest(),
                 config=self._blobs.put(key, config),
-                environment=environment_fingerprint(),
+                environment=environment_fingerprint(extensions),
             )
         )
 

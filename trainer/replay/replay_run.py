@@ -222,7 +222,8 @@ class Replay:
 
     def _compare_surroundings(self) -> None:
         for line in environment_fingerprint.differences(
-            self._life.environment, environment_fingerprint.environment_fingerprint()
+            self._life.environment,
+            environment_fingerprint.environment_fingerprint(self._settings.algorithm.extension_digests),
         ):
             if line not in self.verdict.environment_fingerprint:
                 self.verdict.environment_fingerprint.append(line)
