@@ -16,7 +16,7 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
-from penstock.trainer.algorithm.mismatch import fresh
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import commit_everything
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, EngineMismatch
@@ -81,7 +81,7 @@ class Training:
 
     def __post_init__(self) -> None:
         trainer = self.settings.trainer
-        self.engine_check = EngineCheck(limit=trainer.max_mismatch, patience=trainer.mismatch_patience)
+        self.engine_check = EngineCheck(limit=trainer.max_mismatch, max_violations=trainer.mismatch_patience)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
         self._dropped = Counter(self.counters.dropped_groups)
         self.planner = Planner(self.settings, self.rank_group, self.resumed.algorithm if self.resumed else {})
@@ -181,7 +181,7 @@ class Training:
     def _compare_engine(self, figures: StepFigures) -> None:
         """Stop before the update is published when engine and trainer have parted; the panel says why."""
         try:
-            self.engine_check.look(fresh(figures.sums, figures.maxima), self.version)
+            self.engine_check.check(compare_fresh_tokens(figures.sums, figures.maxima), self.version)
         except EngineMismatch as err:
             self.recorder.event("alarm", {"text": str(err)})
             raise

@@ -320,7 +320,7 @@ def test_shared_prompts_and_padding_change_no_parameters_gradient(name: str, bat
 
     def gradients(pieces: list[list[Row]], sharing: float) -> list[Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batches, "SHARING_PAYS_BELOW", sharing)
+            patch.setattr(batches, "MAX_SHARED_RATIO", sharing)
             plain = [build(piece) for piece in pieces]
             assert all((piece.attention_mask is not None) == (sharing > 1) for piece in plain)
             SCORER.zero_grad()

@@ -13,7 +13,7 @@ from tests.trainer.algorithm.tokens import lengths, seeds
 from torch import Tensor
 
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.mismatch import fresh, mismatch_figures, mismatch_maxima, mismatch_sums
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens, mismatch_figures, mismatch_maxima, mismatch_sums
 
 About = tuple[Tensor, Tensor, Tensor, Sequences]
 
@@ -88,7 +88,7 @@ def test_fresh_tokens_are_told_apart_from_stale_ones() -> None:
     current = torch.tensor([-0.5, -1.5, -3.0, -1.0], dtype=torch.float64)
     ages = torch.tensor([0.0, 0.0, 2.0, 3.0])
     about = (current, behaviour, ages, Sequences.of_lengths(torch.tensor([2, 2])))
-    same = fresh(mismatch_sums(*about), mismatch_maxima(*about))
+    same = compare_fresh_tokens(mismatch_sums(*about), mismatch_maxima(*about))
     assert same is not None
     assert (same.num_tokens, same.mean_abs, same.max_abs, same.kl_k1) == (2, 0.5, 0.5, 0.0)
     assert same.kl_k3 == pytest.approx((math.expm1(0.5) - 0.5 + math.expm1(-0.5) + 0.5) / 2)
@@ -97,5 +97,5 @@ def test_fresh_tokens_are_told_apart_from_stale_ones() -> None:
     assert found["kl_by_age"].keys() == {"0", "2", "3-4"}
     assert found["kl_by_age"]["2"] == pytest.approx(math.exp(-2) - 1 + 2)
     stale = (current[2:], behaviour[2:], ages[2:], Sequences.of_lengths(torch.tensor([2])))
-    assert fresh(mismatch_sums(*stale), mismatch_maxima(*stale)) is None
+    assert compare_fresh_tokens(mismatch_sums(*stale), mismatch_maxima(*stale)) is None
     assert "mismatch" not in figures(stale)

@@ -198,7 +198,7 @@ def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
         row.token_ids[5:] = (row.token_ids[5:] * (n + 2)) % VOCABULARY
     for pays in (float("inf"), 0.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch, "SHARING_PAYS_BELOW", pays)
+            patch.setattr(batch, "MAX_SHARED_RATIO", pays)
             layout = build(some)
         assert (layout.attention_mask is not None) == (pays > 0)
         scorer.zero_grad()
