@@ -28,7 +28,7 @@ def invented(rows: list[int], seed: int, spread: float = 0.3) -> About:
 
 
 def figures(*parts: About) -> dict:
-    """Of several micro-batches, added up as the policy adds them up."""
+    """Of several micro-batches, summed as the policy sums them."""
     every = [mismatch_sums(*about) for about in parts]
     tops = [mismatch_maxima(*about) for about in parts]
     sums = {name: sum(one[name] for one in every) for name in every[0]}
@@ -82,8 +82,8 @@ def test_percentiles_of_the_ratio_come_from_a_histogram_that_is_fine_enough() ->
         assert math.log(ours) == pytest.approx(theirs, abs=0.1 * max(abs(theirs), 0.1))
 
 
-def test_fresh_tokens_are_told_apart_from_stale_ones() -> None:
-    """An engine that is off by 0.5 on the version in training shows, whatever stale tokens do; none: nothing."""
+def test_fresh_tokens_are_compared_apart_from_stale_ones() -> None:
+    """An engine that is off by 0.5 on the version in training shows for any stale tokens; without fresh tokens there is no comparison."""
     behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     current = torch.tensor([-0.5, -1.5, -3.0, -1.0], dtype=torch.float64)
     ages = torch.tensor([0.0, 0.0, 2.0, 3.0])

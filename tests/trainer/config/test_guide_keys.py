@@ -1,4 +1,4 @@
-"""Every key of five guides that users come from: taken where it means the same, answered with the right one where not."""
+"""Every key of five guides that users come from: accepted where it means the same, else refused with the right key."""
 
 from __future__ import annotations
 
@@ -250,8 +250,8 @@ def _lines(table: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", _lines(TAKEN))
-def test_a_key_that_means_the_same_is_taken_and_says_where_it_came_from(line: str) -> None:
-    """Its value is ours, and `penstock config show` names the key that was written."""
+def test_a_key_that_means_the_same_is_accepted_with_its_origin(line: str) -> None:
+    """It sets Penstock's key, and `penstock config show` names the key that was written."""
     given, _, expected = line.partition(" -> ")
     ours, _, value = expected.partition("=")
     written = given.split()[0].partition("=")[0]
@@ -266,8 +266,8 @@ def test_a_key_that_means_the_same_is_taken_and_says_where_it_came_from(line: st
 
 
 @pytest.mark.parametrize("line", _lines(ANSWERED))
-def test_a_key_that_does_not_is_answered_with_the_right_one(line: str) -> None:
-    """Nothing is accepted and ignored, and nobody is left with "unknown key"."""
+def test_a_key_that_means_something_else_is_refused_with_the_right_one(line: str) -> None:
+    """No key is accepted and ignored, and none is only an "unknown key"."""
     key, _, piece = line.partition(": ")
     with pytest.raises(ConfigError) as caught:
         load(TrainerSettings, overrides=["model.path=m", key if "=" in key else f"{key}=1"])
@@ -275,20 +275,20 @@ def test_a_key_that_does_not_is_answered_with_the_right_one(line: str) -> None:
     assert "did you mean" not in str(caught.value)
 
 
-def test_a_setting_that_is_said_in_two_languages_is_refused() -> None:
-    """Theirs and ours beside each other in one place: which one counts would be a guess."""
+def test_a_setting_given_under_two_names_is_refused() -> None:
+    """Two names of one setting in one source are ambiguous."""
     with pytest.raises(ConfigError, match=r"trainer.lr is said twice, as trainer.lr and as learning_rate"):
         load(TrainerSettings, overrides=["model.path=m", "trainer.lr=1e-3", "learning_rate=1e-4"])
 
 
 def test_a_value_that_does_not_exist_here_is_refused_under_both_names() -> None:
-    """The mistake says our key, what it may be, and the key that was written."""
+    """The error names Penstock's key, its values, and the key that was written."""
     with pytest.raises(ConfigError, match=r"override as loss_agg_mode: algorithm.aggregation: expected .*token-mean"):
         load(TrainerSettings, overrides=["model.path=m", "loss_agg_mode=mean"])
 
 
-def test_every_key_of_ours_that_an_answer_names_exists() -> None:
-    """What is taken and what is recommended leads to settings that are there."""
+def test_every_key_that_a_refusal_recommends_exists() -> None:
+    """Accepted and recommended keys are settings."""
     sections = {**RolloutSettings.model_fields, **TrainerSettings.model_fields}
     assert not set(SAME) & {*RENAMED, *ABSENT, *REFUSED}
     told = [*ABSENT.values(), *RENAMED.values(), *(" ".join(same.ours) for same in SAME.values())]

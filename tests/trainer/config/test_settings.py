@@ -25,7 +25,7 @@ def settings(*overrides: str) -> TrainerSettings:
     return load(TrainerSettings, overrides=["model.path=model", *overrides]).settings
 
 
-def test_the_model_folder_is_the_only_thing_that_must_be_said():
+def test_the_model_folder_is_the_only_required_setting():
     """Every other setting has a default; without the model's path the loader says where to write it."""
     assert settings().model.path == Path("model")
     with pytest.raises(ConfigError, match=r"model.path is required: set `path` under \[model\]"):
@@ -34,7 +34,7 @@ def test_the_model_folder_is_the_only_thing_that_must_be_said():
 
 @pytest.mark.parametrize("section", sorted(TrainerSettings.model_fields))
 def test_every_setting_is_described(section: str):
-    """Each field of each section says what it means."""
+    """Each field of each section has a description."""
     assert section in SECTIONS
     model = TrainerSettings.model_fields[section].annotation
     assert isinstance(model, type)
@@ -44,7 +44,7 @@ def test_every_setting_is_described(section: str):
     assert not undescribed
 
 
-def test_foreign_names_lead_to_settings_that_exist():
+def test_settings_recommended_for_foreign_names_exist():
     """What the table of other projects' names recommends is a key the trainer knows."""
     for name, target in RENAMED.items():
         for dotted in target.split(" (")[0].split(" and "):
@@ -108,14 +108,14 @@ def test_foreign_names_lead_to_settings_that_exist():
     ],
 )
 def test_contradictions_say_the_fix(overrides: list[str], reply: str):
-    """Settings that cannot work together are refused with the change that helps."""
+    """Settings that cannot work together are refused with the fix."""
     with pytest.raises(ConfigError) as caught:
         settings(*overrides)
     assert reply in str(caught.value)
 
 
 def test_files_are_one_or_a_list():
-    """data.train takes one file or several; none at all is refused when it is needed."""
+    """data.train takes one file or several; an empty list is refused where files are needed."""
     assert settings("data.train=a.jsonl").data.train_files == (Path("a.jsonl"),)
     assert settings('data.train=["a", "b"]').data.train_files == (Path("a"), Path("b"))
     assert settings().data.eval_files == ()
@@ -154,7 +154,7 @@ def test_every_preset_loads_shows_itself_and_reads_back(name: str):
 
 
 def test_every_part_of_a_preset_can_be_overridden():
-    """What is set by hand wins over the preset, whichever order the two come in."""
+    """What is set by hand wins over the preset, in either order."""
     loaded = load(TrainerSettings, overrides=["model.path=model", "algorithm.clip_high=0.05", "algorithm.name=gspo"])
     assert loaded.settings.algorithm.clip_high == 0.05
     assert loaded.settings.algorithm.clip_low == 3e-4

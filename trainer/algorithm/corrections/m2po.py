@@ -60,7 +60,7 @@ def m2po_mask(log_ratio: Tensor, *, budget: float, among: Tensor | None = None) 
     """Drop the largest (log r)^2 until their mean is within the budget (algorithm 1).
 
     Wants the whole batch. The paper looks only at tokens that have moved the way their advantage pushes
-    (`moved_along`); AReaL looks at all.
+    (`moved_along`); AReaL at all.
 
     Args:
         log_ratio: [N].
