@@ -60,6 +60,7 @@ class Registry(Generic[Kind]):
         self._expected = expected
         self._package = package
         self._group = group
+        self._loaded: dict[tuple[str, Path], Extension[Kind]] = {}  # a module is imported once, so is its digest read
 
     @cached_property
     def built_in(self) -> dict[str, Kind]:
@@ -86,11 +87,17 @@ class Registry(Generic[Kind]):
         Raises ConfigError when there is none, when its module cannot be imported, or when it is not of the expected
         class; the message names what was expected and the nearest known name.
         """
+        if ":" not in name and name in self.built_in:
+            return Extension(name, self.built_in[name])
+        place = (name, Path.cwd())  # a file's name is relative to the working directory
+        if place not in self._loaded:
+            self._loaded[place] = self._find_outside(name)
+        return self._loaded[place]
+
+    def _find_outside(self, name: str) -> Extension[Kind]:
         if ":" in name:
             module_name, _, attribute = name.rpartition(":")
             return self._load(name, module_name, attribute)
-        if name in self.built_in:
-            return Extension(name, self.built_in[name])
         for point in metadata.entry_points(group=self._group, name=name):
             return self._load(name, point.module, point.attr)
         near = difflib.get_close_matches(name, self.names(), n=1, cutoff=0.6)

@@ -14,7 +14,6 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
-from penstock.trainer.algorithm.mismatch import fresh
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch
@@ -78,7 +77,7 @@ class Training:
 
     def __post_init__(self) -> None:
         trainer = self.settings.trainer
-        self.engine_check = EngineCheck(limit=trainer.max_mismatch, patience=trainer.mismatch_patience)
+        self.engine_check = EngineCheck(limit=trainer.max_mismatch, max_violations=trainer.mismatch_patience)
         self.version = PolicyVersion(self.resumed.version if self.resumed else 0)
 
     @property
@@ -103,6 +102,7 @@ class Training:
             version=self.version,
             parent=parent,
             config=self.config,
+            extensions=self.settings.algorithm.extension_digests,
         )
         self.heartbeat.version = self.version
         at_start = self.evaluations.is_due_at_start(self.num_steps_done)
@@ -222,7 +222,7 @@ class Training:
     def _compare_engine(self, figures: StepFigures) -> None:
         """Raise EngineMismatch, and write it as an event, when engine and trainer disagree about the same tokens."""
         try:
-            self.engine_check.look(fresh(figures.sums, figures.maxima), self.version)
+            self.engine_check.check(compare_fresh_tokens(figures.sums, figures.maxima), self.version)
         except EngineMismatch as err:
             self.events.write("alarm", {"text": str(err)})
             raise

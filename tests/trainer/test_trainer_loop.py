@@ -154,7 +154,7 @@ def test_an_engine_with_other_log_probabilities_stops_the_run(
         trainers.append(train(run_file))
         trainers[0].wait(expected=2)
         assert producer.head() == 0
-    assert re.search(r"tokens of version 0 .*differ by [12]\.\d+ nats.*at the first look", trainers[0].err)
+    assert re.search(r"tokens of version 0 .*differ by [12]\.\d+ nats.*at the first comparison", trainers[0].err)
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in trainers[0].err
 
 

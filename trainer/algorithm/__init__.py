@@ -1,4 +1,4 @@
-"""The mathematics, pure: losses, advantages, corrections, KL, and the objective made of them.
+"""Losses, advantage estimators, filters, corrections, KL, and the objective made of them; pure.
 
 May import no other package of the trainer.
 """

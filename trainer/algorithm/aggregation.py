@@ -1,4 +1,4 @@
-"""From a loss per token to one number: the ways to weigh tokens and sequences; pure.
+"""Aggregation of a loss per token to one number: the weights of tokens and sequences; pure.
 
 A mode is a weight per sequence, and the loss is ``sum over tokens of weight(sequence) * loss(token)``.
 The denominators count the **whole** batch, over all micro-batches and all ranks, so that splitting a
@@ -14,8 +14,8 @@ batch differently changes nothing, neither the loss nor its gradient.
 | `token-sum`               | 1                                  | a sum; the learning rate divides  |
 
 N: sampled tokens of the batch. B: sequences with at least one sampled token. P: prompts with at
-least one sampled token. L: a constant, the longest completion the run allows; verl's default, the padded length of the micro-batch, would make
-the loss depend on the padding.
+least one sampled token. L: a constant, the longest completion that the run allows; with verl's
+default, the padded length of the micro-batch, the loss would depend on the padding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Aggregation = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What a whole batch is divided by, the same on every rank."""
+    """The denominators of a whole batch, the same on every rank."""
 
     num_tokens: int  # sampled tokens
     num_sequences: int  # sequences with at least one sampled token
@@ -47,7 +47,7 @@ def sequence_weight(
 ) -> float:
     """Return the weight of every sampled token of a sequence that has ``num_tokens`` of them.
 
-    ``prompt_tokens`` counts those of all sequences of the same prompt; only `prompt-mean` asks for it.
+    ``prompt_tokens`` counts those of all sequences of the same prompt; only `prompt-mean` reads it.
     """
     match mode:
         case "token-mean":

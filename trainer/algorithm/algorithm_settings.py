@@ -201,7 +201,7 @@ class AlgorithmSettings(_AllSettings):
         values = {**defaults, **merged}
         try:
             parts = ChosenParts.of(values)
-        except (ConfigError, TypeError):  # the validator of the key says what is wrong with it
+        except (ConfigError, TypeError):  # the validator of the key reports it
             return merged
         changed = frozenset(key for key, value in given.items() if key in defaults and value != defaults[key])
         refuse_idle(changed, values, parts)
@@ -257,7 +257,7 @@ class AlgorithmSettings(_AllSettings):
         for one in parts.filters:
             if self.has_critic and one.value.reads_advantage:
                 raise ValueError(
-                    f"algorithm.{one.value.switch or 'filters'} looks at the advantage of a whole trajectory, and with "
+                    f"algorithm.{one.value.switch or 'filters'} reads the advantage of a whole trajectory, and with "
                     f"algorithm.advantage = {self.advantage} every token has its own; leave it off, or choose another "
                     "algorithm.advantage"
                 )
@@ -282,6 +282,11 @@ class AlgorithmSettings(_AllSettings):
     def parts(self) -> ChosenParts:
         """The loss, the estimator, the filters and the corrections."""
         return ChosenParts.of(self.__dict__)
+
+    @property
+    def extension_digests(self) -> dict[str, str]:
+        """Digest of the source of every part that is user code, by kind and name; a run records it."""
+        return self.parts.digests
 
     def options_of(self, part: Part[OptionsT]) -> OptionsT:
         """Return the options of a part; raises ValidationError when they contradict one another."""

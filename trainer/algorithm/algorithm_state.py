@@ -1,4 +1,4 @@
-"""What an algorithm remembers from step to step; part of every checkpoint, so that a resumed run goes on the same."""
+"""State of an algorithm between steps; part of every checkpoint, so that a resumed run computes the same."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STATE_TAG = "algorithm_state.v1"
 
 @dataclass(slots=True)
 class AlgorithmState:
-    """Moments of all rewards so far, and the KL coefficient as it was steered."""
+    """Moments of all rewards so far, and the adapted KL coefficient."""
 
     kl: KlController
-    scaling: RunningMoments = field(default_factory=RunningMoments)  # of rewards as they came: reward_scaling
+    scaling: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_scaling
     norm: RunningMoments = field(default_factory=RunningMoments)  # of rewards before reward_norm = "running"
 
     @classmethod
@@ -30,10 +30,10 @@ class AlgorithmState:
 
     @classmethod
     def resumed(cls, settings: AlgorithmSettings, document: Mapping[str, Any]) -> AlgorithmState:
-        """Go on from what `to_document` wrote; a fixed coefficient is the run file's, a steered one the checkpoint's.
+        """Return the state that `to_document` wrote; a fixed coefficient is the run file's, an adapted one the checkpoint's.
 
-        Raises CheckpointError for a document of another kind. A checkpoint from before there was such a
-        state has an empty one: the run goes on with a fresh state.
+        Raises CheckpointError for a document of another kind. A checkpoint written before this state existed
+        has an empty one: the run continues with a fresh state.
         """
         state = cls.fresh(settings)
         if not document:

@@ -1,11 +1,11 @@
-"""From trajectories with advantages to micro-batches of tensors, shared out over the ranks; pure.
+"""Micro-batches of tensors from trajectories with advantages, distributed over the ranks; pure.
 
 Rank 0 plans which rows go into which micro-batch of which rank (`plan_micro_batches`), every rank
 builds its own (`build`). Rows are padded on the right and need no attention mask: a causal model
-never looks there, and the padding's outputs are never read.
+never attends to the padding, and the padding's outputs are never read.
 
-Where it pays, the rows of one prompt share it: the prompt stands once, the completions behind it, and
-a mask lets each completion see the prompt and itself alone. The log-probabilities and gradients are
+Where it saves computation, the rows of one prompt share it: the prompt is there once, followed by the
+completions, and a mask lets each completion attend to the prompt and itself alone. The log-probabilities and gradients are
 the same; for short completions of short prompts a step computes less than half as many tokens.
 """
 
@@ -25,12 +25,12 @@ from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.errors import BatchDoesNotFit
 
 MAX_SHARED_TOKENS = 1024  # of a prompt with its completions: the mask grows with the square
-SHARING_PAYS_BELOW = 0.8  # of the tokens computed row by row: a mask makes attention somewhat dearer
+MAX_SHARED_RATIO = 0.8  # of the tokens computed row by row: a mask makes attention slower
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One trajectory as the loss sees it."""
+    """One trajectory with what the loss reads of it."""
 
     token_ids: npt.NDArray[np.int32]  # [T] prompt then completion
     loss_mask: npt.NDArray[np.bool_]  # [T] True where the policy sampled the token; never at position 0
@@ -38,12 +38,12 @@ class Row:
     advantage: float
     weight: float  # of each sampled token in the loss (`trainer/algorithm/aggregation.py`)
     ages: npt.NDArray[np.int32] | None = None  # [T] versions between sampling and training; None: all 0
-    sft_weight: float = 0.0  # of each sampled token in the cross-entropy that is mixed in
+    sft_weight: float = 0.0  # of each sampled token in the added cross-entropy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """What one forward and backward pass needs; R rows padded to T tokens, N sampled tokens."""
+    """Tensors of one forward and backward pass; R rows padded to T tokens, N sampled tokens."""
 
     input_ids: Tensor  # [R, T] int64, each trajectory without its last token
     predictors: Tensor  # [N] int64, flat position whose output predicts the sampled token
@@ -53,10 +53,10 @@ class MicroBatch:
     weights: Tensor  # [N] float32
     sequence: Tensor  # [N] int64, which trajectory the token belongs to
     ages: Tensor  # [N] float32, versions between sampling and training
-    sft_weights: Tensor  # [N] float32, of the cross-entropy that is mixed in
+    sft_weights: Tensor  # [N] float32, of the added cross-entropy
     num_sequences: int  # trajectories, those without a sampled token included
     position_ids: Tensor | None = None  # [R, T] int64, where rows share prompts; None: 0, 1, 2, …
-    attention_mask: Tensor | None = None  # [R, 1, T, T] bool, who sees whom; None: causal
+    attention_mask: Tensor | None = None  # [R, 1, T, T] bool, True where a token attends; None: causal
     proximal_logprobs: Tensor | None = None  # [N] float32, recomputed before the first update on the batch
     reference_logprobs: Tensor | None = None  # [N] float32, of the frozen reference
     reference_kl: Tensor | None = None  # [N] float32, exact KL to it over the vocabulary, for rewards by token
@@ -75,20 +75,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What rows of one prompt have in common, where each of them is a prompt and one completion to the end."""
+    """The prompt that several rows share, each of them that prompt followed by one completion."""
 
     number: int  # equal for rows that can share it
     num_tokens: int
 
 
 def prompt_of(loss_mask: npt.NDArray[np.bool_], number: int) -> Prompt | None:
-    """Return the prompt of a row that can share it; None for one of several turns, or without a sampled token."""
+    """Return the prompt of a row that can share it; None for a row of several turns, or without a sampled token."""
     where = np.flatnonzero(loss_mask)
     return Prompt(number, int(where[0])) if _ends_with(where, len(loss_mask)) else None
 
 
 def _ends_with(sampled: npt.NDArray[np.int64], length: int) -> bool:
-    """Say whether the sampled positions are the end of a row of ``length`` tokens, without a gap."""
+    """Return True if the sampled positions are the end of a row of ``length`` tokens, without a gap."""
     return len(sampled) > 0 and sampled[0] + len(sampled) == length
 
 
@@ -99,12 +99,12 @@ def plan_micro_batches(
     num_ranks: int = 1,
     prompts: Sequence[Prompt | None] = (),
 ) -> list[list[list[int]]]:
-    """Share rows out over ranks and micro-batches.
+    """Distribute rows over ranks and micro-batches.
 
-    Rows of similar length stand together, so that little is padded; or, where fewer tokens are computed that
-    way, rows of one prompt, which then stands once. Every rank gets the same number of micro-batches (their
+    Rows of similar length are put together, so that little is padded; or, where fewer tokens are computed that
+    way, rows of one prompt, which is then there once. Every rank gets the same number of micro-batches (their
     gradients are exchanged together) and about the same number of tokens. A rank may get an empty
-    micro-batch when there are fewer rows than places.
+    micro-batch when there are fewer rows than micro-batches.
 
     Args:
         lengths: Tokens of each row.
@@ -144,12 +144,12 @@ def num_computed(piece: Sequence[int], lengths: Sequence[int], prompts: Sequence
         completion = lengths[row] - prompt.num_tokens - 1  # the last token predicts nothing
         bundles[prompt.number] = bundles.get(prompt.number, prompt.num_tokens) + completion
     longest = max(bundles.values(), default=0)
-    return len(bundles) * longest if sharing_pays(len(bundles), longest, plain) else plain
+    return len(bundles) * longest if saves_tokens(len(bundles), longest, plain) else plain
 
 
-def sharing_pays(num_bundles: int, longest: int, plain: int) -> bool:
-    """Say whether prompts that stand once are worth their mask."""
-    return 0 < longest <= MAX_SHARED_TOKENS and num_bundles * longest <= SHARING_PAYS_BELOW * plain
+def saves_tokens(num_bundles: int, longest: int, plain: int) -> bool:
+    """Return True if sharing prompts saves enough tokens to be worth its mask."""
+    return 0 < longest <= MAX_SHARED_TOKENS and num_bundles * longest <= MAX_SHARED_RATIO * plain
 
 
 def _by_prompt(order: Sequence[int], prompts: Sequence[Prompt | None]) -> list[list[int]]:
@@ -162,7 +162,7 @@ def _by_prompt(order: Sequence[int], prompts: Sequence[Prompt | None]) -> list[l
 
 
 def _cut(units: Sequence[list[int]], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
-    """Fill pieces with units, longest row first; a unit stands in one piece unless it alone is over the budget."""
+    """Fill pieces with units, longest row first; a unit is in one piece unless it alone is over the budget."""
     pieces: list[list[int]] = []
     for unit in units:
         longest = lengths[pieces[-1][0]] if pieces else 0  # the first row of a piece is its padded length
@@ -176,7 +176,7 @@ def _cut(units: Sequence[list[int]], lengths: Sequence[int], budget_tokens: int)
 
 
 def _divisible(pieces: list[list[int]], prompts: Sequence[Prompt | None], num_ranks: int) -> list[list[int]]:
-    """Halve the largest pieces, between two prompts where it can be, until every rank can have equally many."""
+    """Halve the largest pieces, between two prompts where possible, until every rank can have equally many."""
     pieces = [[*piece] for piece in pieces]
     while len(pieces) % num_ranks:
         largest = max(range(len(pieces)), key=lambda i: len(pieces[i]))
@@ -197,7 +197,7 @@ def _share(pieces: list[list[int]], lengths: Sequence[int], num_ranks: int) -> l
     per_rank = len(pieces) // num_ranks
     plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
-    for piece in sorted(pieces, key=cost, reverse=True):  # the largest piece to the rank that has least
+    for piece in sorted(pieces, key=cost, reverse=True):  # the largest piece goes to the rank with the fewest tokens
         load, rank = heapq.heappop(loads)
         plan[rank].append(piece)
         if len(plan[rank]) < per_rank:
@@ -206,7 +206,7 @@ def _share(pieces: list[list[int]], lengths: Sequence[int], num_ranks: int) -> l
 
 
 def build(rows: Sequence[Row]) -> MicroBatch:
-    """Build the tensors of one micro-batch; no rows give one that contributes nothing to the gradient."""
+    """Build the tensors of one micro-batch; without rows it contributes nothing to the gradient."""
     sampled = [np.flatnonzero(row.loss_mask) for row in rows]
     layout = _shared_prompts(rows, sampled) or _row_by_row(rows, sampled)
 
@@ -238,7 +238,7 @@ def build(rows: Sequence[Row]) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """Where every token of a micro-batch stands."""
+    """Position of every token of a micro-batch."""
 
     input_ids: npt.NDArray[np.int64]  # [R, T]
     predictors: list[npt.NDArray[np.int64]]  # for each trajectory, the flat positions that predict its tokens
@@ -255,7 +255,7 @@ def _row_by_row(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]]) -
 
 
 def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]]) -> _Layout | None:
-    """Lay the rows of one prompt behind it; None where that does not pay or a row is not prompt and completion."""
+    """Put the rows of one prompt after it; None where that saves too little or a row is not prompt and completion."""
     bundles: dict[bytes, list[int]] = {}
     for number, (row, where) in enumerate(zip(rows, sampled, strict=True)):
         if not _ends_with(where, len(row.loss_mask)):
@@ -267,12 +267,12 @@ def _shared_prompts(rows: Sequence[Row], sampled: Sequence[npt.NDArray[np.int64]
         for prompt, members in zip(prompts, bundles.values(), strict=True)
     ]
     plain = len(rows) * max((len(row.token_ids) - 1 for row in rows), default=0)
-    if not sharing_pays(len(lengths), max(lengths, default=0), plain):
+    if not saves_tokens(len(lengths), max(lengths, default=0), plain):
         return None
     shape = (len(lengths), max(lengths))
     input_ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     mask = np.zeros((*shape, shape[1]), dtype=np.bool_)
-    mask[:] = np.eye(shape[1], dtype=np.bool_)  # padding sees itself: a row of nothing would be NaN
+    mask[:] = np.eye(shape[1], dtype=np.bool_)  # padding attends to itself: a row without any would be NaN
     causal = np.tri(shape[1], dtype=np.bool_)
     predictors: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(rows)
     for place, (prompt, members) in enumerate(zip(prompts, bundles.values(), strict=True)):

@@ -1,4 +1,4 @@
-"""From the rewards of a batch to what each trajectory counts: shaping, advantages, filters, weights; pure.
+"""Advantage and weight of each trajectory of a batch, from its rewards: shaping, estimator, filters, weights; pure.
 
 The order is that of `trainer/algorithm/reward_shaping.py`.
 """
@@ -22,7 +22,7 @@ from penstock.trainer.algorithm.filters.interface import Candidate, keep
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One group as credit sees it."""
+    """The rewards and lengths of one group."""
 
     rewards: Sequence[float]
     lengths: Sequence[int]  # sampled tokens of each trajectory
@@ -33,14 +33,14 @@ class Scored:
 
     @property
     def shaped_together(self) -> tuple[list[float], list[int]]:
-        """Rewards and lengths with the baseline's last: what happens to the others' rewards happens to it."""
+        """Rewards and lengths with the baseline's last, since it is shaped like the others."""
         more = [] if self.baseline is None else [self.baseline]
         return [*self.rewards, *(r for r, _ in more)], [*self.lengths, *(n for _, n in more)]
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What every trajectory of a batch counts, in the order of its groups."""
+    """Advantage and weight of every trajectory of a batch, in the order of its groups."""
 
     advantages: list[float]
     weights: list[float]  # factor on its tokens' weights; 0: left out, and out of the denominators
@@ -54,9 +54,9 @@ CreditRule = Callable[[Sequence[Scored]], Credit]
 def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmState | None = None) -> CreditRule:
     """Return the rule of an algorithm; ``longest`` is rollout.max_new_tokens.
 
-    What the rule remembers is in ``state``, which every batch updates; None: it starts here.
+    Every batch updates ``state``; None: a fresh one.
     """
-    remembered = AlgorithmState.fresh(settings) if state is None else state
+    running = AlgorithmState.fresh(settings) if state is None else state
     parts = settings.parts
     estimator = parts.estimator.value
     estimate = partial(estimator.fn, **settings.options_of(estimator).model_dump())
@@ -77,22 +77,24 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
             )
         rewards = reward_shaping.clip_symmetric(rewards, settings.reward_clip)
         shaped = rewards
-        rewards = _scaled(settings, remembered, rewards)
-        rewards = _normalised(settings, remembered, rewards, groups, index)
-        apart = torch.tensor(
+        rewards = _scaled(settings, running, rewards)
+        rewards = _normalised(settings, running, rewards, groups, index)
+        is_baseline = torch.tensor(
             [n == len(g.rewards) for g, (some, _) in zip(groups, members, strict=True) for n in range(len(some))]
         )
-        baselines = rewards[apart][index[~apart]] if estimator.needs_baseline else None
-        rewards, shaped, lengths, index = (values[~apart] for values in (rewards, shaped, lengths, index))
-        if settings.reward_kl_coefficient and not estimator.has_critic:  # that one takes each token's own
+        baselines = rewards[is_baseline][index[~is_baseline]] if estimator.needs_baseline else None
+        rewards, shaped, lengths, index = (values[~is_baseline] for values in (rewards, shaped, lengths, index))
+        if (
+            settings.reward_kl_coefficient and not estimator.has_critic
+        ):  # with a critic, the KL of each token is in its own reward
             gaps = [gap for g in groups for gap in (g.kl or [0.0] * len(g.rewards))]
-            rewards = rewards - remembered.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
+            rewards = rewards - running.kl.coefficient * torch.tensor(gaps, dtype=torch.float64)
         found = estimate(Outcomes(rewards, index, lengths, baselines))
         if not estimator.has_critic:
             found = _finished(settings, found, lengths)
         kept = keep(_candidates(groups, found, shaped, lengths), filters)
         weights = torch.zeros_like(found)
-        # a batch of which nothing is left keeps everything: its advantages teach nothing, its figures count
+        # a batch of which no trajectory is left keeps all: their gradient is small, and the step needs its figures
         weights[list(kept.places) or slice(None)] = 1.0
         weights = weights * _sample_weights(settings, shaped, index, lengths)
         skipped = kept.skipped if kept.places else Counter[str]()
@@ -118,7 +120,7 @@ def _scaled(settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor)
 def _normalised(
     settings: AlgorithmSettings, state: AlgorithmState, rewards: Tensor, groups: Sequence[Scored], index: Tensor
 ) -> Tensor:
-    """Normalise over what `reward_norm` names, and limit the result when asked."""
+    """Normalise over what `reward_norm` names, and limit the result where `asym_clip` is set."""
     shift, scale = settings.reward_shift, settings.reward_scale
     match settings.reward_norm:
         case "none":

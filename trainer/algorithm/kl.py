@@ -1,4 +1,4 @@
-"""Distance to the reference policy: estimators, the exact sum over the vocabulary, the controller; pure.
+"""KL to the reference policy: estimators, the exact sum over the vocabulary, the controller; pure.
 
 With x = log p - log p_ref of a sampled token (joschu.net/blog/kl-approx.html):
 
@@ -49,7 +49,7 @@ def kl_estimate(current: Tensor, reference: Tensor, form: KlForm) -> Tensor:
 
 
 def kl_penalty(current: Tensor, reference: Tensor, form: KlForm, *, ratio: Tensor | None = None) -> Tensor:
-    """The KL term of the loss, [N]; with a ratio (with gradient) the off-policy correction of DeepSeek-V3.2.
+    """Return the KL term of the loss, [N]; with a ratio (with gradient) corrected for stale samples as DeepSeek-V3.2.
 
     On stale samples the plain estimate is biased; ``ratio * k3`` is not (arXiv 2512.02556; TRL's
     ``use_bias_correction_kl``).
@@ -59,9 +59,9 @@ def kl_penalty(current: Tensor, reference: Tensor, form: KlForm, *, ratio: Tenso
 
 
 def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """Exact KL(current || reference) of each position, [..., V] -> [...] (ROLL's `full`).
+    """Return the exact KL(current || reference) of each position, [..., V] -> [...] (ROLL's `full`).
 
-    `CompletionScorer` calls it for some positions at a time: logits of all of them never exist at once.
+    `CompletionScorer` calls it for some positions at a time, so that the logits of all of them never exist at once.
     """
     mine, theirs = logits.log_softmax(-1), reference_logits.log_softmax(-1)
     return (mine.exp() * (mine - theirs)).sum(-1)
@@ -69,7 +69,7 @@ def kl_full(logits: Tensor, reference_logits: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class KlController:
-    """The coefficient of the KL term: fixed, or steered to a target (arXiv 1909.08593).
+    """The coefficient of the KL term: fixed, or adapted to a target (arXiv 1909.08593).
 
     ``beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon)``.
     """
@@ -79,7 +79,7 @@ class KlController:
     horizon: int = 10_000  # samples
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Steer by the KL measured on so many samples."""
+        """Adapt the coefficient to the KL measured on ``num_samples`` samples."""
         if self.target is not None:
             error = min(max(kl / self.target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * num_samples / self.horizon

@@ -1,4 +1,4 @@
-"""How far the policy in training is from what sampled its batch: sums of a micro-batch, figures of a step; pure.
+"""How far the policy in training is from the one that sampled its batch: sums of a micro-batch, figures of a step.
 
 The sums add up over micro-batches and ranks and the maxima are maximised, so that a figure is about the
 whole batch however it was split. With x = log current / behaviour of a sampled token, before the update:
@@ -16,7 +16,7 @@ whole batch however it was split. With x = log current / behaviour of a sampled 
 | `perplexity_gap`       | mean over sequences of the mean of -x; `_abs`, `_max`, `_min` of the same   |
 | `ratio_percentiles`    | of exp(x), read from a histogram: exact to the width of its bins            |
 | `kl_by_age`            | `kl_behaviour` of tokens so many versions old                               |
-| `mismatch`             | of tokens that the version in training sampled: see `fresh`                 |
+| `mismatch`             | of tokens that the version in training sampled: `compare_fresh_tokens`      |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Trainer against engine on tokens whose weights were the same in both: 0 but for kernels, precision and bugs."""
+    """Trainer minus engine on tokens scored by the same weights: 0 except for kernels, precision and bugs."""
 
     num_tokens: int
     mean_abs: float  # nats, of log current / behaviour
@@ -51,7 +51,7 @@ class Mismatch:
 
 
 def mismatch_sums(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
-    """Return what adds up to the figures, by name; the same names whatever the tokens.
+    """Return the sums that figures are computed from, by name; the names do not depend on the tokens.
 
     Args:
         current: [N] log-probabilities before the update.
@@ -88,7 +88,7 @@ def mismatch_sums(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: S
 
 
 def mismatch_maxima(current: Tensor, behaviour: Tensor, ages: Tensor, sequences: Sequences) -> dict[str, float]:
-    """Return what the figures need the largest of; -inf where there is nothing."""
+    """Return the maxima that figures are computed from; -inf where there is no token."""
     gap = (current.detach() - behaviour).double()
     present = sequences.lengths(gap) > 0
     by_sequence = -sequences.mean(gap)[present]
@@ -126,7 +126,7 @@ def mismatch_figures(sums: Mapping[str, float], maxima: Mapping[str, float]) -> 
             name: sums[f"age_{name}_k3"] / sums[f"age_{name}"] for name in _AGES if sums[f"age_{name}"] > 0
         },
     }  # fmt: skip
-    same = fresh(sums, maxima)
+    same = compare_fresh_tokens(sums, maxima)
     if same is not None:
         found["mismatch"] = {
             "tokens": same.num_tokens, "mean_abs": same.mean_abs, "max_abs": same.max_abs,
@@ -135,10 +135,10 @@ def mismatch_figures(sums: Mapping[str, float], maxima: Mapping[str, float]) -> 
     return found
 
 
-def fresh(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Mismatch | None:
-    """Compare trainer and engine on the tokens that the version in training sampled; None when there are none.
+def compare_fresh_tokens(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Mismatch | None:
+    """Return the difference on the tokens that the version in training sampled; None when there are none.
 
-    Stale tokens differ because the policy has moved; these should not differ at all.
+    Stale tokens differ because the policy has moved; these should be equal.
     """
     count = sums["fresh_tokens"]
     if not count:
@@ -153,7 +153,7 @@ def fresh(sums: Mapping[str, float], maxima: Mapping[str, float]) -> Mismatch | 
 
 
 def _exp(values: Tensor) -> Tensor:
-    """Exponential that stays finite."""
+    """Return the exponential, limited so that it is finite."""
     return values.clamp(max=_MAX_LOG_PERPLEXITY).exp()
 
 

@@ -1,4 +1,4 @@
-"""What a step minimises: from log-probabilities of a micro-batch to a loss and the sums it reports; pure."""
+"""The objective of a step: from log-probabilities of a micro-batch to a loss and the sums it reports; pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Outcome:
 
 
 class Objective(Protocol):
-    """What a policy minimises, and what it must compute for that."""
+    """The function that a policy minimises, with what the policy must compute for it."""
 
     @property
     def needs_entropy(self) -> bool:
@@ -52,13 +52,13 @@ class Objective(Protocol):
         ...
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return what the step's learning rate is multiplied by, from the sums of the whole batch."""
+        """Return the factor on the step's learning rate, from the sums of the whole batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KlTerm:
-    """A pull to the reference policy inside the loss."""
+    """The KL to the reference policy inside the loss."""
 
     form: AnyKlForm
     coefficient: float
@@ -67,7 +67,7 @@ class KlTerm:
 
 @dataclass(frozen=True, slots=True)
 class EssRule:
-    """The learning rate of a step, scaled by how much of the batch still counts (arXiv 2602.17616)."""
+    """The learning rate of a step, scaled by the batch's effective sample size (arXiv 2602.17616)."""
 
     level: Level = "root"
     power: float = 0.5
@@ -81,11 +81,11 @@ class PolicyGradient:
     In this order: negative advantages are weighed; the loss takes its ratio against the anchor; every
     token's loss is multiplied by importance weights and rejections; KL and entropy are added; the
     weights of the aggregation sum it up; cross-entropy on successes, which has weights of its own, is
-    mixed in.
+    added.
 
-    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and the same by rule, ``ratio``,
-    ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of what
-    sampled), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
+    Its sums: ``tokens``, ``clipped``, ``dual_clipped``, ``rejected`` and ``rejected_NAME`` by correction, ``ratio``,
+    ``ratio_squared``, ``surprise`` (minus the behaviour log-probability: its mean estimates the entropy of the
+    sampler), ``entropy`` and ``kl_reference`` where they are computed, ``ess_count``, ``ess_weight``,
     ``ess_weight_squared`` (effective sample size), and those of `trainer/algorithm/mismatch.py`.
     """
 
@@ -95,8 +95,8 @@ class PolicyGradient:
     negative_weight: float = 1.0
     stale_weight: float = 1.0  # a further factor on negative advantages of tokens that an older version sampled
     corrections: Mapping[str, CorrectionFunction] = field(default_factory=dict)  # by name, their options bound
-    m2po_budget: float | None = None  # the batch's limit that meets it comes with the micro-batch
-    m2po_form: Literal["mask", "clip"] = "mask"  # leave tokens out beyond the limit, or clip ratios there
+    m2po_budget: float | None = None  # the micro-batch carries the limit that meets it
+    m2po_form: Literal["mask", "clip"] = "mask"  # leave out tokens above the limit, or clip ratios at it
     kl: KlTerm | None = None
     entropy_coefficient: float = 0.0
     ess: EssRule | None = None
@@ -122,7 +122,7 @@ class PolicyGradient:
         return self.entropy_coefficient != 0.0
 
     def with_kl(self, coefficient: float | None) -> PolicyGradient:
-        """Return the objective with another coefficient of its KL term; None: this one."""
+        """Return the objective with another coefficient of its KL term; with None, this objective."""
         if self.kl is None or coefficient is None:
             return self
         return replace(self, kl=replace(self.kl, coefficient=coefficient))
@@ -132,7 +132,9 @@ class PolicyGradient:
     ) -> Outcome:
         """Return the loss of a micro-batch, whose log-probabilities [N] (entropies, KL) carry the gradient."""
         sequences = batch.sequences
-        anchor = batch.behaviour_logprobs if self.anchor == "behaviour" else _given(batch.proximal_logprobs, "proximal")
+        anchor = (
+            batch.behaviour_logprobs if self.anchor == "behaviour" else _required(batch.proximal_logprobs, "proximal")
+        )
         advantages = weigh_negatives(
             batch.advantages, batch.ages, fresh=self.negative_weight, stale=self.negative_weight * self.stale_weight
         )
@@ -143,18 +145,18 @@ class PolicyGradient:
         weights, kept = self._corrected(to_behaviour, batch, sequences)
         keep = torch.stack(list(kept.values())).all(0) if kept else torch.ones_like(weights, dtype=torch.bool)
         losses = terms.loss * (weights * keep)
-        about = (held, batch.behaviour_logprobs, batch.ages, sequences)
+        arguments = (held, batch.behaviour_logprobs, batch.ages, sequences)
         sums = {
             **_figures(terms, batch, keep),
             **{f"rejected_{name}": (~those).sum() for name, those in kept.items()},
-            **mismatch_sums(*about),
+            **mismatch_sums(*arguments),
         }
         if self.kl is not None:
             penalty, measured = _kl_terms(self.kl, logprobs, batch, full_kl)
             losses = losses + self.kl.coefficient * penalty
             sums["kl_reference"] = measured.sum()
         if self.needs_entropy:
-            bonus = _given(entropies, "entropy")
+            bonus = _required(entropies, "entropy")
             losses = losses - self.entropy_coefficient * bonus
             sums["entropy"] = bonus.detach().sum()
         if self.ess is not None:
@@ -163,11 +165,11 @@ class PolicyGradient:
         return Outcome(
             loss=(losses * batch.weights).sum() - (logprobs * batch.sft_weights).sum(),
             sums=sums,
-            maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0), **mismatch_maxima(*about)},
+            maxima={"ratio": ratio.max() if len(ratio) else torch.tensor(0.0), **mismatch_maxima(*arguments)},
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Return what the learning rate of this step is multiplied by, from the sums of the whole batch."""
+        """Return the factor on the learning rate of this step, from the sums of the whole batch."""
         if self.ess is None or not sums.get("ess_weight_squared"):
             return 1.0
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
@@ -204,17 +206,17 @@ class PolicyGradient:
 
 
 def _kl_terms(term: KlTerm, logprobs: Tensor, batch: MicroBatch, full_kl: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the KL to the reference as the loss has it, [N] with gradient, and as it is reported."""
+    """Return the KL to the reference that the loss adds, [N] with gradient, and the one that is reported, [N]."""
     if term.form == "full":
-        exact = _given(full_kl, "full KL")
+        exact = _required(full_kl, "full KL")
         return exact, exact.detach()
-    reference = _given(batch.reference_logprobs, "reference")
+    reference = _required(batch.reference_logprobs, "reference")
     ratio = (logprobs - batch.behaviour_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     penalty = kl_penalty(logprobs, reference, term.form, ratio=ratio if term.unbiased else None)
     return penalty, kl_estimate(logprobs.detach(), reference, "k3")
 
 
-def _given(values: Tensor | None, whose: str) -> Tensor:
+def _required(values: Tensor | None, whose: str) -> Tensor:
     if values is None:
         raise ValueError(f"the objective needs {whose} values, and the micro-batch carries none")
     return values
@@ -262,5 +264,5 @@ class CrossEntropy:
         )
 
     def lr_factor(self, sums: Mapping[str, float]) -> float:
-        """Leave the learning rate alone."""
+        """Return 1: the schedule alone sets the learning rate."""
         return 1.0

@@ -52,9 +52,9 @@ ALIASES: dict[str, str] = {
 REFUSED: dict[str, str] = {
     "crossentropy": "supervised fine-tuning is `penstock sft`",
     "sft": "supervised fine-tuning is `penstock sft`",
-    "dpo": "it learns from pairs of given answers, not from rewards of sampled ones; this trainer samples",
-    "kto": "it learns from labelled answers, not from rewards of sampled ones; this trainer samples",
-    "orpo": "it learns from pairs of given answers, not from rewards of sampled ones; this trainer samples",
+    "dpo": "it learns from pairs of given answers, and this trainer from rewards of sampled ones",
+    "kto": "it learns from labelled answers, and this trainer from rewards of sampled ones",
+    "orpo": "it learns from pairs of given answers, and this trainer from rewards of sampled ones",
 }
 
 

@@ -14,7 +14,7 @@ from penstock.trainer.algorithm.chosen_parts import option_fields
 from penstock.trainer.algorithm.registries import ALL, CORRECTIONS, ESTIMATORS, FILTERS, LOSSES
 
 START = "<!-- made by python -m penstock.trainer.commands.algorithm_reference; edit the files of the parts instead -->"
-_SHAPE = re.compile(r", \[[A-Z]\](?: bool)?")  # of a result, which says nothing to the reader of a table
+_SHAPE = re.compile(r", \[[A-Z]\](?: bool)?")  # of a result; of no use in a table
 END = "<!-- end of what is made -->"
 
 

@@ -1,11 +1,11 @@
-"""What happens to rewards before, and to advantages after, the estimator; pure.
+"""Shaping of rewards before, and of advantages after, the estimator; pure.
 
 The order is fixed, and each step is off unless it is set:
 
-1. `clip_symmetric` of the reward. 2. `RunningMoments`: scale by the running standard deviation, with the
-running mean off when asked. 3. `normalise`: by batch, group, kind of task or running moments; mean only (shift) or
-deviation only (scale) when asked; `asym_clip` of the result. 4. `kl_in_reward`. 5. `whiten` of the token rewards, before GAE.
-6. The estimator (`trainer/algorithm/advantages.py`). 7. `whiten` of the advantages. 8. `clip_symmetric` of the
+1. `clip_symmetric` of the reward. 2. `RunningMoments`: divide by the running standard deviation, after subtracting
+the running mean where that is set. 3. `normalise`: by batch, group, kind of task or running moments; mean only (shift)
+or deviation only (scale) where set; `asym_clip` of the result. 4. `kl_in_reward`. 5. `whiten` of the token rewards,
+before GAE. 6. The estimator (`trainer/algorithm/estimators/`). 7. `whiten` of the advantages. 8. `clip_symmetric` of the
 advantages. Then `sample_weights` by difficulty and length.
 """
 
@@ -36,7 +36,7 @@ class RunningMoments:
     sum_squares: float = 0.0  # of deviations from the mean
 
     def update(self, values: Tensor) -> None:
-        """Take in a batch of values."""
+        """Add a batch of values."""
         if not len(values):
             return
         batch_mean, num = float(values.mean()), float(len(values))
@@ -53,11 +53,11 @@ class RunningMoments:
         return variance**0.5 if variance > _FLAT * max(self.mean**2, _EPSILON) else 1.0
 
     def scale(self, values: Tensor, *, centre: bool = False) -> Tensor:
-        """Divide by the standard deviation, with the mean off first when asked."""
+        """Divide by the standard deviation, after subtracting the mean where ``centre`` is True."""
         return self.normalise(values, shift=centre)
 
     def normalise(self, values: Tensor, *, shift: bool = True, scale: bool = True) -> Tensor:
-        """Take the mean off and divide by the standard deviation, each when asked."""
+        """Subtract the mean (``shift``) and divide by the standard deviation (``scale``)."""
         shifted = values - self.mean if shift else values
         return shifted / self.std if scale else shifted
 
@@ -65,7 +65,7 @@ class RunningMoments:
 def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = True, scale: bool = True) -> Tensor:
     """Subtract the mean and divide by the unbiased standard deviation, over groups or (None) the batch, [B].
 
-    Where rewards do not differ there is nothing to divide by: they become 0 (with shift) or stay as they are.
+    Rewards that do not differ become 0 (with shift) or stay as they are.
     """
     index = torch.zeros_like(rewards, dtype=torch.int64)
     count = 1
@@ -83,7 +83,7 @@ def normalise(rewards: Tensor, groups: Tensor | None = None, *, shift: bool = Tr
 
 
 def asym_clip(normalised: Tensor) -> Tensor:
-    """Limit normalised rewards to [-1, 3], [B] (ROLL's agentic `asym_clip`): a rare success stands out."""
+    """Limit normalised rewards to [-1, 3], [B] (ROLL's agentic `asym_clip`), so that a rare success keeps a large reward."""
     return normalised.clamp(-1.0, 3.0)
 
 
@@ -93,7 +93,7 @@ def whiten(values: Tensor, *, weights: Tensor | None = None, shift: bool = True)
     Args:
         values: [n]; with ``weights`` [n] each value counts that often (a trajectory's advantage once per token).
         weights: How often each value counts; None: once.
-        shift: Take the mean off; False adds it back after the division.
+        shift: Subtract the mean; False adds it back after the division.
 
     Returns:
         [n]; all 0 (with shift) where fewer than two values count or all are equal.
@@ -112,7 +112,7 @@ def whiten(values: Tensor, *, weights: Tensor | None = None, shift: bool = True)
 
 
 def kl_in_reward(scores: Tensor, kl: Tensor, sequences: Sequences, *, coefficient: float) -> Tensor:
-    """Token rewards: ``-coefficient kl`` at every token, and the trajectory's score at its last one, [N].
+    """Return token rewards: ``-coefficient kl`` at every token, plus the trajectory's score at its last one, [N].
 
     Args:
         scores: [S] one per sequence.
@@ -127,10 +127,10 @@ def kl_in_reward(scores: Tensor, kl: Tensor, sequences: Sequences, *, coefficien
 
 
 def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft punishment of long answers (arXiv 2503.14476, eq. 13), [B], in [-factor, 0].
+    """Return DAPO's soft penalty of long answers (arXiv 2503.14476, eq. 13), [B], in [-factor, 0].
 
     0 up to ``longest - buffer`` tokens, then linear down to ``-factor`` at ``longest`` and beyond. verl's
-    and AReaL's go on falling beyond; TRL's and ours do not.
+    and AReaL's keep falling beyond; TRL's and Penstock's do not.
     """
     if buffer < 1:
         raise ValueError(f"the buffer of the overlong penalty must be at least 1 token, got {buffer}")
@@ -139,9 +139,9 @@ def overlong_penalty(lengths: Tensor, *, longest: int, buffer: int, factor: floa
 
 
 def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> float:
-    """``factor`` times the share of n-grams that repeat an earlier one, 0 for an answer too short to have any.
+    """Return ``factor`` times the share of n-grams that repeat an earlier one; 0 for an answer shorter than one.
 
-    TRL's `get_repetition_penalty_reward`; a negative factor punishes.
+    TRL's `get_repetition_penalty_reward`; a negative factor is a penalty.
     """
     total = len(token_ids) - ngram + 1
     if total < 1:
@@ -151,12 +151,12 @@ def repetition_penalty(token_ids: list[int], *, ngram: int, factor: float) -> fl
 
 
 def difficulty_weights(difficulty: Tensor) -> Tensor:
-    """``0.5 + 1.5 d`` for a difficulty d in [0, 1] (ROLL's `difficulty_loss_weight`), [B]."""
+    """Return ``0.5 + 1.5 d`` for a difficulty d in [0, 1] (ROLL's `difficulty_loss_weight`), [B]."""
     return 0.5 + 1.5 * difficulty.clamp(0.0, 1.0)
 
 
 def length_weights(lengths: Tensor) -> Tensor:
-    """``1.5 - minmax(length)``: short answers weigh 1.5, the longest 0.5 (ROLL's `length_loss_weight`), [B]."""
+    """Return ``1.5 - minmax(length)``: short answers weigh 1.5, the longest 0.5 (ROLL's `length_loss_weight`), [B]."""
     lengths = lengths.to(torch.float64)
     span = lengths.max() - lengths.min() if len(lengths) else torch.zeros(())
     return torch.ones_like(lengths) if float(span) == 0.0 else 1.5 - (lengths - lengths.min()) / span

@@ -16,14 +16,18 @@ _PACKAGES = ("trainer", "protocol")  # their code computes the numbers
 THREADS = "threads"
 
 
-def environment_fingerprint() -> dict[str, str]:
-    """Describe this process; equal descriptions give the same bits on a CPU, for the same groups and settings."""
+def environment_fingerprint(extensions: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Describe this process; equal descriptions give the same bits on a CPU, for the same groups and settings.
+
+    ``extensions`` are the digests of user code that the settings choose (`AlgorithmSettings.extension_digests`).
+    """
     return {
         **{name: _version(name) for name in _LIBRARIES},
         "python": platform.python_version(),
         "code": _code_digest(),
         "machine": _machine(),
         THREADS: str(torch.get_num_threads()),
+        **(extensions or {}),
     }
 
 

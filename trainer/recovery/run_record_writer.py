@@ -67,9 +67,20 @@ class RunRecordWriter:
         return self._digest()
 
     def add_session(
-        self, *, holder: str, at: float, step: int, version: int, parent: int | None, config: bytes
+        self,
+        *,
+        holder: str,
+        at: float,
+        step: int,
+        version: int,
+        parent: int | None,
+        config: bytes,
+        extensions: Mapping[str, str] | None = None,
     ) -> None:
-        """Add this session to the next chapter; ``config`` is its settings as JSON."""
+        """Add this session to the next chapter.
+
+        ``config`` is its settings as JSON, ``extensions`` are the digests of user code that the settings choose.
+        """
         key = blob_keys.lineage_config(self._run_id, hashlib.sha256(config).hexdigest())
         self._sessions.append(
             RecordedSession(
@@ -81,7 +92,7 @@ class RunRecordWriter:
                 parent_version=parent,
                 weights_digest=self.digest(),
                 config=self._blobs.put(key, config),
-                environment=environment_fingerprint(),
+                environment=environment_fingerprint(extensions),
             )
         )
 

@@ -223,7 +223,8 @@ class Replay:
 
     def _compare_environment(self) -> None:
         for line in environment_fingerprint.differences(
-            self._session.environment, environment_fingerprint.environment_fingerprint()
+            self._session.environment,
+            environment_fingerprint.environment_fingerprint(self._settings.algorithm.extension_digests),
         ):
             if line not in self.verdict.environment_differences:
                 self.verdict.environment_differences.append(line)

@@ -1,4 +1,4 @@
-"""The parts of an algorithm inside the trainer: what a step does with entropy, KL, proximal policy, filters and lr rule."""
+"""The parts of an algorithm in a training step: entropy, KL, proximal policy, filters and the learning rate factor."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def plan_of(groups: list[ReadyGroup], settings: AlgorithmSettings, **more: float
 
 
 def test_the_learning_rate_shrinks_with_the_effective_sample_size(trained: dict[str, list[dict]]) -> None:
-    """Samples far from the policy scale the step's rate by the share that still counts; off, the schedule alone does."""
+    """Samples far from the policy scale the step's rate by the effective share; off, the schedule alone does."""
     for scaled, plain in zip(trained["default"], trained["no ess"], strict=True):
         sums = scaled["sums"]
         share = sums["ess_weight"] ** 2 / (sums["ess_count"] * sums["ess_weight_squared"])
@@ -87,7 +87,7 @@ def test_the_learning_rate_shrinks_with_the_effective_sample_size(trained: dict[
 
 
 def test_a_step_with_every_part_reports_every_part(trained: dict[str, list[dict]]) -> None:
-    """Reference, entropy, recomputed policy, importance weights, rejection and the mix with cross-entropy, at once."""
+    """Reference, entropy, recomputed policy, importance weights, rejection and added cross-entropy, at once."""
     figures = trained["everything"]
     assert figures[0]["sums"]["kl_reference"] == pytest.approx(0.0, abs=1e-5)  # the policy still is the reference
     assert figures[2]["sums"]["kl_reference"] > 1e-6
@@ -96,7 +96,7 @@ def test_a_step_with_every_part_reports_every_part(trained: dict[str, list[dict]
 
 
 def test_a_recomputed_anchor_makes_the_first_ratio_one(trained: dict[str, list[dict]]) -> None:
-    """Against the proximal policy nothing is clipped in the one step of a batch; against the sampler much is."""
+    """Against the proximal policy no token is clipped in the one step of a batch; against the sampler some are."""
     proximal, behaviour = trained["proximal"][0]["sums"], trained["default"][0]["sums"]
     assert proximal["ratio"] == pytest.approx(proximal["tokens"], rel=1e-5)
     assert proximal["clipped"] == 0
@@ -120,8 +120,8 @@ def test_the_kl_to_the_reference_can_be_part_of_the_reward(trained: dict[str, li
     assert all(step["reward_kl"] > 0 for step in trained["reward kl"])
 
 
-def test_the_kl_over_the_vocabulary_starts_at_nothing_and_needs_no_sample(trained: dict[str, list[dict]]) -> None:
-    """Policy and reference the same: 0 in loss and reward, where an estimate on the sampler's tokens is not; then it grows."""
+def test_the_kl_over_the_vocabulary_starts_at_zero_and_needs_no_sample(trained: dict[str, list[dict]]) -> None:
+    """For equal policy and reference it is 0 in loss and reward, unlike an estimate on the sampler's tokens; then it grows."""
     kl = [step["sums"]["kl_reference"] / step["sums"]["tokens"] for step in trained["full kl"]]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[2] > 1e-6
@@ -131,24 +131,24 @@ def test_the_kl_over_the_vocabulary_starts_at_nothing_and_needs_no_sample(traine
     assert rewards[2] > 1e-6
     advantages = [step["advantages"] for step in trained["full reward kl"]]
     assert sorted({round(a, 3) for a in advantages[0]}) == [-0.866, 0.866]
-    assert len({round(a, 6) for a in advantages[2]}) > 2  # each answer pays for its own KL
+    assert len({round(a, 6) for a in advantages[2]}) > 2  # each answer's reward is lowered by its own KL
 
 
-def test_the_kl_coefficient_is_steered_to_its_target(trained: dict[str, list[dict]]) -> None:
-    """Below the target it falls by 0.2 x trajectories / horizon a step, and the step reports what it used."""
+def test_the_kl_coefficient_is_adapted_to_its_target(trained: dict[str, list[dict]]) -> None:
+    """Below the target it falls by 0.2 x trajectories / horizon a step, and the step reports the coefficient it used."""
     used = [step["kl_coefficient"] for step in trained["steered"]]
     assert used == pytest.approx([0.1 * (1 - 0.2 * 12 / 100) ** step for step in range(3)])
 
 
-def test_released_m2po_clips_where_the_batch_says(trained: dict[str, list[dict]]) -> None:
-    """A tight budget clips ratios and rejects nothing; within the budget nothing is clipped either."""
+def test_released_m2po_clips_at_the_limit_of_the_batch(trained: dict[str, list[dict]]) -> None:
+    """A tight budget clips ratios and rejects nothing; within the budget no ratio is clipped."""
     clipped, free = trained["m2po clip"][0]["sums"], trained["m2po free"][0]["sums"]
     assert 0 < clipped["clipped"] < clipped["tokens"]
     assert clipped["rejected"] == free["rejected"] == free["clipped"] == 0
 
 
-def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:
-    """Such a group is not held, and dropped under a reason of its own."""
+def test_dynamic_sampling_replaces_groups_without_a_signal() -> None:
+    """Such a group is dropped under its own reason."""
     box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_signal=True)
     drop = box.offer(ready(1, (1.0, 1.0)))
     assert drop is not None
@@ -160,7 +160,7 @@ def test_dynamic_sampling_replaces_groups_that_teach_nothing() -> None:
 
 
 def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> None:
-    """Only the rest is trained on, as if the batch had held nothing else."""
+    """Only the others are trained on, as in a batch of them alone."""
     groups = [ready(1, (1.0, 0.0, 0.0)), ready(2, (0.5, 0.5, 0.5))]
     plan = plan_of(groups, AlgorithmSettings(drop_zero_advantage=True))
     alone = plan_of(groups[:1], AlgorithmSettings())
@@ -169,15 +169,15 @@ def test_filtered_trajectories_are_not_in_the_plan_nor_in_its_denominators() -> 
     assert [r.advantage for r in plan.rows] == [r.advantage for r in alone.rows]
 
 
-def test_a_batch_of_which_a_filter_leaves_nothing_is_kept_whole() -> None:
-    """Its advantages teach nothing, its figures still count."""
+def test_a_batch_whose_every_trajectory_is_filtered_is_kept_whole() -> None:
+    """Its advantages are 0, and its figures are still reported."""
     plan = plan_of([ready(1, (0.5, 0.5))], AlgorithmSettings(drop_zero_advantage=True))
     assert len(plan.rows) == 2
     assert {r.advantage for r in plan.rows} == {0.0}
 
 
-def test_tokens_know_their_age_and_plans_survive_the_wire() -> None:
-    """A row's tokens carry the versions between sampling and training; a plan that was sent is the same plan."""
+def test_rows_carry_token_ages_and_plans_are_unchanged_by_encoding() -> None:
+    """A row's tokens carry the versions between sampling and training; a plan that was encoded and decoded is the same plan."""
     group = ready(1, (1.0, 0.0), version=3)
     plan = plan_of([group], AlgorithmSettings(sft_coefficient=0.5), version=7, sft_coefficient=0.5)
     assert StepPlan.from_wire(plan.to_wire()) == plan
@@ -236,18 +236,18 @@ def test_remax_compares_with_the_greedy_completion_and_never_trains_on_it() -> N
 
 
 def test_a_baseline_is_shaped_like_the_rewards_it_is_compared_with() -> None:
-    """Overlong penalty, clip and normalisation are the baseline's too, so that equal answers differ by nothing."""
+    """Overlong penalty, clip and normalisation are the baseline's too, so that equal answers have advantage 0."""
     settings = AlgorithmSettings(
         name="remax", overlong_buffer=0.5, reward_clip=0.6, reward_norm="group", reward_scale=False
     )
     rule = credit_rule(settings, longest=10)
     found = rule([Scored([1.0, 0.0], [10, 4], [True, False], baseline=(1.0, 10))])
-    assert found.advantages == pytest.approx([0.0, 0.0])  # both came to 0.0 before the mean went off
+    assert found.advantages == pytest.approx([0.0, 0.0])  # both were 0.0 before the mean was subtracted
     assert rule([Scored([2.0], [1], [False], baseline=(0.0, 1))]).advantages == pytest.approx([0.6])
 
 
-def test_groups_without_a_baseline_come_again_under_remax() -> None:
-    """What another algorithm issued before the run went on is dropped by a reason of its own, which is not final."""
+def test_groups_without_a_baseline_are_issued_again_under_remax() -> None:
+    """Groups that another algorithm issued before the run was resumed are dropped under a reason that is not final."""
     box = Batcher(groups_per_step=1, max_staleness=2, ledger=Ledger(), needs_baseline=True)
     drop = box.offer(ready(1, (1.0, 0.0)))
     assert drop is not None
@@ -266,8 +266,8 @@ def test_cut_answers_can_be_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "topr", "dr_grpo"])
 @pytest.mark.parametrize("cut", [1, 5])
-def test_micro_batches_change_nothing_for_any_level_of_loss(name: str, cut: int) -> None:
-    """Loss, gradient and sums of a batch in one piece, with shared prompts, are those of two pieces together."""
+def test_splitting_into_micro_batches_changes_no_loss_of_any_level(name: str, cut: int) -> None:
+    """Loss, gradient and sums of one micro-batch, with shared prompts, are those of two micro-batches together."""
     settings = AlgorithmSettings(name=name)
     groups = [ready(number, (1.0, 0.0, 1.0, 0.0)) for number in range(2)]
     plan = plan_of(groups, settings)

@@ -1,4 +1,4 @@
-"""Micro-batches: nothing is lost, no budget is broken, every rank does its share."""
+"""Micro-batches: every row is in one, none is over the budget, ranks have equal numbers of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rows(groups: list[tuple[int, list[int], bool]]) -> list[Row]:
 
 @examples(100)
 @given(groups=ragged, budget=st.integers(40, 200), num_ranks=st.integers(1, 4))
-def test_rows_of_a_prompt_stand_together_where_that_costs_no_more(
+def test_rows_of_a_prompt_are_kept_together_where_that_costs_no_more(
     groups: list[tuple[int, list[int], bool]], budget: int, num_ranks: int
 ) -> None:
     """Every row once, within the budget; never more tokens than sorted by length; the count is that of the tensors."""
@@ -97,7 +97,7 @@ def test_plan_balances_tokens_over_ranks() -> None:
 
 
 def test_too_long_a_row_says_which_settings_to_change() -> None:
-    """A trajectory over the budget is an error that names the settings, not a silent cut."""
+    """A trajectory over the budget is an error that names the settings, and is not truncated."""
     with pytest.raises(BatchDoesNotFit, match=r"200 tokens.*micro_batch_tokens = 100.*max_new_tokens"):
         plan_micro_batches([10, 200], budget_tokens=100)
 
@@ -120,7 +120,7 @@ def test_tensors_line_up() -> None:
 
 
 def test_an_empty_micro_batch_is_buildable() -> None:
-    """A rank without rows still gets tensors to run its collectives with, and no target."""
+    """A rank without rows gets tensors without targets, so that it takes part in collectives."""
     batch = build([])
     assert batch.input_ids.shape == (1, 1)
     assert len(batch.targets) == len(batch.predictors) == 0

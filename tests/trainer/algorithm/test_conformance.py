@@ -1,8 +1,8 @@
 """Every loss, estimator, penalty and correction against public implementations: outputs and gradients.
 
 `tests/data/conformance.json.gz` holds what they return. `ADAPTERS` says which of our functions, with which
-options, answers for which of theirs; `DISAGREEMENTS` lists the cases in which we take another side, with
-the reason; `OTHER_RULES` those that judge answers. Nothing else may be left out.
+options, answers for which of theirs; `DISAGREEMENTS` lists the cases in which Penstock differs, with
+the reason; `OTHER_RULES` those that score answers. No other case may be left out.
 """
 
 from __future__ import annotations
@@ -474,7 +474,7 @@ def _whiten(given: Given) -> dict[str, Any]:
 
 @answers("areal/masked_normalization/")
 def _areal_whiten(given: Given) -> dict[str, Any]:
-    """AReaL divides by the biased standard deviation plus 1e-5, we by the unbiased one."""
+    """AReaL divides by the biased standard deviation plus 1e-5, Penstock by the unbiased one."""
     values = given.flat("x")
     num, variance = len(values), values.var().item()
     theirs = math.sqrt(variance * (num - 1) / num) + 1e-5
@@ -770,7 +770,7 @@ def _areal_overlong(given: Given) -> dict[str, Any]:
 
 
 def _areal_weights(given: Given, rejection: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Weights and what they keep; AReaL's k3 is exp(-x) - 1 + x of x = log(proximal / behaviour)."""
+    """Weights and the tokens they keep; AReaL's k3 is exp(-x) - 1 + x of x = log(proximal / behaviour)."""
     log_ratio = given.flat("old_log_prob") - given.flat("rollout_log_prob")
     if rejection["metric"] != "ratio":
         keep = inside(-log_ratio, given.sequences, "seq_mean_k3", high=rejection["upper"])
@@ -1047,7 +1047,7 @@ def test_equals_the_public_implementation(case_id: str) -> None:
 
 
 def test_every_case_is_accounted_for() -> None:
-    """347 cases: each is run here, or listed with the side we take, or is a rule for rewards."""
+    """347 cases: each is run here, or listed with the choice made here, or is a rule for rewards."""
     assert len(CASES) == 347
     assert set(DISAGREEMENTS) | set(OTHER_RULES) <= set(CASES)
     assert len(RUN) + len(DISAGREEMENTS) + len(OTHER_RULES) == len(CASES)

@@ -1,4 +1,4 @@
-"""Corrections, advantages, shaping and filters: right for any input, and what the papers say of them."""
+"""Corrections, advantages, shaping and filters: right for any input, with the properties that the papers state."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_advantages_are_finite_for_any_batch(name: str, rows: list[tuple[float, 
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "pass_at_k"])
-def test_a_group_that_teaches_nothing_gets_no_advantage(name: str) -> None:
+def test_a_group_without_a_signal_gets_no_advantage(name: str) -> None:
     """A group of one and a group of equal rewards: 0."""
     found = ESTIMATORS[name](outcomes([0.7, 0.3, 0.3, 0.1 + 0.2, 0.3], [0, 1, 1, 2, 2], [3, 3, 5, 2, 2]))
     torch.testing.assert_close(found, torch.zeros(5, dtype=torch.float64), atol=1e-12, rtol=0)
@@ -91,13 +91,13 @@ def test_group_relative_advantages_sum_to_zero_and_ignore_a_shift(rewards: list[
 
 
 def test_groups_do_not_mix() -> None:
-    """The advantages of a group do not depend on what stands beside it."""
+    """The advantages of a group do not depend on the other groups."""
     alone = grpo(outcomes([1.0, 0.0, 0.5], [0, 0, 0], [1, 1, 1]))
     beside = grpo(outcomes([9.0, 1.0, 0.0, -7.0, 0.5], [4, 2, 2, 4, 2], [1] * 5))
     torch.testing.assert_close(beside[[1, 2, 4]], alone)
 
 
-def test_gae_jumps_over_a_tools_reply() -> None:
+def test_gae_skips_a_tools_reply() -> None:
     """Tokens that were not sampled are not there, so advantages are those of the sampled ones alone."""
     sequences = Sequences.of_lengths(torch.tensor([3]))
     rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.25, 0.75])
@@ -108,10 +108,10 @@ def test_gae_jumps_over_a_tools_reply() -> None:
 
 @examples(20)
 @given(rows=lengths, seed=seeds, level=levels)
-def test_importance_weights_are_finite_bounded_and_blind_to_other_sequences(
+def test_importance_weights_are_finite_bounded_and_independent_of_other_sequences(
     rows: list[int], seed: int, level: Level
 ) -> None:
-    """Whatever the ratios, weights lie in their band, and a sequence's own do not depend on its neighbours."""
+    """For any ratios, weights are inside their band, and those of a sequence do not depend on other sequences."""
     data = sample(rows, seed, spread=300.0)
     log_ratio = data.current.detach() - data.behaviour
     weights = importance_weights(log_ratio, data.sequences, level=level, bound="truncate", high=2.0)
@@ -124,7 +124,7 @@ def test_importance_weights_are_finite_bounded_and_blind_to_other_sequences(
 
 
 def test_moving_one_behaviour_logprob_moves_only_that_tokens_weight() -> None:
-    """Token weights look at their token alone."""
+    """A token weight depends on its token alone."""
     data = sample([4, 3], 1)
     log_ratio = data.current.detach() - data.behaviour
     moved = log_ratio.clone()
@@ -147,7 +147,7 @@ def test_the_root_level_spreads_alike_for_every_length(num: int) -> None:
 
 
 def test_the_effective_share_is_one_for_equal_weights_and_one_nth_for_one_that_dominates() -> None:
-    """Its two ends."""
+    """These are the ends of its range."""
     assert effective_share(torch.zeros(10)).item() == pytest.approx(1.0)
     assert effective_share(torch.tensor([50.0] + [0.0] * 9)).item() == pytest.approx(0.1)
     assert learning_rate_factor(0.25) == 0.5
@@ -159,7 +159,7 @@ def test_the_effective_share_is_one_for_equal_weights_and_one_nth_for_one_that_d
 def test_m2po_brings_the_second_moment_within_budget_and_drops_no_more_than_needed(
     rows: list[int], seed: int, budget: float
 ) -> None:
-    """What stays has a mean square within the budget, and would not if the smallest dropped one stayed too."""
+    """The kept tokens have a mean square within the budget, and would not with the smallest dropped one."""
     data = sample(rows, seed)
     log_ratio = data.current.detach() - data.behaviour
     along = moved_along(log_ratio, data.advantages)
@@ -203,7 +203,7 @@ def test_m2pos_released_clip_meets_the_budget() -> None:
 
 
 def test_an_approximate_proximal_policy_of_fresh_tokens_is_the_behaviour_policy() -> None:
-    """Tokens of the newest version have nothing between behaviour and current; no division by zero."""
+    """Tokens of the newest version have equal behaviour and proximal log-probabilities; no division by zero."""
     current, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5])
     found = approximate_proximal(current, behaviour, torch.tensor([5, 4]), 5, form="loglinear")
     torch.testing.assert_close(found, behaviour)
@@ -230,7 +230,7 @@ def test_a_straight_through_estimate_has_the_gradient_of_k2() -> None:
 
 
 def test_a_fixed_kl_coefficient_stays() -> None:
-    """Without a target the controller does not steer."""
+    """Without a target the controller does not adapt it."""
     controller = KlController(0.1)
     controller.update(5.0, 100)
     assert controller.coefficient == 0.1
@@ -270,7 +270,7 @@ def test_running_moments_equal_those_of_everything_at_once() -> None:
 
 
 def test_sample_weights_sum_to_their_number() -> None:
-    """Difficulty and length reweigh, they do not change how much a batch counts."""
+    """Weights by difficulty and length do not change the sum of the batch's weights."""
     weights = shape.sample_weights(
         shape.difficulty_weights(torch.tensor([0.0, 0.5, 2.0])), shape.length_weights(torch.tensor([3, 9, 6])).float()
     )
@@ -278,8 +278,8 @@ def test_sample_weights_sum_to_their_number() -> None:
     assert weights[0] < weights[2]
 
 
-def test_who_is_compared_with_whom() -> None:
-    """Equal names get equal numbers; ROLL's asymmetric clip lets a rare success stand out and bounds a rare failure."""
+def test_rewards_of_one_source_are_normalised_together() -> None:
+    """Equal names get equal numbers; ROLL's asymmetric clip keeps a rare success large and bounds a rare failure."""
     assert shape.numbered(["x", "x", "y", "x"]).tolist() == [0, 0, 1, 0]
     rare = shape.normalise(torch.tensor([0.0] * 19 + [9.0], dtype=torch.float64))
     assert rare.max() > 3.0
@@ -287,7 +287,7 @@ def test_who_is_compared_with_whom() -> None:
     assert shape.asym_clip(-rare).min() == -1.0
 
 
-def test_prompt_mean_weighs_every_prompt_alike() -> None:
+def test_prompt_mean_gives_every_prompt_the_same_weight() -> None:
     """Two prompts, one with twice the tokens: their tokens weigh half as much each."""
     batch = Denominators(num_tokens=9, num_sequences=4, max_completion_tokens=8, num_prompts=2)
     assert sequence_weight("prompt-mean", 2, batch, prompt_tokens=6) * 6 == pytest.approx(0.5)
@@ -315,7 +315,7 @@ def test_filters_name_their_reason() -> None:
     assert minimal_advantage.precedence < skip_non_positive_advantage.precedence < drop_zero_advantage.precedence
 
 
-def test_a_group_is_informative_when_its_rewards_differ() -> None:
+def test_a_group_has_a_signal_when_its_rewards_differ() -> None:
     """Groups of one and rounding noise carry no signal."""
     assert rewards_differ([0.0, 1.0])
     assert not rewards_differ([1.0])
@@ -323,7 +323,7 @@ def test_a_group_is_informative_when_its_rewards_differ() -> None:
 
 
 def test_a_record_is_reused_within_its_limits() -> None:
-    """At most so often, and not before so many steps have passed."""
+    """At most max_trained_count times, and at least retrained_interval steps apart."""
     rule = Reuse(max_trained_count=2, retrained_interval=3)
     assert rule.reason(0, None, 5) is None
     assert rule.reason(1, 4, 5) is ReuseRefused.TRAINED_RECENTLY
@@ -335,6 +335,6 @@ def _veto(log_ratio: Tensor) -> Tensor:
     return not_vetoed(log_ratio, Sequences.of_lengths(torch.tensor([2, 2])), 1e-4)
 
 
-def test_one_impossible_token_vetoes_its_whole_sequence_and_no_other() -> None:
+def test_one_improbable_token_vetoes_its_whole_sequence_and_no_other() -> None:
     """A ratio below 1e-4 anywhere drops the sequence."""
     assert _veto(torch.tensor([0.0, -12.0, 0.1, 0.2])).tolist() == [False, False, True, True]

@@ -1,4 +1,4 @@
-"""What a trajectory is credited with: the order of the shaping, what is remembered, and any batch whatever."""
+"""Credit of trajectories: the order of the shaping, the state between batches, and finite values for any batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scored(*rewards: float, source: str = "", kl: tuple[float, ...] = ()) -> Sco
 
 
 def test_rewards_are_scaled_by_all_rewards_of_the_run_so_far() -> None:
-    """The first batch by its own deviation, the next by that of both; the mean off first when asked."""
+    """The first batch by its own deviation, the next by that of both; with mean_std the mean is subtracted first."""
     rule = credit_rule(AlgorithmSettings(**PLAIN, reward_scaling="std"), longest=10)
     assert rule([scored(1.0, 3.0)]).advantages == pytest.approx([1 / math.sqrt(2), 3 / math.sqrt(2)])
     deviation = math.sqrt(20 / 3)  # of 1, 3, 5, 7
@@ -33,15 +33,15 @@ def test_rewards_are_scaled_by_all_rewards_of_the_run_so_far() -> None:
     assert centred([scored(1.0, 3.0)]).advantages == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
 
 
-def test_running_normalisation_remembers_earlier_batches() -> None:
-    """A batch of equal rewards stands out against the ones before it."""
+def test_running_normalisation_includes_earlier_batches() -> None:
+    """A batch of equal rewards has advantages against those of earlier batches."""
     rule = credit_rule(AlgorithmSettings(**PLAIN, reward_norm="running", reward_scale=False), longest=10)
     rule([scored(0.0, 0.0)])
     assert rule([scored(1.0, 1.0)]).advantages == pytest.approx([0.5, 0.5])
 
 
-def test_a_resumed_rule_goes_on_bit_for_bit() -> None:
-    """What a checkpoint holds, through JSON, gives the very same advantages as going on without a stop."""
+def test_a_resumed_rule_continues_bit_for_bit() -> None:
+    """What a checkpoint holds, through JSON, gives the same advantages as a rule that was not stopped."""
     section = AlgorithmSettings(**PLAIN, reward_scaling="mean_std", reward_norm="running")
     batches = [[scored(0.1 * n, 0.7, -n / 3.0)] for n in range(8)]
     through = AlgorithmState.fresh(section)
@@ -54,8 +54,8 @@ def test_a_resumed_rule_goes_on_bit_for_bit() -> None:
     assert second.to_document() == through.to_document()
 
 
-def test_a_steered_coefficient_is_resumed_and_a_fixed_one_is_the_run_files() -> None:
-    """A checkpoint keeps where the controller was; without a target the run file may change the coefficient."""
+def test_an_adapted_coefficient_is_resumed_and_a_fixed_one_is_the_run_files() -> None:
+    """A checkpoint holds the state of the controller; without a target the run file may change the coefficient."""
     steered = AlgorithmSettings(kl_coefficient=0.1, kl_target=0.01, kl_horizon=10)
     state = AlgorithmState.fresh(steered)
     state.kl.update(1.0, 5)
@@ -85,8 +85,8 @@ def test_a_rare_success_is_limited_less_than_a_rare_failure() -> None:
     assert min(one_wrong) == -1.0
 
 
-def test_the_kl_is_taken_off_after_normalisation_and_before_the_estimator() -> None:
-    """The documented order: a normalised reward loses coefficient x KL, and the group mean of that is the baseline."""
+def test_the_kl_is_subtracted_after_normalisation_and_before_the_estimator() -> None:
+    """The documented order: coefficient x KL is subtracted from a normalised reward, and the group mean of that is the baseline."""
     section = AlgorithmSettings(
         normalise_by_std=False, reward_norm="group", reward_scale=False, reward_kl_coefficient=0.5
     )

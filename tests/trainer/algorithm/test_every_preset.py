@@ -1,6 +1,6 @@
-"""What every algorithm promises, from rewards to gradients: plan, micro-batches, credit by token, corrections, loss.
+"""Properties of every algorithm, from rewards to gradients: plan, micro-batches, credit by token, corrections, loss.
 
-Each preset, and each way of setting the parts that no preset sets, goes the trainer's whole way here: `make_plan`,
+Each preset, and each way of setting the parts that no preset sets, goes through all stages of a step here: `make_plan`,
 `build`, `TokenCredit` where a critic credits tokens, the batch's limit where M2PO sets one, and the objective.
 """
 
@@ -57,7 +57,7 @@ ON_POLICY = [name for name in ALGORITHMS if name != "cross-entropy mixed in"]
 
 @dataclass(frozen=True)
 class Sampled:
-    """One trajectory: what was sampled of it, and with how likely each token was and is."""
+    """One trajectory: its sampled tokens, with their behaviour and current log-probabilities."""
 
     mask: tuple[bool, ...]  # behind the prompt; a hole is a tool's reply
     reward: float
@@ -124,7 +124,7 @@ def section_of(name: str) -> AlgorithmSettings:
 
 @dataclass
 class Policy:
-    """What each token's log-probability is now, by prompt and tokens: the same however the batch is laid out."""
+    """Current log-probability of each token, by prompt and tokens: independent of the layout of the batch."""
 
     spread: float
     leaves: dict[tuple[bytes, bytes], Tensor]
@@ -144,7 +144,7 @@ class Policy:
 
 @dataclass
 class Trained:
-    """What a step came to."""
+    """The results of a step."""
 
     loss: float
     gradients: dict[tuple[bytes, bytes], Tensor]  # of every sampled token's log-probability
@@ -164,7 +164,7 @@ def plan_of(groups: Sequence[ReadyGroup], section: AlgorithmSettings, *, budget:
 
 
 def prepared(section: AlgorithmSettings, rows: Sequence[Sequence[Row]], logprobs: Sequence[Tensor]) -> list[MicroBatch]:
-    """Build micro-batches and give them what the batch as a whole says: credit by token, M2PO's limit."""
+    """Build micro-batches and give them what depends on the whole batch: credit by token, M2PO's limit."""
     built = [build(some) for some in rows]
     if section.has_critic:
         values = [torch.sin(batch.targets.float()) for batch in built]
@@ -259,7 +259,7 @@ def test_the_order_changes_nothing(name: str, batch: list[list[Sampled]], seed: 
 @examples(6)
 @given(batch=some_batch)
 def test_on_fresh_samples_it_is_the_plain_policy_gradient(name: str, batch: list[list[Sampled]]) -> None:
-    """The gradient of each token is minus its weight times its advantage, whatever the loss is called."""
+    """The gradient of each token is minus its weight times its advantage, for every loss."""
     found = train(name, groups_of(batch, section_of(name)), spread=0.0, version=0)
     for rows, micro_batch in zip(found.rows, found.batches, strict=True):
         expected = (-micro_batch.weights * micro_batch.advantages).split([int(row.loss_mask.sum()) for row in rows])
@@ -278,7 +278,7 @@ TEACHING = [
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
-    """Logits at prompts, tool replies and padding: exactly 0. Where a sampled token of a success was chosen: not 0."""
+    """Logits at prompts, tool replies and padding: exactly 0. At the position that predicts a sampled token of a success: not 0."""
     section = section_of(name)
     groups = groups_of(TEACHING, section)
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=0)
@@ -312,7 +312,7 @@ def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
 @examples(3)
 @given(batch=full_batch)
 def test_shared_prompts_and_padding_change_no_parameters_gradient(name: str, batch: list[list[Sampled]]) -> None:
-    """Through a real model: prompts that stand once, rows padded to the longest, and a row alone all agree."""
+    """Through a real model: prompts that are shared, rows padded to the longest, and a row alone all agree."""
     section = section_of(name)
     groups = groups_of(batch, section)
     plan = plan_of(groups, section, budget=10_000, num_ranks=1, version=2)
@@ -320,7 +320,7 @@ def test_shared_prompts_and_padding_change_no_parameters_gradient(name: str, bat
 
     def gradients(pieces: list[list[Row]], sharing: float) -> list[Tensor]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batches, "SHARING_PAYS_BELOW", sharing)
+            patch.setattr(batches, "MAX_SHARED_RATIO", sharing)
             plain = [build(piece) for piece in pieces]
             assert all((piece.attention_mask is not None) == (sharing > 1) for piece in plain)
             SCORER.zero_grad()

@@ -75,7 +75,7 @@ def _by_hand(batch: MicroBatch, temperature: float) -> tuple[Tensor, list[Tensor
 def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
     lengths: list[int], chunk: int, temperature: float, with_entropy: bool, same_prompt: bool
 ) -> None:
-    """Whatever the chunk, the temperature and the layout; beside entropies or alone; no more logits at once than a chunk."""
+    """For any chunk size, temperature and layout, with entropies or alone; at most one chunk of logits at once."""
     rows = [
         row_of([1, 2, 3, 4] if same_prompt else [n + 1, 2], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
         for n, size in enumerate(lengths)

@@ -1,4 +1,4 @@
-"""What every policy loss promises, whatever the data: finite, right on-policy, and blind to how it was batched."""
+"""Properties of every policy loss for any data: finite, right on-policy, independent of how the batch is split."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_clip_cov_draws_the_same_tokens_in_every_run() -> None:
 @examples(8)
 @given(rows=lengths, seed=seeds, spread=st.sampled_from([0.0, 0.3, 5.0, 400.0]))
 def test_any_input_gives_finite_losses_and_gradients(name: str, rows: list[int], seed: int, spread: float) -> None:
-    """One-token rows, rows without tokens and absurd ratios give neither infinity nor NaN."""
+    """One-token rows, rows without tokens and extreme ratios give neither infinity nor NaN."""
     given_ = sample(rows, seed, spread=spread)
     terms = ALL[name](given_.tokens)
     terms.loss.sum().backward()
@@ -108,7 +108,7 @@ def test_on_policy_every_loss_has_the_gradient_of_the_plain_policy_gradient(
 @pytest.mark.parametrize("name", BY_SEQUENCE)
 @examples(8)
 @given(rows=lengths, seed=seeds)
-def test_on_policy_losses_of_whole_sequences_do_so_too(name: str, rows: list[int], seed: int) -> None:
+def test_on_policy_losses_of_whole_sequences_have_it_too(name: str, rows: list[int], seed: int) -> None:
     """The product's gradient reaches every token of the sequence, whose loss is counted once."""
     given_ = sample(rows, seed, stale=False)
     once = given_.sequences.spread(given_.sequences.lengths(given_.current).clamp(min=1.0))
@@ -160,8 +160,8 @@ def test_token_truncation_caps_the_weight_in_the_gradient() -> None:
     torch.testing.assert_close(tokens.current.grad, torch.tensor([2.0, 0.9], dtype=torch.float64))
 
 
-def test_which_clip_applied_is_told_apart() -> None:
-    """The clip and the dual clip are counted separately, each only where it took the gradient away."""
+def test_the_two_clips_are_counted_separately() -> None:
+    """The clip and the dual clip are counted separately, each only where it set the gradient to 0."""
     # ratio: 1.5, A>0: clip; 1.5, A<0: dual 1.2; 0.5, A<0: clip; 0.5, A>0: free; 1.1: free
     tokens = _tokens([1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, -1.0, 1.0, -1.0])
     terms = ppo_clip(tokens, clip_low=0.2, clip_high=0.2, dual_clip=1.2)

@@ -13,7 +13,7 @@ from tests.trainer.algorithm.tokens import lengths, seeds
 from torch import Tensor
 
 from penstock.trainer.algorithm.losses.tokens import Sequences
-from penstock.trainer.algorithm.mismatch import fresh, mismatch_figures, mismatch_maxima, mismatch_sums
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens, mismatch_figures, mismatch_maxima, mismatch_sums
 
 About = tuple[Tensor, Tensor, Tensor, Sequences]
 
@@ -28,7 +28,7 @@ def invented(rows: list[int], seed: int, spread: float = 0.3) -> About:
 
 
 def figures(*parts: About) -> dict:
-    """Of several micro-batches, added up as the policy adds them up."""
+    """Of several micro-batches, summed as the policy sums them."""
     every = [mismatch_sums(*about) for about in parts]
     tops = [mismatch_maxima(*about) for about in parts]
     sums = {name: sum(one[name] for one in every) for name in every[0]}
@@ -82,13 +82,13 @@ def test_percentiles_of_the_ratio_come_from_a_histogram_that_is_fine_enough() ->
         assert math.log(ours) == pytest.approx(theirs, abs=0.1 * max(abs(theirs), 0.1))
 
 
-def test_fresh_tokens_are_told_apart_from_stale_ones() -> None:
-    """An engine that is off by 0.5 on the version in training shows, whatever stale tokens do; none: nothing."""
+def test_fresh_tokens_are_compared_apart_from_stale_ones() -> None:
+    """An engine that is off by 0.5 on the version in training shows for any stale tokens; without fresh tokens there is no comparison."""
     behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     current = torch.tensor([-0.5, -1.5, -3.0, -1.0], dtype=torch.float64)
     ages = torch.tensor([0.0, 0.0, 2.0, 3.0])
     about = (current, behaviour, ages, Sequences.of_lengths(torch.tensor([2, 2])))
-    same = fresh(mismatch_sums(*about), mismatch_maxima(*about))
+    same = compare_fresh_tokens(mismatch_sums(*about), mismatch_maxima(*about))
     assert same is not None
     assert (same.num_tokens, same.mean_abs, same.max_abs, same.kl_k1) == (2, 0.5, 0.5, 0.0)
     assert same.kl_k3 == pytest.approx((math.expm1(0.5) - 0.5 + math.expm1(-0.5) + 0.5) / 2)
@@ -97,5 +97,5 @@ def test_fresh_tokens_are_told_apart_from_stale_ones() -> None:
     assert found["kl_by_age"].keys() == {"0", "2", "3-4"}
     assert found["kl_by_age"]["2"] == pytest.approx(math.exp(-2) - 1 + 2)
     stale = (current[2:], behaviour[2:], ages[2:], Sequences.of_lengths(torch.tensor([2])))
-    assert fresh(mismatch_sums(*stale), mismatch_maxima(*stale)) is None
+    assert compare_fresh_tokens(mismatch_sums(*stale), mismatch_maxima(*stale)) is None
     assert "mismatch" not in figures(stale)

@@ -91,6 +91,8 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["algorithm.name=ppo", "algorithm.drop_zero_advantage=true"], "every token has its own"),
         (["algorithm.name=CrossEntropy"], "supervised fine-tuning is `penstock sft`"),
         (["algorithm.name=gppo2"], "unknown algorithm 'gppo2'; known are"),
+        (["algorithm.loss=gpso"], "unknown loss 'gpso'; did you mean 'gspo'?"),
+        (["algorithm.advantage=grop"], "unknown advantage estimator 'grop'; did you mean 'grpo'?"),
         (["algorithm.name=cispo", "algorithm.clip_low=0.1"], "clip_low does nothing with algorithm.loss = cispo"),
         (["algorithm.name=rloo", "algorithm.normalise_by_std=false"], "does nothing with algorithm.advantage = rloo"),
         (["algorithm.rejection_high=3.0"], "does nothing while algorithm.rejection is off"),
@@ -116,7 +118,7 @@ def test_contradictions_say_the_fix(overrides: list[str], reply: str):
 
 
 def test_files_are_one_or_a_list():
-    """data.train takes one file or several; none at all is refused when it is needed."""
+    """data.train takes one file or several; an empty list is refused where files are needed."""
     assert settings("data.train=a.jsonl").data.train_files == (Path("a.jsonl"),)
     assert settings('data.train=["a", "b"]').data.train_files == (Path("a"), Path("b"))
     assert settings().data.eval_files == ()
@@ -124,9 +126,19 @@ def test_files_are_one_or_a_list():
         _ = settings().data.train_files
 
 
-def test_settings_import_without_torch():
-    """The settings load in a process that never imports torch."""
-    code = "import sys, penstock.trainer.settings; assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules)"
+def test_settings_load_and_are_shown_without_torch():
+    """Every loss, estimator, filter and correction is found, and each preset loads, in a process that has no torch."""
+    code = """
+import sys
+sys.modules |= dict.fromkeys(("torch", "deepspeed", "transformers"))  # importing one of them raises ImportError
+from penstock.protocol.config.run_file import format_config, load
+from penstock.trainer.algorithm.presets import PRESETS
+from penstock.trainer.algorithm.registries import ALL
+from penstock.trainer.settings import TrainerSettings
+assert all(registry.built_in for registry in ALL)
+for name in PRESETS:
+    format_config(load(TrainerSettings, overrides=["model.path=m", f"algorithm.name={name}"]))
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

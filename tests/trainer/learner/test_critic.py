@@ -154,7 +154,7 @@ def test_a_kl_in_the_reward_is_subtracted_token_by_token() -> None:
     some = replace(some, reference_logprobs=torch.tensor([-0.5, 0.0, -2.0]))
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False)([some], [torch.zeros(3)], kl_coefficient=0.1)
     assert found.micro_batches[0].advantages.tolist() == pytest.approx([1.0 - 0.25, 1.0 - 0.2, 1.0 - 0.2])
-    with pytest.raises(ValueError, match="the batch has none"):
+    with pytest.raises(ValueError, match="the micro-batch carries none"):
         TokenCredit()([build([_row(3, 3, 1.0)])], [torch.zeros(3)], kl_coefficient=0.1)
     exact = replace(some, reference_logprobs=None, reference_kl=torch.tensor([0.5, 0.0, 1.0]))
     found = TokenCredit(gamma=1.0, lam=1.0, whiten=False, kl_form="full")([exact], [torch.zeros(3)], kl_coefficient=0.1)
@@ -198,7 +198,7 @@ def test_a_shared_prompt_changes_no_value_and_no_gradient() -> None:
         row.token_ids[5:] = (row.token_ids[5:] * (n + 2)) % VOCABULARY
     for pays in (float("inf"), 0.0):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(batch, "SHARING_PAYS_BELOW", pays)
+            patch.setattr(batch, "MAX_SHARED_RATIO", pays)
             layout = build(some)
         assert (layout.attention_mask is not None) == (pays > 0)
         scorer.zero_grad()

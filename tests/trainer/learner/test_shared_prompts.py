@@ -67,9 +67,9 @@ def test_sharing_changes_no_logprob_and_no_gradient(drawn: list, random) -> None
     rows = [_row(prompt, completion, random.random()) for prompt, members in drawn for completion in members]
     random.shuffle(rows)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "SHARING_PAYS_BELOW", float("inf"))
+        patch.setattr(batch, "MAX_SHARED_RATIO", float("inf"))
         shared = build(rows)
-        patch.setattr(batch, "SHARING_PAYS_BELOW", 0.0)
+        patch.setattr(batch, "MAX_SHARED_RATIO", 0.0)
         plain = build(rows)
     assert shared.attention_mask is not None
     assert plain.attention_mask is None

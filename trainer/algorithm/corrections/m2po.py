@@ -60,7 +60,7 @@ def m2po_mask(log_ratio: Tensor, *, budget: float, among: Tensor | None = None) 
     """Drop the largest (log r)^2 until their mean is within the budget (algorithm 1).
 
     Wants the whole batch. The paper looks only at tokens that have moved the way their advantage pushes
-    (`moved_along`); AReaL looks at all.
+    (`moved_along`); AReaL at all.
 
     Args:
         log_ratio: [N].
@@ -85,7 +85,9 @@ def m2po_mask(log_ratio: Tensor, *, budget: float, among: Tensor | None = None) 
     return keep
 
 
-def m2po_limit(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]], list[float]] = list) -> float:
+def m2po_limit(
+    squares: Tensor, budget: float, sum_over_ranks: Callable[[Sequence[float]], list[float]] = list
+) -> float:
     """Return the largest (log r)^2 that `m2po_mask` keeps, where every rank holds some of the batch's squares.
 
     The mean of the squares up to a limit grows with the limit, so bisection finds it, with one sum over
@@ -94,13 +96,13 @@ def m2po_limit(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]
     Args:
         squares: [n] of this rank's tokens that count.
         budget: Largest mean of what stays.
-        add_up: Adds vectors over the ranks; alone: leaves them.
+        sum_over_ranks: Sums vectors over the ranks; the default is for one rank.
     """
     squares = squares.detach().double()
 
     def mean_up_to(limit: float) -> float:
         kept = squares[squares <= limit]
-        total, count = add_up([float(kept.sum()), float(len(kept))])
+        total, count = sum_over_ranks([float(kept.sum()), float(len(kept))])
         return total / count if count else 0.0
 
     low, high = 0.0, MAX_LOG_RATIO**2
@@ -112,7 +114,9 @@ def m2po_limit(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]
     return low
 
 
-def m2po_width(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]], list[float]] = list) -> float:
+def m2po_width(
+    squares: Tensor, budget: float, sum_over_ranks: Callable[[Sequence[float]], list[float]] = list
+) -> float:
     """Return the tau^2 of `m2po_clip` where every rank holds some of the batch's squares; infinite: nothing to clip.
 
     Arguments as in `m2po_limit`.
@@ -120,7 +124,7 @@ def m2po_width(squares: Tensor, budget: float, add_up: Callable[[Sequence[float]
     squares = squares.detach().double()
 
     def mean_at_most(limit: float) -> float:
-        total, count = add_up([float(squares.clamp(max=limit).sum()), float(len(squares))])
+        total, count = sum_over_ranks([float(squares.clamp(max=limit).sum()), float(len(squares))])
         return total / count if count else 0.0
 
     low, high = 0.0, MAX_LOG_RATIO**2

@@ -2,7 +2,7 @@
 
 A registered estimator is one file and gives one advantage per trajectory, which the loss spreads over its sampled
 tokens; it sees the whole batch as `Outcomes`. To add one, copy a file such as `rloo.py`. Functions on rewards by
-token (`reward_to_go`, `gae_tokens`, …) stand in the same files.
+token (`reward_to_go`, `gae_tokens`, …) are in the same files.
 
 Groups of one, groups of equal rewards and trajectories without tokens give 0 or a plain reward, as each function
 says; never NaN, and never rounding noise that a division makes large.

@@ -19,7 +19,7 @@ def double_sided(tokens: Tokens, *, clip_low: float, clip_high: float) -> LossTe
     """Weigh by the ratio inside a band and by 0 outside (GLM-5).
 
     ``L = -sg(f) A log p`` with f = current / anchor inside (1 - clip_low, 1 + clip_high) and 0 outside,
-    whatever the sign of the advantage. The width of the paper's band is unknown.
+    for either sign of the advantage. The width of the paper's band is unknown.
     """
     ratio = tokens.log_ratio.detach().exp()
     outside = (ratio <= 1.0 - clip_low) | (ratio >= 1.0 + clip_high)

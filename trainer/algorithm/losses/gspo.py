@@ -1,6 +1,6 @@
 """GSPO, its token form and LUSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
 
-A product of T token ratios spreads as exp(sigma sqrt(T)): whatever bounds it becomes a filter on the
+A product of T token ratios spreads as exp(sigma sqrt(T)): any bound on it becomes a filter on the
 length. The geometric mean spreads as exp(sigma / sqrt(T)) and holds for answers of any length.
 """
 

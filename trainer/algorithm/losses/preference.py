@@ -16,7 +16,7 @@ PairLoss = Literal["sigmoid", "hinge", "ipo", "simpo"]
 def pairwise(
     margin: Tensor, *, form: PairLoss, beta: float, label_smoothing: float = 0.0, gamma: float = 0.0
 ) -> Tensor:
-    """The loss of a preference from its margin, [P].
+    """Return the loss of a preference from its margin, [P].
 
     | form      | loss                                            | source                       |
     |-----------|-------------------------------------------------|------------------------------|
@@ -27,7 +27,7 @@ def pairwise(
 
     The margin m is ``log p(chosen) - log p(rejected)`` minus the same of the reference (DPO) or not (CPO);
     of sums over tokens, for SimPO of means. TRL averages IPO's over tokens too (`answer_logprobs`), OpenRLHF
-    and AReaL take sums; we take what we are given.
+    and AReaL take sums; here the caller decides.
     """
     if form == "hinge":
         return torch.nn.functional.relu(1.0 - beta * margin)
@@ -41,7 +41,7 @@ def pairwise(
 
 
 def odds_ratio(chosen_mean: Tensor, rejected_mean: Tensor, *, beta: float) -> Tensor:
-    """ORPO's penalty, to be added to the cross-entropy of the chosen answer, [P] (arXiv 2403.07691).
+    """Return ORPO's penalty, to be added to the cross-entropy of the chosen answer, [P] (arXiv 2403.07691).
 
     ``-beta log sigmoid(log odds(chosen) - log odds(rejected))`` of the mean log-probabilities per token.
     """
@@ -62,7 +62,7 @@ def kto(
     undesirable_weight: float = 1.0,
     form: Literal["kto", "apo_zero_unpaired"] = "kto",
 ) -> Tensor:
-    """Kahneman-Tversky optimisation on answers labelled good or bad, [P] (arXiv 2402.01306).
+    """Return the loss of Kahneman-Tversky optimisation on labelled answers, [P] (arXiv 2402.01306).
 
     ``1 - sigmoid(beta (m - z))`` for good answers, ``1 - sigmoid(beta (z - m))`` for bad ones; z is the
     estimated KL of policy and reference, not below 0. `apo_zero_unpaired` (arXiv 2408.06266) has no z:

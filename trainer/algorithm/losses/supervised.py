@@ -1,4 +1,4 @@
-"""Losses towards given tokens: cross-entropy, and the entropy whose bonus keeps a policy exploring; pure."""
+"""Cross-entropy on given tokens, and the entropy of a policy; pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from penstock.trainer.algorithm.lazy_torch import Tensor, torch
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:
-    """Minus the log-probability of every token, [N]; averaged over the whole batch's tokens by aggregation."""
+    """Return minus the log-probability of every token, [N]; aggregation averages it over the batch."""
     return -logprobs
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy of each position's distribution in nats, [..., V] -> [...]; computed in float32 at least."""
+    """Return the entropy of each position's distribution in nats, [..., V] -> [...]; computed in float32 at least."""
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     logprobs = logits.log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)

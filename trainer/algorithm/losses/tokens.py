@@ -1,16 +1,16 @@
-"""What every loss reads and returns: the sampled tokens of a micro-batch, flat, with their sequences.
+"""Input and result of every loss: the sampled tokens of a micro-batch, flat, with their sequences.
 
-Padding, prompts and tool output are not there at all, so nothing has to be masked, and a packed row
-and a padded one are the same thing. The four log-probabilities of a token never share a name:
+Padding, prompts and tool output are left out, so that nothing has to be masked, and a packed row
+and a padded one give the same tokens. The four log-probabilities of a token have four names:
 
-| name        | whose                                                                              |
+| name        | policy                                                                             |
 |-------------|------------------------------------------------------------------------------------|
 | `behaviour` | the engine's, at the version that sampled the token                                |
 | `proximal`  | the trainer's, recomputed before the first update on the batch                     |
 | `current`   | the trainer's now, with gradient                                                   |
 | `reference` | a frozen model's                                                                   |
 
-A ratio is taken against the `anchor`, which is either the behaviour or the proximal policy.
+The denominator of a ratio is the `anchor`, either the behaviour or the proximal policy.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAX_LOG_RATIO = 20.0  # exp(20) is 5e8: such a token is far outside every clip, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Which token belongs to which sequence; all tokens of a sequence are in the same micro-batch."""
+    """The sequence of each token; all tokens of a sequence are in the same micro-batch."""
 
     index: Tensor  # [N] int64 in 0..count-1
     count: int
 
     @classmethod
     def of_lengths(cls, lengths: Tensor) -> Sequences:
-        """Return the sequences that stand one after another with these lengths, [S] int64; 0 is allowed."""
+        """Return the sequences that follow one another with these lengths, [S] int64; 0 is allowed."""
         return cls(torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths), len(lengths))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Sequences:
         return values.index_select(0, self.index)
 
     def place(self) -> Tensor:
-        """Return every token's place in its sequence, [N] int64; tokens of a sequence stand in order."""
+        """Return every token's place in its sequence, [N] int64; tokens of a sequence are in order."""
         order = torch.argsort(self.index, stable=True)
         lengths = torch.bincount(self.index, minlength=self.count)
         starts = lengths.cumsum(0) - lengths
@@ -85,7 +85,7 @@ class Tokens:
     """The sampled tokens of a micro-batch, N of them in S whole sequences."""
 
     current: Tensor  # [N] with gradient
-    anchor: Tensor  # [N] what the ratio is taken against
+    anchor: Tensor  # [N] denominator of the ratio
     behaviour: Tensor  # [N]
     advantages: Tensor  # [N]
     sequences: Sequences
@@ -107,8 +107,8 @@ class LossTerms:
 
     loss: Tensor  # [N]
     ratio: Tensor  # [N] the ratio the loss uses, current / anchor, of the token or of its sequence
-    clipped: Tensor  # [N] bool, a clip or mask took the token's gradient away
-    dual_clipped: Tensor  # [N] bool, the bound for negative advantages took it away
+    clipped: Tensor  # [N] bool, a clip or mask set the token's gradient to 0
+    dual_clipped: Tensor  # [N] bool, the bound for negative advantages did
 
 
 PolicyLoss = Callable[..., LossTerms]

@@ -16,17 +16,17 @@ def value_loss(
     form: Literal["mse", "huber"] = "mse",
     huber_delta: float = 10.0,
 ) -> Tensor:
-    """Clipped value regression, one loss per token (arXiv 1707.06347's companion code; verl, OpenRLHF, AReaL).
+    """Return the loss of clipped value regression, one per token (code of arXiv 1707.06347; verl, OpenRLHF, AReaL).
 
     ``L = max(d(v, R), d(clip(v, v_old - clip, v_old + clip), R))`` with d = half the square, or Huber's loss.
 
     Args:
         values: [N] with gradient.
-        old_values: [N] the critic's values when the batch arrived.
+        old_values: [N] the critic's values before it learned from the batch.
         returns: [N] targets.
         clip: How far a value may move; None: not limited.
         form: Half the squared error, or Huber's loss.
-        huber_delta: Where Huber's loss turns linear.
+        huber_delta: Error above which Huber's loss is linear.
 
     Returns:
         [N] losses.

@@ -1,0 +1,172 @@
+"""Losses, estimators, filters and corrections from user code: chosen by file or import path, checked, recorded."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.protocol.config.run_file import Loaded, config_document, format_config, load
+from penstock.protocol.errors import ConfigError
+from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.batch import MicroBatch
+from penstock.trainer.algorithm.build_objective import build_objective
+from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.recovery.environment_fingerprint import differences, environment_fingerprint
+from penstock.trainer.replay.recorded_settings import read_settings
+from penstock.trainer.replay.replay_verdict import Verdict, describe
+from penstock.trainer.settings import TrainerSettings
+
+PARTS = '''
+import torch
+from pydantic import Field
+from penstock.trainer.algorithm.corrections.interface import Drift, correction
+from penstock.trainer.algorithm.corrections.interface import Options as Base
+from penstock.trainer.algorithm.estimators.interface import Outcomes, advantage_estimator
+from penstock.trainer.algorithm.filters.interface import Candidate, trajectory_filter
+from penstock.trainer.algorithm.losses.interface import ClipRange, LossTerms, Tokens, none_of, policy_loss
+
+class TiltedOptions(ClipRange):
+    tilt: float = Field(default=0.5, gt=0.0, description="Exponent of the ratio.")
+
+class KeepOptions(Base):
+    keep_below: float = Field(default=0.0, description="Tokens whose log-ratio is below this are kept.")
+
+class Contradicting(Base):
+    clip_low: float = Field(default=0.7, description="Another thing of the same name.")
+
+@policy_loss(options=TiltedOptions, source="mine")
+def tilted(tokens: Tokens, *, clip_low: float, clip_high: float, tilt: float) -> LossTerms:
+    ratio = tokens.log_ratio.exp().clamp(1 - clip_low, 1 + clip_high)
+    return LossTerms(-tokens.advantages * ratio**tilt, ratio.detach(), none_of(ratio), none_of(ratio))
+
+@policy_loss(options=Contradicting, source="mine")
+def contradicting(tokens: Tokens, *, clip_low: float) -> LossTerms:
+    raise AssertionError
+
+@advantage_estimator(source="mine")
+def halved(outcomes: Outcomes) -> torch.Tensor:
+    return outcomes.rewards / 2
+
+@trajectory_filter(source="mine", reason="easy")
+def easy(candidate: Candidate) -> bool:
+    return candidate.reward == 1.0
+
+@correction(options=KeepOptions, source="mine")
+def below(drift: Drift, *, keep_below: float) -> torch.Tensor:
+    return drift.to_behaviour < keep_below
+'''  # fmt: skip
+
+
+@pytest.fixture(params=["my_parts.py", "my_parts_module"])
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """User code in the working directory, named as a file and as a module."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{request.param.removesuffix('.py')}.py").write_text(PARTS)
+    yield request.param
+    sys.modules.pop("my_parts_module", None)
+
+
+def settings(*overrides: str) -> Loaded[TrainerSettings]:
+    return load(TrainerSettings, overrides=["model.path=model", *overrides])
+
+
+def everything(code: str, *overrides: str) -> Loaded[TrainerSettings]:
+    return settings(
+        f"algorithm.loss={code}:tilted", f"algorithm.advantage={code}:halved", f'algorithm.filters=["{code}:easy"]',
+        f'algorithm.corrections=["{code}:below"]', *overrides,
+    )  # fmt: skip
+
+
+def batch(size: int) -> MicroBatch:
+    ones, number = torch.ones(size), torch.arange(size)
+    return MicroBatch(number[None], number, number, -ones, ones, ones / size, number * 0, ones * 0, ones * 0, 1)
+
+
+def test_user_code_computes_with_its_options(code: str) -> None:
+    """The loss, the estimator, the filter and the correction are those of the file, and so are their options."""
+    loaded = everything(code, "algorithm.options.tilt=2.0", "algorithm.clip_high=0.5", "algorithm.options.keep_below=1")
+    chosen = loaded.settings.algorithm
+    found = credit_rule(chosen, longest=9)([Scored([1.0, 0.5], [3, 3], [False, False])])
+    assert found.advantages == [0.5, 0.25]
+    assert found.skipped == {"easy": 1}
+    logprobs = torch.tensor([-0.9, -0.2, 1.0]).requires_grad_()
+    outcome = build_objective(chosen)(logprobs, batch(3))
+    ratios = (logprobs + 1.0).exp().clamp(0.8, 1.5) ** 2
+    assert float(outcome.loss.detach()) == pytest.approx(-float(ratios[:2].detach().sum()) / 3)
+    assert outcome.sums["rejected_below"] == 1
+    outcome.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0] != 0.0
+
+
+def test_options_of_user_code_are_shown_recorded_and_read_back(code: str) -> None:
+    """`config show` lists each with its origin; the document of the record gives the same settings."""
+    loaded = everything(code, "algorithm.options.tilt=0.7")
+    shown = format_config(loaded)
+    assert [line.split("#")[1].strip() for line in shown.splitlines() if line.startswith("algorithm.options.")] == [
+        "override",
+        "default",
+    ]
+    again, _ = read_settings(json.dumps(config_document(loaded)).encode(), where="here")
+    assert again.algorithm == loaded.settings.algorithm
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reply"),
+    [
+        (["algorithm.options.tlit=1.0"], "unknown key algorithm.options.tlit; did you mean algorithm.options.tilt?"),
+        (["algorithm.options.tilt='much'"], "algorithm.options.tilt: expected a valid number"),
+        (["algorithm.options.tilt=0.0"], "algorithm.options.tilt: expected greater than 0"),
+        (["algorithm.dual_clip=2.0"], "algorithm.dual_clip does nothing with algorithm.loss = "),
+    ],
+)
+def test_options_of_user_code_are_checked(code: str, overrides: list[str], reply: str) -> None:
+    """Unknown keys, wrong values and options that the part does not read are refused with the fix."""
+    with pytest.raises(ConfigError) as caught:
+        everything(code, *overrides)
+    assert reply in str(caught.value)
+
+
+def test_what_user_code_may_not_do_is_refused(code: str) -> None:
+    """Another meaning for a key of [algorithm], options without code of one's own, a part of another kind."""
+    for overrides, reply in (
+        ([f"algorithm.loss={code}:contradicting"], "option clip_low is declared otherwise than algorithm.clip_low"),
+        (["algorithm.options.tilt=0.5"], "unknown key algorithm.options.tilt; known are none"),
+        ([f"algorithm.loss={code}:halved"], "losses.interface.Loss, got Estimator"),
+        ([f"algorithm.loss={code}:nothing"], "has no attribute 'nothing'"),
+        (['algorithm.corrections=["veto"]'], "veto is turned on by algorithm.veto"),
+        ([f'algorithm.filters=["{code}:easy"]', "algorithm.name=ppo"], "every token has its own"),
+        ([f'algorithm.filters=["{code}:eazy"]'], "has no attribute 'eazy'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            settings(*overrides)
+        assert reply in str(caught.value)
+
+
+def test_two_corrections_of_one_name_are_refused(code: str, tmp_path: Path) -> None:
+    """What a step reports by the name of a correction is about one correction."""
+    (tmp_path / "others.py").write_text(PARTS)
+    loaded = settings(f'algorithm.corrections=["{code}:below", "others.py:below"]')
+    with pytest.raises(ValueError, match="two corrections are named 'below'"):
+        build_objective(loaded.settings.algorithm)
+
+
+def test_a_replay_reports_user_code_that_changed(code: str) -> None:
+    """The digest of each part is in the fingerprint that the run's record holds; another one is a finding."""
+    digests = everything(code).settings.algorithm.extension_digests
+    assert set(digests) == {
+        f"extension loss {code}:tilted", f"extension advantage estimator {code}:halved",
+        f"extension trajectory filter {code}:easy", f"extension correction {code}:below",
+    }  # fmt: skip
+    now = environment_fingerprint(digests)
+    assert differences(now, now) == []
+    then = now | {f"extension loss {code}:tilted": "0" * 16}
+    lines = differences(then, now)
+    assert lines == [f"extension loss {code}:tilted: {'0' * 16} then, {digests[f'extension loss {code}:tilted']} now"]
+    assert lines[0] in describe(Verdict("r", environment_fingerprint=lines))
+    assert AlgorithmSettings().extension_digests == {}
