@@ -124,7 +124,7 @@ class VllmClient:
         await self._http.call("GET", "/health", None, _PROBE_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/version`` and ``/server_info`` say, and which of the needed routes are missing."""
+        """Return what ``/version`` and ``/server_info`` report, and which of the needed routes are missing."""
         version = await self._http.call("GET", "/version", None, _PROBE_S)
         version = str(version.get("version")) if isinstance(version, dict) else ""
         if not await self._has("GET", "/weight_info", None, missing=_NOT_FOUND):

@@ -66,7 +66,7 @@ def test_adapters_are_enabled_where_asked_for():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"max_loaded_loras": 4}, "max_loaded_loras does nothing without sglang.max_lora_rank"),
+        ({"max_loaded_loras": 4}, "max_loaded_loras has no effect without sglang.max_lora_rank"),
         ({"max_lora_rank": 8, "dp_size": 2}, "use sglang.engines"),
         ({"extra_args": ("--enable-lora",)}, "--enable-lora cannot be passed on"),
     ],
