@@ -78,7 +78,7 @@ def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any]
 
 
 def test_what_is_not_set_is_left_to_sglang():
-    """No flag is passed for a setting that nobody gave, and metrics can be off."""
+    """No flag is passed for a setting that is not given, and metrics can be off."""
     words = flags(metrics=False)
     assert not {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--base-gpu-id"} & set(words)
 
