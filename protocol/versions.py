@@ -2,7 +2,7 @@
 
 A policy version is an int that grows by one with every published set of weights; version 0 is the
 model a run starts from. An engine's string (SGLang's ``weight_version``) is translated in
-``rollout_service/engines/sglang/client.py`` and nowhere else.
+``rollout_service/engines/completion.py`` (`read_version`) and nowhere else.
 """
 
 from __future__ import annotations

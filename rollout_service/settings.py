@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings, Section
 from penstock.protocol.errors import ConfigError
@@ -166,7 +166,11 @@ class WorkerSettings(Section):
         if kind.section and self.engine_options:
             raise ValueError(f"worker.engine_options: the options of engine {self.engine!r} are in [{kind.section}]")
         if not kind.section:
-            kind.options.model_validate(self.engine_options)
+            try:
+                kind.options.model_validate(self.engine_options)
+            except ValidationError as err:
+                mistakes = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
+                raise ValueError("; ".join(f"worker.engine_options.{mistake}" for mistake in mistakes)) from None
         return self
 
     @property

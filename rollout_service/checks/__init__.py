@@ -1,1 +1,4 @@
-"""Refusals before anything is computed: tasks, weight folders and adapter folders that do not fit; pure."""
+"""Checks before anything is computed: of tasks, weight folders and adapter folders.
+
+May import errors only.
+"""

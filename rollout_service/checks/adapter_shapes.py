@@ -1,9 +1,9 @@
 """What an adapter folder must hold: PEFT's configuration, and two tensors for every layer it names; pure.
 
 A layer's weight W [out, in] computes as ``W + (lora_alpha / r) B A`` with A [r, in] and B [out, r] (LoRA, arXiv
-2106.09685). SGLang 0.5.23 reads ``r``, ``lora_alpha`` and ``target_modules`` and ignores whatever else PEFT can say, so
+2106.09685). SGLang 0.5.23 reads ``r``, ``lora_alpha`` and ``target_modules`` and ignores all other options of PEFT, so
 what would change the sum is refused here: an engine that computes something else under a version's name is worse
-than one that does not have the version.
+than one that does not serve the version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOGETHER = {
     "up_proj": {"gate_proj"},
 }
 
-# What PEFT can say besides → the values that ask for nothing.
+# Other options of PEFT → the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an engine needs of ``adapter_config.json``."""
+    """The part of ``adapter_config.json`` that engines compute with."""
 
     rank: int
     scale: float  # lora_alpha / rank
@@ -82,11 +82,11 @@ def read_config(raw: Any) -> AdapterConfig:
             f"{ADAPTER_CONFIG}: target_modules is {targets!r}, expected 'all-linear' or last words of layers' names, such as "
             "['q_proj', 'v_proj']: every layer of that name is adapted"
         )
-    for word, beside in _TOGETHER.items():
-        if word in targets and not beside <= set(targets):
+    for word, partners in _TOGETHER.items():
+        if word in targets and not partners <= set(targets):
             raise AdapterUnfit(
-                f"{ADAPTER_CONFIG}: target_modules has {word} without {' and '.join(sorted(beside - set(targets)))}, which SGLang "
-                "dies of: it fuses them; adapt all of them, or none"
+                f"{ADAPTER_CONFIG}: target_modules has {word} without {' and '.join(sorted(partners - set(targets)))}: SGLang "
+                "fuses them and crashes; adapt all of them, or none"
             )
     return AdapterConfig(rank, alpha / rank, frozenset(targets))
 

@@ -1,8 +1,7 @@
-"""Is a folder an adapter that an engine may be given, upon these base weights? Asked before every load.
+"""Check before every load that a folder holds an adapter for these base weights.
 
-SGLang 0.5.23 finds a wrong shape only when the first request computes with the adapter, and dies of it; it generates
-nonsense from a NaN, and leaves out in silence what it has no name for. Blocking: reads the adapter, and the headers of the
-base.
+SGLang 0.5.23 crashes at the first request when a shape is wrong, generates garbage from a NaN, and silently ignores
+tensors that it has no name for. Blocking: reads the adapter, and the headers of the base weights.
 """
 
 from __future__ import annotations

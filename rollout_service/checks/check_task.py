@@ -1,4 +1,4 @@
-"""Which tasks this worker's model can do: pure rules, asked before anything is generated."""
+"""Which tasks this worker's model can do, checked before anything is generated; pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the model's ``config.json`` says; None where it says nothing."""
+    """The limits in the model's ``config.json``; None where it has none."""
 
     vocab_size: int | None
     context_tokens: int | None
@@ -24,7 +24,7 @@ class ModelLimits:
         path = folder / "config.json"
         try:
             config = json.loads(path.read_bytes())
-            config = config.get("text_config", config)  # models that also see or hear keep the text part here
+            config = config.get("text_config", config)  # multimodal models keep the text part here
             return cls(config.get("vocab_size"), config.get("max_position_embeddings"))
         except (OSError, ValueError, AttributeError) as err:
             raise WeightsUnusable(f"{path} is not a model's config ({type(err).__name__}: {err})") from None
@@ -42,11 +42,11 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
     log-probabilities those of the distribution that was sampled.
     """
     if task.split != split:
-        raise TaskRefused("wrong_split", f"{task.group_id} says {task.split} but was issued as {split}")
+        raise TaskRefused("wrong_split", f"{task.group_id} has split {task.split} but was issued as {split}")
     if task.environment not in environments:
         raise TaskRefused(
             "unknown_environment",
-            f"{task.group_id} wants environment {task.environment!r}; this worker has {', '.join(sorted(environments))}",
+            f"{task.group_id} needs environment {task.environment!r}; this worker has {', '.join(sorted(environments))}",
         )
     try:
         check_request(task.prompt_ids, task.sampling, limits)
@@ -63,7 +63,7 @@ def check_task(task: Task, *, limits: ModelLimits, split: Split, environments: C
 
 
 def check_request(prompt_ids: Sequence[int], sampling: Sampling, limits: ModelLimits) -> None:
-    """Raise TaskRefused for a prompt that a model of these limits cannot take; some engines die of one."""
+    """Raise TaskRefused for a prompt beyond the model's limits; some engines crash on one."""
     if not prompt_ids:
         raise TaskRefused("empty_prompt", "a prompt without a token cannot be continued")
     known = (*prompt_ids, *sampling.stop_token_ids)

@@ -1,9 +1,9 @@
-"""Is a folder of weights one that an engine may be given? Asked before every update.
+"""Check before every update that a folder holds complete, finite weights of the same model.
 
-SGLang 0.5.23 dies of a truncated file or a tensor of another shape, serves on with an old tensor where one is
-missing, and generates nonsense from a NaN, all under the new version's number. So every folder is held against the
-first one of this worker's life, and every value against infinity, before a server hears of it. Reading costs about
-1 s for 2 GB of bfloat16, beside the generation.
+SGLang 0.5.23 crashes on a truncated file or a tensor of another shape, keeps an old tensor where one is missing, and
+generates garbage from a NaN, all under the new version's number. So every folder is compared with the first one that
+this worker loaded, and every value is checked to be finite, before a server loads it. Reading takes about 1 s for 2 GB
+of bfloat16, while generation continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.rollout_service.errors import WeightsUnusable
 
 Shape: TypeAlias = tuple[str, tuple[int, ...]]  # dtype by its safetensors code, sizes
 _MAX_HEADER = 100 * 1024 * 1024
-_CHUNK = 4 * 1024 * 1024  # values looked at together
+_CHUNK = 4 * 1024 * 1024  # values checked together
 
 # safetensors code → word, and the bits that are all set in an infinity or NaN (in float8_e4m3, in a NaN)
 _FLOATS = {
@@ -35,10 +35,10 @@ _SIZES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "
 
 
 class WeightsCheck:
-    """One worker's idea of what its model's weights look like. Blocking: reads whole folders."""
+    """Names, dtypes and shapes of a worker's model, and the check against them. Blocking: reads whole folders."""
 
     def __init__(self) -> None:
-        """The first folder sets the standard."""
+        """The first folder that is checked sets the names, dtypes and shapes."""
         self._standard: dict[str, Shape] | None = None
         self._passed: PolicyVersion | None = None
 
@@ -49,7 +49,7 @@ class WeightsCheck:
         try:
             found = _read_folder(folder)
         except (OSError, ValueError, KeyError, TypeError) as err:
-            raise WeightsUnusable(f"version {version}: {folder} is no readable set of weights ({err})") from None
+            raise WeightsUnusable(f"version {version}: {folder} is not a readable set of weights ({err})") from None
         if self._standard is not None and found != self._standard:
             raise WeightsUnusable(f"version {version}: {_difference(found, self._standard)}")
         self._standard = found
@@ -70,7 +70,7 @@ def _read_folder(folder: Path) -> dict[str, Shape]:
 
 
 def read_file(file: Path) -> dict[str, Shape]:
-    """Return the tensors of one file; raises ValueError for one that is cut short or holds an infinity or NaN."""
+    """Return the tensors of one file; raises ValueError for a truncated file, an infinity or a NaN."""
     header, start = read_header(file)
     data = np.memmap(file, mode="r", offset=start) if file.stat().st_size > start else np.empty(0, np.uint8)
     found: dict[str, Shape] = {}
@@ -78,7 +78,7 @@ def read_file(file: Path) -> dict[str, Shape]:
         code, sizes, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         word = np.dtype(_FLOATS[code][0]).itemsize if code in _FLOATS else _SIZES[code]
         if end > len(data) or end - begin != word * math.prod(sizes):
-            raise ValueError(f"{file.name} is cut short: {name} ends at byte {end} of {len(data)}")
+            raise ValueError(f"{file.name} is truncated: {name} ends at byte {end} of {len(data)}")
         if code in _FLOATS:
             _check_finite(name, data[begin:end], *_FLOATS[code])
         found[name] = (code, sizes)
@@ -86,12 +86,12 @@ def read_file(file: Path) -> dict[str, Shape]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return what a file says of its tensors, and where their bytes begin; raises ValueError for one that is cut short."""
+    """Return a file's header and the offset of its data; raises ValueError for a truncated file."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise ValueError(f"{file.name} is cut short: {size} bytes cannot hold a header of {length}")
+            raise ValueError(f"{file.name} is truncated: {size} bytes cannot hold a header of {length}")
         header: dict[str, Any] = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     return header, 8 + length

@@ -1,4 +1,4 @@
-"""Which adapters a server has confirmed, upon which base, and how many requests of ours compute with each."""
+"""The adapters that a server confirmed, their base weights, and how many requests of this worker use each."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from penstock.rollout_service.errors import EngineRefused, EngineTimeout
 
 @dataclass(slots=True)
 class _Entry:
-    base: PolicyVersion  # the weights it was loaded upon
+    base: PolicyVersion  # the weights on which it was loaded
     num_requests: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)  # set while no request names it
     is_leaving: bool = False
 
 
 class AdapterTable:
-    """The adapters of one server, as far as this worker knows."""
+    """The adapters of one server that this worker loaded."""
 
     def __init__(self) -> None:
-        """None at first."""
+        """No adapter is loaded yet."""
         self._entries: dict[PolicyVersion, _Entry] = {}
 
     def __contains__(self, version: object) -> bool:
-        """Say whether the server confirmed a version, and was not told to unload it since."""
+        """Return True if the server confirmed a version and has not unloaded it since."""
         return version in self._entries
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """What requests may name, and what is about to go."""
+        """The loaded versions, those that are being unloaded included."""
         return list(self._entries)
 
     def confirm(self, version: PolicyVersion, base: PolicyVersion) -> None:
-        """Note that the server has a version's adapter, upon these base weights."""
+        """Note that the server loaded a version's adapter on these base weights."""
         entry = self._entries[version] = _Entry(base)
         entry.idle.set()
 
     def forget(self, version: PolicyVersion) -> None:
-        """Note that the server does not have it any more."""
+        """Note that the server no longer has it."""
         self._entries.pop(version, None)
 
     @contextlib.contextmanager
     def using(self, version: PolicyVersion) -> Iterator[PolicyVersion]:
         """Count a request with a version; yields the base weights that it is computed with.
 
-        Raises EngineRefused, before anything is sent, for a version that the server does not have: SGLang loads an
-        adapter again, from wherever it was, when a request names one that was unloaded.
+        Raises EngineRefused, before anything is sent, for a version that is not loaded: SGLang reloads an unloaded
+        adapter from its last folder when a request names it.
         """
         entry = self._entries.get(version)
         if entry is None or entry.is_leaving:

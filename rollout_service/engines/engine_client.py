@@ -66,7 +66,7 @@ class EngineClient(Generates, Protocol):
         ...
 
     async def served_version(self) -> PolicyVersion | None:
-        """Return the version that the server says it serves; None for a label that is not a policy version."""
+        """Return the version that the server reports; None for a label that is not a policy version."""
         ...
 
     async def load_weights(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:

@@ -103,8 +103,8 @@ class EnginePool:
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of this process and of all engine processes that it started."""
-        ours = cpu_seconds()
-        return ours + sum(max(0.0, engine.cpu_seconds() - ours) for engine in self._engines)
+        own = cpu_seconds()
+        return own + sum(max(0.0, engine.cpu_seconds() - own) for engine in self._engines)
 
     async def figures(self) -> dict[str, float]:
         """Return the metrics of all engines as those of one."""

@@ -1,8 +1,8 @@
-"""A sequence that was cut short by an update and sampled on afterwards: its parts, and what they are together; pure.
+"""A sequence that a weight update interrupted and that is continued afterwards: its parts, and their join; pure.
 
-It is asked for again by the same worker, of whichever of its engines is asked: the prefix has to be computed anew
-under the new weights wherever that happens, and an engine that has just swapped is free at once. So a cut sequence
-is never anything that must be stored or handed over; a worker that dies with it leaves the pack to come again whole.
+The same worker requests the rest: the prefix has to be recomputed under the new weights on any engine, and an engine
+that has just loaded them is idle. So an interrupted sequence is never stored or handed over; when its worker is killed,
+the whole pack is redelivered.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Resumption:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled."""
+        """The number of tokens that may still be sampled."""
         return self.max_new_tokens - sum(len(part.token_ids) for part in self.parts)
 
     @property
     def is_cut(self) -> bool:
-        """Whether it was ended by an update and by nothing else."""
+        """Whether an update interrupted it, and nothing else ended it."""
         return self.parts[-1].finish_reason == "abort" and self.room > 0
 
     @property
     def visible(self) -> list[int]:
-        """The tokens that its text is made of: without the stop token, as an engine decodes them."""
+        """The tokens that its text is decoded from: without the stop token, as engines do."""
         return self.sampled[:-1] if self.parts[-1].finish_reason == "stop" else self.sampled
 
     def joined(self, text: str) -> Completion:
         """Return the parts as one completion of this text.
 
-        Versions and log-probabilities are those each token was sampled with. A part that was cut at its very last
-        allowed token ended by length.
+        Versions and log-probabilities are those that each token was sampled with. A sequence that was interrupted at its
+        last allowed token ended by length.
         """
         finish = self.parts[-1].finish_reason
         return Completion(

@@ -1,4 +1,4 @@
-"""The versions that an engine confirmed, as weights of its own and as adapters of them, and whoever waits for one."""
+"""The versions that an engine confirmed, as base weights and as adapters of them, and the tasks that wait for one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.protocol.versions import PolicyVersion, is_newer
 
 
 class ServedVersion:
-    """Lives on one event loop. Outlasts the engine's process: a new one is given again what is here."""
+    """For one event loop. Kept across restarts of the engine: a new process loads what is recorded here."""
 
     def __init__(self) -> None:
         """Nothing is served before the first `confirm`."""
-        self.base: PolicyVersion | None = None  # the weights of its own
+        self.base: PolicyVersion | None = None  # its base weights
         self._adapters: dict[PolicyVersion, Path] = {}
         self._changed = asyncio.Event()  # replaced by a fresh one at every change
 
@@ -33,22 +33,22 @@ class ServedVersion:
         return dict(self._adapters)
 
     def confirm(self, version: PolicyVersion) -> None:
-        """Note that the engine's weights are ``version`` now; it may be an older one than before.
+        """Note that the engine's base weights are ``version``; it may be older than before.
 
-        Adapters of other weights are gone: they change those, and no others.
+        Adapters of other base weights are forgotten.
         """
         if version != self.base:
             self._adapters.clear()
         self.base = version
-        self._tell()
+        self._notify()
 
     def confirm_adapter(self, version: PolicyVersion, folder: Path) -> None:
-        """Note that the engine serves an adapter besides."""
+        """Note that the engine also serves an adapter."""
         self._adapters[version] = folder
-        self._tell()
+        self._notify()
 
     def forget_adapter(self, version: PolicyVersion) -> None:
-        """Note that it does not need an adapter any more."""
+        """Note that an adapter is no longer needed."""
         self._adapters.pop(version, None)
 
     async def reaches(self, version: PolicyVersion) -> None:
@@ -56,6 +56,6 @@ class ServedVersion:
         while is_newer(version, self.value):
             await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

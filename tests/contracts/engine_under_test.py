@@ -148,7 +148,7 @@ def embedded_engine(model: Path, scratch: Path, *arguments: str) -> Iterator[Eng
             assert time.monotonic() < deadline, f"the engine opened no port: {log.read_text()}"
             time.sleep(0.02)
         yield EngineUnderTest("embedded", f"http://127.0.0.1:{port_file.read_text().strip()}", model)
-        assert process.poll() is None, f"the engine died: {log.read_text()}"
+        assert process.poll() is None, f"the engine exited: {log.read_text()}"
     finally:
         process.kill()
         process.wait()

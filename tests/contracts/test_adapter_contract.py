@@ -64,7 +64,7 @@ def merged(adapters: dict[str, Adapter], dense: Dense, running_engine: EngineUnd
 
 @pytest.fixture(autouse=True)
 def nothing_left(engine: EngineUnderTest) -> Iterator[None]:
-    """What a test, or somebody before the tests, loaded is unloaded."""
+    """Adapters that a test, or a process before the tests, loaded are unloaded."""
     unload_all(engine)
     yield
     unload_all(engine)
@@ -130,7 +130,7 @@ def test_greedy_tokens_are_those_of_the_merged_model(serving: EngineUnderTest, m
 
 
 def test_a_prompt_is_not_shared_across_adapters(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
-    """One prompt under every adapter, one after the other and together: nobody reads another's keys and values."""
+    """One prompt under every adapter, one after the other and together: none reads the keys and values of another."""
     prompt = [(7 * number) % 300 + 3 for number in range(40)]
     names = [None, "policy@1", "policy@2", "policy@3"]
     for name in (*names, *reversed(names)):
@@ -277,7 +277,7 @@ def test_what_would_compute_something_else_is_refused(
 ) -> None:
     """Tensors that do not fit the model, and PEFT's options that change the sum, are refused before anything serves."""
     if engine.kind == "sglang" and change in SGLANG_TAKES:
-        pytest.skip("SGLang takes it, and dies of it or computes something else; the worker never sends it")
+        pytest.skip("SGLang accepts it, and crashes or computes something else; the worker never sends it")
     one = Adapter.random(engine.model, tmp_path / "adapter", seed=9)
     spoil(one, change)
     one.write()

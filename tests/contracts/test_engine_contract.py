@@ -157,7 +157,7 @@ def test_impossible_requests_are_answered_with_400(engine: EngineUnderTest, inpu
 
 def test_a_token_outside_the_vocabulary_is_refused(engine: EngineUnderTest) -> None:
     """An id the model has no embedding for is a 400 that names it."""
-    embedded_only(engine, "SGLang 0.5.23 on a CPU dies of an index error")
+    embedded_only(engine, "SGLang 0.5.23 on a CPU crashes with an index error")
     assert "100000" in str(engine.generate([5, 100000], expect=400))
     assert "-1" in str(engine.generate([5, -1], expect=400))
 
@@ -313,7 +313,7 @@ def test_a_faulty_checkpoint_is_refused_and_the_old_weights_stay(
     engine: EngineUnderTest, tmp_path: Path, fault: str
 ) -> None:
     """Whatever is wrong with a folder is found before the served weights are touched."""
-    embedded_only(engine, "SGLang 0.5.23 dies of it, or serves it")
+    embedded_only(engine, "SGLang 0.5.23 crashes, or serves it")
     tensors = read_tensors(engine.model)
     name = "model.layers.1.mlp.up_proj.weight"
     if fault == "wrong shape":
@@ -400,7 +400,7 @@ def test_a_stop_token_beyond_the_vocabulary_does_no_harm(engine: EngineUnderTest
 
 
 def test_a_client_that_leaves_ends_its_request(engine: EngineUnderTest) -> None:
-    """Nobody pays for tokens that nobody reads."""
+    """Its sequences stop: no tokens are computed that no client reads."""
     with engine.streaming(PROMPT, rid="6" * 32, max_new_tokens=LONG):
         pass
     # Were it still running, the flush would be refused until LONG tokens are done.

@@ -123,6 +123,7 @@ class Dense:
 
     def __init__(self, folder: Path) -> None:
         """Load the folder."""
+        self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:

@@ -90,7 +90,9 @@ async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(
             check.check(folder, version)
 
 
-async def test_a_server_whose_weights_somebody_changed_is_replaced(engine: ManagedEngine, model: Path, tmp_path: Path):
+async def test_a_server_whose_weights_another_client_changed_is_replaced(
+    engine: ManagedEngine, model: Path, tmp_path: Path
+):
     """Within seconds it is noticed, distrusted, killed, and another serves what was wanted."""
     other = write_changed_copy(model, tmp_path / "other", seed=1)
     first = engine.client
@@ -106,7 +108,7 @@ async def test_a_server_whose_weights_somebody_changed_is_replaced(engine: Manag
     assert await greedy(engine) == Dense(model).greedy(PROMPT, 10)
 
 
-async def test_a_server_that_dies_of_an_update_comes_back_on_the_version_before(
+async def test_a_server_that_crashes_at_an_update_restarts_with_the_version_before(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
     """A truncated file kills it, and it cannot start from one either: the old version is served on, the new refused.

@@ -122,7 +122,7 @@ class SglangClient:
             await self._http.call("GET", "/health", None, _HEALTH_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/server_info`` says; an empty report from a server without that page."""
+        """Return what ``/server_info`` reports; an empty report from a server without that page."""
         with contextlib.suppress(EngineRefused):
             info = await self._http.call("GET", "/server_info", None, _PROBE_S)
             return report_of(info if isinstance(info, dict) else {})
@@ -189,7 +189,9 @@ class SglangClient:
         served = read_version(answer["weight_version"]) if names_version else await self._read_version()
         if served != version:
             where = "answer" if names_version else "model_info"
-            raise WeightsNotApplied(f"{self.url} said it loaded version {version}, but its {where} names {served}")
+            raise WeightsNotApplied(
+                f"{self.url} answered that it loaded version {version}, but its {where} names {served}"
+            )
         self._checksum = read_checksum(answer)
 
     async def _pause(self, mode: UpdateMode) -> None:

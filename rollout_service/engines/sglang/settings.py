@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from penstock.protocol.config.connection import Section
 
-# What we decide: the path and version of the weights, where it listens, and what the contract rests on.
-_OURS = frozenset(
+# Flags that the worker sets, and flags that the contract forbids.
+_RESERVED = frozenset(
     {
         "--model-path",
         "--model",
@@ -36,7 +36,7 @@ _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class SglangSettings(Section):
-    """SGLang servers that the worker starts, watches and ends; flags that are not set here are SGLang's defaults."""
+    """SGLang servers that the worker starts, watches and stops; a flag that is not set here has SGLang's default."""
 
     python: Path | None = Field(
         None, description="Python of SGLang's own environment, such as /opt/sglang/bin/python; none: the worker's own."
@@ -91,13 +91,13 @@ class SglangSettings(Section):
         description="--max-loaded-loras: adapters held; beyond, the one used longest ago is read anew when asked for.",
     )
     lora_backend: str | None = Field(None, description="--lora-backend: 'csgmv', 'triton', 'torch_native', …")
-    metrics: bool = Field(True, description="--enable-metrics; the worker passes the figures on in its heartbeat.")
+    metrics: bool = Field(True, description="--enable-metrics; the worker reports them in its heartbeat.")
     extra_args: tuple[str, ...] = Field((), description="Further flags, as they are: ['--enable-fp32-lm-head', …].")
 
     @field_validator("extra_args")
     @classmethod
-    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        taken = sorted({word.split("=", 1)[0] for word in value} & _OURS)
+    def _not_reserved(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        taken = sorted({word.split("=", 1)[0] for word in value} & _RESERVED)
         if taken:
             raise ValueError(f"{', '.join(taken)} cannot be passed on: the worker sets it, or the contract forbids it")
         return value
@@ -113,9 +113,9 @@ class SglangSettings(Section):
     @model_validator(mode="after")
     def _adapters_are_enabled(self) -> SglangSettings:
         if self.max_lora_rank is None:
-            idle = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
-            if given := [name for name in idle if name in self.model_fields_set]:
-                raise ValueError(f"sglang.{given[0]} does nothing without sglang.max_lora_rank; set that too")
+            unused = ("lora_target_modules", "max_loras_per_batch", "max_loaded_loras", "lora_backend")
+            if given := [name for name in unused if name in self.model_fields_set]:
+                raise ValueError(f"sglang.{given[0]} has no effect without sglang.max_lora_rank; set that too")
         elif self.dp_size > 1:
             raise ValueError(
                 "sglang.dp_size above 1 and sglang.max_lora_rank: SGLang loads no adapters into replicas; use sglang.engines"

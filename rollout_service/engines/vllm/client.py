@@ -75,7 +75,7 @@ class VllmClient:
         return await self._sampler.generate(prompts, sampling, n, adapter, self.limits)
 
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
-        n = request.n
+        n = request.n if request.sampling.temperature > 0 else 1  # vLLM refuses several greedy samples in a request
         try:
             async with asyncio.TaskGroup() as requests:
                 parts = [
@@ -92,12 +92,13 @@ class VllmClient:
         body: dict[str, Any] = {
             "request_id": uuid.uuid4().hex,
             "token_ids": [*first.prompt, *first.sampled],
-            "sampling_params": _sampling_params(request.sampling, request.n, first.room),
+            "sampling_params": _sampling_params(request.sampling, len(sequences), first.room),
         }
         if request.adapter is not None:
             body["model"] = adapter_name(request.adapter)
         while True:
-            await self._accepting.wait()
+            while not self._accepting.is_set():  # the next pause may begin before this task runs again
+                await self._accepting.wait()
             if self._cache_salt is not None:
                 body["cache_salt"] = self._cache_salt
             num_pauses, num_aborts = self._num_pauses, self._num_aborts
@@ -123,7 +124,7 @@ class VllmClient:
         await self._http.call("GET", "/health", None, _PROBE_S, parse=False)
 
     async def inspect(self) -> ServerReport:
-        """Return what ``/version`` and ``/server_info`` say, and which of the needed routes are missing."""
+        """Return what ``/version`` and ``/server_info`` report, and which of the needed routes are missing."""
         version = await self._http.call("GET", "/version", None, _PROBE_S)
         version = str(version.get("version")) if isinstance(version, dict) else ""
         if not await self._has("GET", "/weight_info", None, missing=_NOT_FOUND):

@@ -108,12 +108,12 @@ def test_nan_is_found_in_every_format(tmp_path: Path, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
-def test_a_file_that_is_cut_short_is_refused(check: WeightsCheck, tmp_path: Path, keep: int):
+def test_a_truncated_file_is_refused(check: WeightsCheck, tmp_path: Path, keep: int):
     """At whatever byte it ends."""
     folder = write(tmp_path / "cut", tensors())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(WeightsUnusable, match=r"version 1: .* is no readable set of weights"):
+    with pytest.raises(WeightsUnusable, match=r"version 1: .* is not a readable set of weights"):
         check.check(folder, V1)
 
 

@@ -66,7 +66,7 @@ async def test_groups_are_spread_and_stay_whole(model: Path):
             await alone.close()
 
 
-async def test_the_engine_with_the_least_to_do_is_asked(model: Path):
+async def test_the_engine_with_the_fewest_pending_tokens_is_asked(model: Path):
     """While one engine is held up by a long request, short ones go to the other."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
@@ -80,8 +80,8 @@ async def test_the_engine_with_the_least_to_do_is_asked(model: Path):
             await long
 
 
-async def test_an_engine_that_is_away_gets_nothing(model: Path):
-    """The others go on; when none is ready, the error says so."""
+async def test_an_engine_that_is_not_ready_gets_no_requests(model: Path):
+    """The others get them; when none is ready, the error says so."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             pool._engines[0].ready.clear()  # pyright: ignore[reportAttributeAccessIssue]

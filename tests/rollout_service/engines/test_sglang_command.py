@@ -66,7 +66,7 @@ def test_adapters_are_enabled_where_asked_for():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"max_loaded_loras": 4}, "max_loaded_loras does nothing without sglang.max_lora_rank"),
+        ({"max_loaded_loras": 4}, "max_loaded_loras has no effect without sglang.max_lora_rank"),
         ({"max_lora_rank": 8, "dp_size": 2}, "use sglang.engines"),
         ({"extra_args": ("--enable-lora",)}, "--enable-lora cannot be passed on"),
     ],
@@ -78,7 +78,7 @@ def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any]
 
 
 def test_what_is_not_set_is_left_to_sglang():
-    """No flag is passed for a setting that nobody gave, and metrics can be off."""
+    """No flag is passed for a setting that is not given, and metrics can be off."""
     words = flags(metrics=False)
     assert not {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--base-gpu-id"} & set(words)
 

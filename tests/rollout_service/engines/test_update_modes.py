@@ -105,7 +105,7 @@ async def test_what_the_answer_to_an_update_says_is_believed_before_anything_is_
     assert said.value == "abc"
     with pytest.raises(WeightsNotApplied, match="loaded version 2, but its answer names 1"):
         await client.load_weights(model, V2)
-    assert await client.weights_checksum() is None  # nobody knows what it serves, and this engine cannot say it
+    assert await client.weights_checksum() is None  # what it serves is unknown, and this engine reports no checksum
 
 
 async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
@@ -142,8 +142,8 @@ async def test_a_cut_completion_is_asked_for_again_from_where_it_was(
     assert len(one.logprobs) == len(one.token_ids)
 
 
-async def test_an_abort_that_is_not_ours_fails_the_request(faulty_engine: FaultyEngine, client: SglangClient):
-    """Somebody else ended it: nobody knows why, so the pack comes again whole."""
+async def test_an_abort_by_another_client_fails_the_request(faulty_engine: FaultyEngine, client: SglangClient):
+    """Another client aborted it: the reason is unknown, so the whole pack is requeued."""
     faulty_engine.rewrite = cut
     with pytest.raises(EngineAborted):
         await client.generate([[5, 6]], SAMPLING, 1)

@@ -107,7 +107,7 @@ async def test_a_killed_engine_is_restarted_on_the_newest_version(tmp_path: Path
         assert await engine.client.served_version() == V1
 
 
-async def test_an_engine_that_dies_during_a_swap_is_restarted_with_the_new_version(tmp_path: Path, model: Path):
+async def test_an_engine_that_exits_during_a_swap_is_restarted_with_the_new_version(tmp_path: Path, model: Path):
     """The load that killed it succeeds by starting from the new weights."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
@@ -117,7 +117,7 @@ async def test_an_engine_that_dies_during_a_swap_is_restarted_with_the_new_versi
 
 
 async def test_an_engine_that_does_not_confirm_a_version_is_restarted_with_it(tmp_path: Path, model: Path):
-    """A swap that is refused twice leaves an engine nobody knows: it is killed and started from the new weights."""
+    """After a swap that is refused twice the served weights are unknown: the engine is killed and started from the new weights."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = child_of(engine)

@@ -217,7 +217,7 @@ def test_a_server_that_does_not_confirm_a_version_ends_the_worker(
     faulty_engine.lose_loads = 100
     ring_end.publish(1)
     assert worker.wait(60) == 1
-    assert "said it loaded version 1, but its model_info names 0" in worker.log_tail()
+    assert "answered that it loaded version 1, but its model_info names 0" in worker.log_tail()
     assert applied_by(ring_end, "w0") == [0]
 
 

@@ -1,0 +1,72 @@
+"""The servers that the worker's clients are tested against: each kind of engine, as the worker meets it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from penstock.rollout_service.engines.engine_client import EngineClient
+from penstock.rollout_service.engines.engine_kind import ENGINES
+from tests.contracts import real_sglang
+from tests.contracts.engine_under_test import DEADLINE_S, embedded_engine
+from tests.contracts.fake_vllm import FakeVllm
+from tests.contracts.tiny_model import build_model
+
+_SGLANG_URL = os.environ.get("PENSTOCK_TEST_SGLANG_URL", "")
+_VLLM_URL = os.environ.get("PENSTOCK_TEST_VLLM_URL", "")
+
+KINDS = [
+    "embedded",
+    "fake-vllm",
+    *(["sglang"] if _SGLANG_URL or real_sglang.ASKED else []),
+    *(["vllm"] if _VLLM_URL else []),
+]
+_CLIENTS = {"embedded": "embedded", "fake-vllm": "vllm-url", "sglang": "sglang-url", "vllm": "vllm-url"}
+
+
+@dataclass(frozen=True)
+class ServerUnderTest:
+    """A running server of one kind."""
+
+    kind: str  # one of KINDS
+    url: str
+    model: Path  # its first weights
+
+    def connect(self) -> EngineClient:
+        """Return a client, made as the worker makes it."""
+        kind = ENGINES.find(_CLIENTS[self.kind]).value
+        return kind.connect(self.url, api_key="", request_deadline_s=DEADLINE_S)
+
+    @property
+    def speaks_sglang(self) -> bool:
+        """Whether its HTTP API is SGLang's."""
+        return self.kind in ("embedded", "sglang")
+
+
+@contextlib.contextmanager
+def running_server(kind: str, scratch: Path) -> Iterator[ServerUnderTest]:
+    """Run a server of one kind, or use the one whose URL the environment names."""
+    if kind == "vllm":
+        card = httpx.get(f"{_VLLM_URL}/v1/models", timeout=60).json()["data"][0]
+        yield ServerUnderTest(kind, _VLLM_URL, Path(card["root"]))
+    elif kind == "sglang" and _SGLANG_URL:
+        info = httpx.get(f"{_SGLANG_URL}/model_info", timeout=60).json()
+        yield ServerUnderTest(kind, _SGLANG_URL, Path(info["model_path"]))
+    else:
+        model = scratch / "model"
+        build_model(model)
+        if kind == "sglang":
+            with real_sglang.running_sglang(model, scratch, **real_sglang.WITH_ADAPTERS) as url:
+                yield ServerUnderTest(kind, url, model)
+            return
+        with embedded_engine(model, scratch, "--weight-version", "0") as engine:
+            if kind == "embedded":
+                yield ServerUnderTest(kind, engine.url, model)
+            else:
+                with FakeVllm(engine.url, model) as fake:
+                    yield ServerUnderTest(kind, fake.url, model)
