@@ -14,6 +14,7 @@ from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
+from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch
