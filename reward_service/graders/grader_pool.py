@@ -46,11 +46,11 @@ class GraderPool:
     """Asks ``num_workers`` grader processes, which start with the first question. Close it."""
 
     def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
-        """Grant every answer ``cpu_s`` seconds of CPU time; ``reward_service/KIND_grader.py`` is what runs."""
+        """Grant every answer ``cpu_s`` seconds of CPU time; ``graders/KIND_grader.py`` is what runs."""
         self._cpu_s = cpu_s
         self._kind = kind
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()
-        self._all = [_Grader(f"reward_service.{kind}_grader") for _ in range(num_workers)]
+        self._all = [_Grader(f"penstock.reward_service.graders.{kind}_grader") for _ in range(num_workers)]
         for grader in self._all:
             self._idle.put_nowait(grader)
         self._known: OrderedDict[tuple[str, str], Graded] = OrderedDict()

@@ -1,6 +1,6 @@
 """What a reward endpoint of your own needs, whichever web framework it is written in.
 
-    from reward_service import endpoint_kit
+    from penstock.reward_service.hosting import endpoint_kit
 
     request = endpoint_kit.read(body, headers, secrets)             # checks the signature, then the body
     scores = [[judge(group, text) for text in group.completions] for group in request.groups]
