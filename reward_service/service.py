@@ -30,7 +30,6 @@ from penstock.reward_service.metrics import Figures
 from penstock.reward_service.pack_progress import Progress
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.registry.scorers import CodeReward
 from penstock.reward_service.rewards import code
 from penstock.reward_service.sandbox import canary
 from penstock.reward_service.sandbox.pool import SandboxPool
@@ -73,9 +72,9 @@ async def run(settings: RewardSettings) -> None:
         connections.push_async_callback(patterns.close)
         sandbox = await asyncio.to_thread(canary.probe, section.code_sandbox)
         log.info("sandbox", kind=sandbox.kind, says=str(sandbox))
-        programs = _code_reward(sandbox, section, connections)
+        programs = _sandboxes(sandbox, section, connections)
         notes = {code.NAME: str(sandbox)}
-        graders = built_in.Graders(grader, patterns, programs)
+        graders = built_in.Graders(grader, patterns, programs, all_or_nothing=section.code_score == "all")
         reward_registry = RewardRegistry(
             built_in.scorers(graders),
             registry,
@@ -137,16 +136,15 @@ async def run(settings: RewardSettings) -> None:
     log.info("stopped", replica=section.id)
 
 
-def _code_reward(
+def _sandboxes(
     sandbox: canary.Probed, section: RewardServiceSection, connections: AsyncExitStack
-) -> CodeReward | None:
+) -> SandboxPool | None:
     if sandbox.kind is None:
         return None
-    all_or_nothing = section.code_score == "all"
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
-    pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=all_or_nothing)
+    pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=section.code_score == "all")
     connections.push_async_callback(pool.close)
-    return CodeReward(pool, all_or_nothing)
+    return pool
 
 
 def _announce_port(bound: socket.socket, port_file: Path | None, host: str) -> None:

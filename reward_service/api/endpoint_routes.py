@@ -22,8 +22,7 @@ from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import Registry
 from penstock.reward_service.endpoints.wire import example_groups
 from penstock.reward_service.errors import EndpointRefused, NotAllowed
-from penstock.reward_service.registry.built_in import BUILT_INS
-from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 

@@ -14,9 +14,9 @@ from penstock.reward_service.api.api_models import GroupByHand, RewardList, Rewa
 from penstock.reward_service.endpoints.access import Caller, Role
 from penstock.reward_service.endpoints.endpoint_registry import Registry
 from penstock.reward_service.registry import definitions
-from penstock.reward_service.registry.built_in import BUILT_INS, BuiltIn
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.rewards.data_sources import AUTO
+from penstock.reward_service.rewards.reward import Reward
 from penstock.reward_service.scoring import score_groups
 
 
@@ -54,8 +54,8 @@ def add(
         return ScoreAnswer.of([group.group_id for group in request.groups], outcomes)
 
 
-def _needs(built_in: BuiltIn) -> str:
-    return "; needs parameters (reward.define)" if built_in.default is None else ""
+def _needs(reward: Reward) -> str:
+    return "; needs parameters (reward.define)" if reward.default is None else ""
 
 
 def _texts(reward: str, group: GroupByHand) -> GroupTexts:

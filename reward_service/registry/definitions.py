@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardPart
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.registry.built_in import BUILT_INS, Graders
-from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE, Graders, scorer
 from penstock.reward_service.scores import Scorer
 
 
@@ -48,9 +47,9 @@ def own_scorers(define: Mapping[str, RewardDefinition], graders: Graders) -> dic
     for name, by_part in check(define).items():
         made[name] = {}
         for part_name, parameters in by_part.items():
-            scorer = BUILT_INS[define[name].parts[part_name].reward].make(parameters, graders)
-            if scorer is not None:
-                made[name][part_name] = scorer
+            one = scorer(BUILT_INS[define[name].parts[part_name].reward], parameters, graders)
+            if one is not None:
+                made[name][part_name] = one
     return made
 
 

@@ -12,8 +12,8 @@ from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import Registry
 from penstock.reward_service.errors import RewardUnavailable, SandboxUnavailable, UnknownReward
+from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE
 from penstock.reward_service.registry.composed import ComposedReward
-from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
 from penstock.reward_service.scores import Scorer
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "format"
@@ -41,3 +42,17 @@ def is_well_formed(completion: str) -> bool:
         and not text[think_end + len(_TAGS[1]) : answer_start].strip()
         and bool(text[answer_start + len(_TAGS[2]) : answer_end].strip())
     )
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
+    judge=judge,
+)
+
+THINK_REWARD = PureReward(
+    name=THINK,
+    description="1 when the completion begins with its only <think> and closes it (TRL)",
+    judge=judge_think,
+    notes="what follows is not checked",
+)

@@ -69,7 +69,13 @@ class Service(Process):
     """``python -m penstock.reward_service`` for one run."""
 
     def __init__(
-        self, run_id: str, nats: NatsSettings, s3: S3Settings, folder: Path, overrides: Sequence[str] = ()
+        self,
+        run_id: str,
+        nats: NatsSettings,
+        s3: S3Settings,
+        folder: Path,
+        overrides: Sequence[str] = (),
+        environ: dict[str, str] | None = None,
     ) -> None:
         """Start it with its API on a free port; a second life of the same folder keeps the log."""
         self._port_file = folder / "port"
@@ -86,8 +92,10 @@ class Service(Process):
             "reward_service.retry_delay_s=0.2",
             *overrides,
         ]
-        environ = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
-        super().__init__(["penstock.reward_service", *given], folder / "reward.log", environ=environ)
+        secrets = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
+        super().__init__(
+            ["penstock.reward_service", *given], folder / "reward.log", environ={**secrets, **(environ or {})}
+        )
 
     def ready(self) -> Service:
         """Wait until its API listens."""

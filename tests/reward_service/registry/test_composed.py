@@ -21,9 +21,8 @@ from penstock.protocol.group_pack import GroupTexts
 from penstock.protocol.trajectory import Group
 from penstock.reward_service.errors import BadGroundTruth, EndpointBusy, EndpointFailed, GraderFailed, RewardError
 from penstock.reward_service.registry import definitions
-from penstock.reward_service.registry.built_in import BUILT_INS
+from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
 from penstock.reward_service.registry.composed import ComposedReward
-from penstock.reward_service.rewards.data_sources import BY_SOURCE
 from penstock.reward_service.scores import GroupScores, Outcome
 
 RIGHT, WRONG, BARE = "<think>t</think><answer>4</answer>", "<think>t</think><answer>5</answer>", "4"
