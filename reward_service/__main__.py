@@ -73,12 +73,15 @@ def _run_service(arguments: Sequence[str]) -> int:
 
 
 def _list_rewards() -> int:
+    from penstock.reward_service.registry import user_rewards  # noqa: PLC0415 see above
     from penstock.reward_service.registry.built_in import BUILT_INS  # noqa: PLC0415 see above
 
     for name, one in BUILT_INS.items():
         sources = [source for source in one.data_sources if source != name]
         also = f"\n{'':16}also as {', '.join(sources)}" if sources else ""
         sys.stdout.write(f"{name:<15} {one.description}{also}\n")
+    for name, path in user_rewards.installed().items():
+        sys.stdout.write(f"{name:<15} {path} (entry point of an installed package)\n")
     sys.stdout.write("\nnext: python -m penstock.reward_service rewards NAME lists its parameters, for reward.define\n")
     return 0
 

@@ -13,6 +13,7 @@ RewardError                  a group got no reward; the class name is the reason
 ├── EndpointFailed           no connection, time-out, or an error status
 ├── EndpointNonsense         an answer that is not what the contract says
 ├── ScoreRefused             the endpoint itself said that it could not score this completion
+├── UserCodeFailed           the process of a user's reward ended or did not answer in time
 ├── GraderFailed             the math grader did not answer and the completion is not to blame
 ├── SandboxUnavailable       no sandbox works on this machine, so that no program is run
 ├── SandboxFailed            the sandbox itself broke, the program is not to blame
@@ -110,6 +111,10 @@ class EndpointNonsense(RewardError):
 
 class ScoreRefused(RewardError):
     """The endpoint answered properly, and said that it could not score a completion of this group."""
+
+
+class UserCodeFailed(RewardError):
+    """The process that runs a user's reward function ended, did not answer in time, or could not load its code."""
 
 
 class GraderFailed(RewardError):

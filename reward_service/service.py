@@ -30,6 +30,7 @@ from penstock.reward_service.metrics import Figures
 from penstock.reward_service.pack_progress import Progress
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.reward_service.registry.user_rewards import UserRewards
 from penstock.reward_service.rewards import code
 from penstock.reward_service.sandbox import canary
 from penstock.reward_service.sandbox.pool import SandboxPool
@@ -74,6 +75,10 @@ async def run(settings: RewardSettings) -> None:
         log.info("sandbox", kind=sandbox.kind, says=str(sandbox))
         programs = _sandboxes(sandbox, section, connections)
         notes = {code.NAME: str(sandbox)}
+        user = UserRewards(settings.reward, num_workers=section.user_workers, timeout_s=section.user_timeout_s)
+        connections.push_async_callback(user.close)
+        for name, digest in (await user.check()).items():
+            log.info("user reward", name=name, digest=digest)
         graders = built_in.Graders(grader, patterns, programs, all_or_nothing=section.code_score == "all")
         reward_registry = RewardRegistry(
             built_in.scorers(graders),
@@ -81,7 +86,8 @@ async def run(settings: RewardSettings) -> None:
             client,
             notes=notes,
             define=settings.reward.define,
-            own=definitions.own_scorers(settings.reward.define, graders),
+            own=definitions.own_scorers(settings.reward.define, graders, user),
+            user=user.by_name,
         )
         figures, activity = Figures(), Activity()
         signs = HeartbeatWriter(

@@ -93,6 +93,12 @@ class RewardServiceSection(Section):
     pattern_timeout_s: float = Field(
         default=2.0, gt=0, le=600, description="CPU seconds one answer may cost such a grader before it is killed."
     )
+    user_workers: int = Field(
+        default=2, ge=1, le=256, description="Processes for each reward that the run file names by import path or file."
+    )
+    user_timeout_s: float = Field(
+        default=60.0, gt=0, le=3600, description="Seconds such a reward may take for one group before it is killed."
+    )
     code_sandbox: Literal["auto", "bubblewrap", "landlock", "off"] = Field(
         default="auto", description="What holds the programs of the code reward; auto takes the first that holds here."
     )

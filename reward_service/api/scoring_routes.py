@@ -38,6 +38,10 @@ def add(
             RewardRecord(name=name, kind="defined", description=definitions.describe(one))
             for name, one in reward_registry.definitions.items()
         ]
+        rows += [
+            RewardRecord(name=name, kind="user", description="code that the run file names")
+            for name in reward_registry.user_rewards
+        ]
         rows.append(RewardRecord(name=AUTO, kind="built-in", description="whatever fits the row's data_source"))
         for endpoint in registry.endpoints.values():
             problem = registry.problem(endpoint)

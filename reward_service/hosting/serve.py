@@ -1,6 +1,7 @@
 """``serve FILE.py``: a user's reward function as an HTTP endpoint, registered while it runs.
 
-This is the only place of Penstock where user code runs, in a process that its user started.
+User code runs here, in a process that its user started, or in the worker processes of a reward service
+(`user_code/worker.py`), and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting import served_reward, user_file
-from penstock.reward_service.hosting.user_function import UserReward
+from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.user_code import user_file
+from penstock.reward_service.user_code.user_function import UserReward
 
 _TEACHES = """\
 The file holds one of these (or several, and you say which with --function); each may be async:

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Process:
     """A child whose output goes to a file that a failing test shows."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT
+    ) -> None:
         """Start it."""
         self.log = log
         with log.open("ab") as file:
@@ -32,7 +34,7 @@ class Process:
                 [sys.executable, "-m", *command],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                cwd=ROOT,
+                cwd=cwd,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
             )
 
@@ -76,6 +78,7 @@ class Service(Process):
         folder: Path,
         overrides: Sequence[str] = (),
         environ: dict[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         """Start it with its API on a free port; a second life of the same folder keeps the log."""
         self._port_file = folder / "port"
@@ -94,7 +97,7 @@ class Service(Process):
         ]
         secrets = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
         super().__init__(
-            ["penstock.reward_service", *given], folder / "reward.log", environ={**secrets, **(environ or {})}
+            ["penstock.reward_service", *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd
         )
 
     def ready(self) -> Service:

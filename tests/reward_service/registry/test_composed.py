@@ -167,7 +167,7 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
         ({"reward": "overlong", "parameters": {"longest": 5}}, r"parameters\.buffer: the reward overlong needs it"),
         (
             {"reward": "my_endpoint", "parameters": {"a": 1}},
-            "only built-in rewards take parameters, my_endpoint is none",
+            "only built-in rewards and your own code take parameters, my_endpoint is neither",
         ),
         ({"reward": "math_reasoning", "parameters": {"a": 1}}, "write math_flexible"),
         ({"reward": "gsm8k", "parameters": {"a": 1}}, "there are: none"),

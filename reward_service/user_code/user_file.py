@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.reward_service.errors import UserFileError
-from penstock.reward_service.hosting.user_function import Style, UserReward
+from penstock.reward_service.user_code.user_function import Style, UserReward
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
 _GIVEN: dict[Style, tuple[str, ...]] = {
@@ -28,6 +28,14 @@ def load(file: Path, function: str | None = None, *, conversational: bool = Fals
     """
     module = _import(file.resolve())
     name, found = _choose(module, file, function)
+    return of(found, name, file, conversational=conversational)
+
+
+def of(found: Any, name: str, file: Path, *, conversational: bool = False) -> UserReward:
+    """Return what is called for a function, a callable object, or a class that is built without arguments.
+
+    Raises UserFileError when it has none of the signatures of a reward function.
+    """
     called = _built(found, file, name)
     parameters = inspect.signature(called).parameters
     style = next((style for style in Style if style in parameters), None)
