@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.facts import RewardRequest
 from penstock.protocol.group_pack import GroupTexts
-from penstock.reward_service.errors import NotAsked, RewardError
+from penstock.reward_service.errors import NotCalled, RewardError
 from penstock.reward_service.scores import GroupScores, Outcome, Scorer
 
 Find = Callable[[RewardRequest], Awaitable[Scorer]]
@@ -78,7 +78,7 @@ def _first_cause(errors: Mapping[str, RewardError]) -> RewardError:
 
     One that never gets better decides before one that may, and one of somebody who was asked before one of nobody.
     """
-    name, err = min(errors.items(), key=lambda item: (not item[1].permanent, isinstance(item[1], NotAsked)))
+    name, err = min(errors.items(), key=lambda item: (not item[1].permanent, isinstance(item[1], NotCalled)))
     named = copy.copy(err)
     named.args = (f"part {name}: {err}",)
     return named

@@ -10,7 +10,7 @@ from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.facts import RewardRequest
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import RewardUnavailable, SandboxUnavailable, UnknownReward
 from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE
 from penstock.reward_service.registry.composed import ComposedReward
@@ -23,7 +23,7 @@ class RewardRegistry:
     def __init__(
         self,
         built_ins: Mapping[str, Scorer],
-        registry: Registry,
+        registry: EndpointRegistry,
         client: EndpointClient,
         *,
         notes: Mapping[str, str] = MappingProxyType({}),
@@ -72,7 +72,7 @@ class RewardRegistry:
         return all(name in reward.own or part.reward in single for name, part in reward.definition.parts.items())
 
     async def find(self, request: RewardRequest) -> Scorer:
-        """Return the scorer of a request; raises UnknownReward, or NotAsked for one that is out of service.
+        """Return the scorer of a request; raises UnknownReward, or NotCalled for one that is out of service.
 
         A name that is unknown here may have been registered at another replica a moment ago, so the
         registry is read once more before the name is called unknown.
@@ -95,17 +95,17 @@ class RewardRegistry:
             if candidate in self._user:
                 return self._user[candidate]
             if candidate in self._registry.endpoints:
-                return self._line(self._registry.endpoints[candidate])
+                return self._queue(self._registry.endpoints[candidate])
         for endpoint in self._registry.endpoints.values() if request.name == AUTO else ():
             if request.data_source in endpoint.data_sources:
-                return self._line(endpoint)
+                return self._queue(endpoint)
         return None
 
-    def _line(self, endpoint: Endpoint) -> Scorer:
+    def _queue(self, endpoint: Endpoint) -> Scorer:
         problem = self._registry.problem(endpoint)
         if problem is not None:
             raise problem
-        return self._client.line(endpoint)
+        return self._client.queue(endpoint)
 
     def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable | SandboxUnavailable:
         name = request.data_source if request.name == AUTO else request.name
