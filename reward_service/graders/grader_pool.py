@@ -1,11 +1,11 @@
 """Grader processes, of the math reward or of patterns and schemas: persistent, one job at a time each, killed when they overrun.
 
-Who is to blame when a job does not end decides what comes of it:
+The outcome of a job that does not finish depends on the cause:
 
-- while the *gold* answer is parsed: `GraderFailed`; the row or the machine is to blame.
-- after that, killed by its own CPU timer, twice, in two fresh attempts: this completion alone is the
-  cause. Its verdict is a defined one: wrong, exhausted.
-- anything else (killed by somebody, wall clock ran out on a busy machine): `GraderFailed`.
+- while the *gold* answer is parsed: `GraderFailed`; the cause is the row or the machine.
+- after that, killed by its own CPU timer in two attempts: this completion alone is the cause; its verdict is wrong
+  (`EXHAUSTED`).
+- anything else (killed by another process, wall time ran out on a busy machine): `GraderFailed`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WALL_FACTOR = 6.0  # wall seconds granted for each CPU second
 _WALL_MIN_S = 20.0
 _EXIT_S = 5.0  # from a closed pipe to the exit of its process
 _TRIES = 2
-_KNOWN_VERDICTS = 4096  # the same wrong answers come again and again within a run
+_KNOWN_VERDICTS = 4096  # the same wrong answers repeat within a run
 _KNOWN_CHARS = 16_384  # longer texts are not remembered
 
 
@@ -41,7 +41,7 @@ class _GraderEnded(Exception):
 
 
 class GraderPool:
-    """Asks ``num_workers`` grader processes, which start with the first question. Close it."""
+    """``num_workers`` grader processes, started with the first job. Close it."""
 
     def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
         """Grant every answer ``cpu_s`` seconds of CPU time; ``graders/KIND_grader.py`` is what runs."""
@@ -59,7 +59,7 @@ class GraderPool:
         return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
-        """Say whether an answer has the value of the gold answer; raises GraderFailed."""
+        """Return whether an answer equals the gold answer; raises GraderFailed."""
         known = self._known.get((gold, answer))
         if known is None:
             known = await self._ask(gold, answer)

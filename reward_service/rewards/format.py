@@ -1,7 +1,7 @@
 """1 when a completion is ``<think>...</think>`` then ``<answer>...</answer>``, each once, and nothing else.
 
 White space around and between the two is allowed, an empty answer is not. Read by ``str.find``:
-linear in the length of the completion, whatever a policy writes into it. Needs no ground truth.
+linear in the length of the completion, whatever its content. Needs no ground truth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Judge the form of every completion; the truth is not looked at."""
+    """Judge the form of every completion; the truth is not used."""
     return [Verdict(float(is_well_formed(completion))) for completion in completions]
 
 
@@ -30,7 +30,7 @@ def judge_think(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
 
 
 def is_well_formed(completion: str) -> bool:
-    """Say whether a completion has exactly the four tags, in order, with nothing outside them."""
+    """Return True if a completion has exactly the four tags, in order, with nothing outside them."""
     text = completion.strip()
     positions = [text.find(tag) for tag in _TAGS]
     if any(text.count(tag) != 1 for tag in _TAGS) or positions != sorted(positions):

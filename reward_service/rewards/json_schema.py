@@ -96,7 +96,7 @@ def find(text: str, where: str) -> str | None:
 
 
 def parses(text: str) -> bool:
-    """Say whether a text is JSON, strictly."""
+    """Return True if a text is strict JSON."""
     try:
         _loads(text)
     except ValueError:

@@ -26,11 +26,11 @@ from penstock.reward_service.rewards.reward import GradedReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME, FLEXIBLE = "math", "math_flexible"
-MAX_ANSWER_CHARS = 2048  # no answer is longer; keeps what a grader may be fed bounded
+MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
 
 
 class Graded(enum.Enum):
-    """What a grader says about one answer."""
+    """A grader's verdict on one answer."""
 
     RIGHT = enum.auto()
     WRONG = enum.auto()
@@ -62,7 +62,7 @@ def _gold(truth: Any) -> str:
 
 
 def anywhere(completion: str) -> str | None:
-    """Return the answer of a completion that was not told how to mark it."""
+    """Return the answer of a completion whose prompt did not ask for a mark."""
     for way in (latex.last_boxed, final_answer.in_tags, final_answer.after_hashes, final_answer.after_phrase):
         if (answer := way(completion)) is not None:
             return answer.strip("*$ ").rstrip(".")

@@ -27,7 +27,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Punish every completion for what it repeats; the truth is not looked at."""
+    """Punish every completion for what it repeats; the truth is not used."""
     shares = [repeated_share(words(text), parameters.ngram) for text in completions]
     return [Verdict(parameters.factor * share if share else 0.0, {"repeated": share}) for share in shares]
 

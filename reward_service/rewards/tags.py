@@ -41,7 +41,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Judge the form of every completion; the truth is not looked at."""
+    """Judge the form of every completion; the truth is not used."""
     return [Verdict(_score(parameters, completion)) for completion in completions]
 
 

@@ -1,4 +1,4 @@
-"""A user's own reward file: loaded, and the reward function in it found; what could never work is refused."""
+"""A user's own reward file: loads it and finds its reward function; refuses what could never work."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _import(file: Path) -> ModuleType:
         raise UserFileError(f"{file}: not a Python file (its name must end in .py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # dataclasses and pickling libraries look a class's module up there
-    sys.path.insert(0, str(file.parent))  # it may import its neighbours, as when run by hand
+    sys.path.insert(0, str(file.parent))  # it may import modules of its folder, as when it is run as a script
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:
@@ -108,7 +108,7 @@ def _built(found: Any, file: Path, name: str) -> Any:
 
 
 def _is_own(name: str, value: Any, module: ModuleType) -> bool:
-    """Say whether a name is a callable of this file: defined in it, or an object of a class defined in it."""
+    """Return True for a callable of this file: defined in it, or an object of a class defined in it."""
     home = (
         getattr(value, "__module__", None)
         if inspect.isroutine(value) or inspect.isclass(value)
@@ -127,7 +127,7 @@ def _fits(value: Any) -> bool:
 
 
 def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
-    """Refuse at the start what could never be called; a TRL function's columns are known only row by row."""
+    """Raise UserFileError for parameters that are never given; a TRL function's columns are known only row by row."""
     empty = inspect.Parameter.empty
     needed = [
         p.name
