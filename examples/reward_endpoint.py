@@ -1,10 +1,10 @@
-"""A whole reward endpoint on Python's own web server: signed requests, parts, errors, a lease.
+"""A complete reward endpoint on Python's own web server: signed requests, parts, errors, a lease.
 
 python examples/reward_endpoint.py http://127.0.0.1:8700
 penstock reward test short_answers
 penstock train run.toml reward.name=short_answers
 
-With a reward service that knows tokens, set REWARD_TOKEN, and REWARD_SECRET (whsec_...) to have requests signed.
+With a reward service that needs tokens, set REWARD_TOKEN; set REWARD_SECRET (whsec_...) to have requests signed.
 """
 
 import os
@@ -18,7 +18,7 @@ SECRETS = tuple(os.environ.get("REWARD_SECRET", "").split())
 
 
 def judge(group, text):
-    """Full marks for the right answer, less for every further word; a row without an answer cannot be judged."""
+    """Return 1 for the right answer alone, less for every further word; a row without an answer is an error."""
     if not isinstance(group.ground_truth, str):
         return Score(error="this reward needs a text as ground truth")
     words = text.split()
@@ -59,7 +59,7 @@ def main():
     offer = Offer(name="short_answers", url=url, version="1", lease_s=15, secrets=SECRETS, more=more)
     try:
         with endpoint_kit.registered(service, offer):
-            print(f"short_answers is registered at {service.url}; Ctrl-C ends it", flush=True)
+            print(f"short_answers is registered at {service.url}; press Ctrl-C to stop", flush=True)
             server.serve_forever()
     except KeyboardInterrupt:
         pass

@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
         if not (options.path / "config.json").is_file():  # said before torch is loaded
             raise ConfigError(f"{options.path}: no model folder (config.json is missing)")
-        where = served_reward.place(options, options.path.resolve().name)
+        where = served_reward.address(options, options.path.resolve().name)
         reward = ModelReward(options)
         reward.load()
         served_reward.serve(reward, where)

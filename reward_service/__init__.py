@@ -6,6 +6,6 @@
                                      built-in rewards ◀──┘      └──▶ registered HTTP endpoints
 ```
 
-A reward that cannot be had is an error, never a 0: the group waits, comes again, and after
-``reward_service.endpoint_attempts`` deliveries lies among the dead letters with its reason.
+A reward that cannot be computed is an error, never a 0: the group is delivered again, and after
+``reward_service.endpoint_attempts`` attempts it is stored as a dead letter with its reason.
 """

@@ -2,6 +2,7 @@
 
 python -m penstock.reward_service [RUN.toml ...] [section.key=value ...]
 python -m penstock.reward_service rewards [NAME]                      (all of them, or one with its parameters)
+python -m penstock.reward_service rewards --write docs/graders.md     (renew the tables of the documentation)
 python -m penstock.reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
 python -m penstock.reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
 python -m penstock.reward_service serve-judge JUDGE.toml [the same options]
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from penstock.protocol import logs
 from penstock.protocol.config.run_file import load, split_arguments
@@ -42,24 +45,21 @@ def _command(arguments: Sequence[str]) -> int:
             return 0
         case ["rewards"]:
             return _list_rewards()
+        case ["rewards", "--write", page]:
+            return _write_tables(Path(page))
         case ["rewards", name]:
             return _show_reward(name)
         case ["sandbox", *rest]:
             return _probe_sandbox(rest[0] if rest else "auto")
-        case ["serve", *rest]:
-            from penstock.reward_service.hosting import serve_file  # noqa: PLC0415 the service itself never loads user files
-
-            return serve_file.main(rest)
-        case ["serve-judge", *rest]:
-            from penstock.reward_service.hosting import serve_judge  # noqa: PLC0415 see above
-
-            return serve_judge.main(rest)
-        case ["serve-grader", *rest]:
-            from penstock.reward_service.hosting import serve_grader  # noqa: PLC0415 see above
-
-            return serve_grader.main(rest)
+        case [("serve" | "serve-judge" | "serve-grader") as command, *rest]:
+            return _serve(command, rest)
         case _:
             return _run_service(arguments)
+
+
+def _serve(command: str, arguments: Sequence[str]) -> int:
+    module = f"penstock.reward_service.hosting.{command.replace('-', '_')}"
+    return importlib.import_module(module).main(arguments)  # imported here: the service itself never loads user code
 
 
 def _run_service(arguments: Sequence[str]) -> int:
@@ -73,13 +73,15 @@ def _run_service(arguments: Sequence[str]) -> int:
 
 
 def _list_rewards() -> int:
+    from penstock.reward_service.registry import user_rewards  # noqa: PLC0415 see above
     from penstock.reward_service.registry.built_in import BUILT_INS  # noqa: PLC0415 see above
-    from penstock.reward_service.rewards.data_sources import BY_SOURCE  # noqa: PLC0415
 
     for name, one in BUILT_INS.items():
-        sources = [source for source, reward in BY_SOURCE.items() if reward == name and source != name]
+        sources = [source for source in one.data_sources if source != name]
         also = f"\n{'':16}also as {', '.join(sources)}" if sources else ""
         sys.stdout.write(f"{name:<15} {one.description}{also}\n")
+    for name, path in user_rewards.installed().items():
+        sys.stdout.write(f"{name:<15} {path} (entry point of an installed package)\n")
     sys.stdout.write("\nnext: python -m penstock.reward_service rewards NAME lists its parameters, for reward.define\n")
     return 0
 
@@ -99,6 +101,13 @@ def _show_reward(name: str) -> int:
         sys.stdout.write(f"  {key:<12} {default}: {field.description}\n")
     if not one.parameters.model_fields:
         sys.stdout.write("  no parameters\n")
+    return 0
+
+
+def _write_tables(page: Path) -> int:
+    from penstock.reward_service.registry import reward_table  # noqa: PLC0415 see above
+
+    page.write_text(reward_table.update(page.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Telling the rest of the ring what became of a group: scored, or dead with its reason."""
+"""Publication of what happened to a group: scored, waiting, or dead-lettered with its reason."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Announcer:
     async def dead(
         self, delivery: Delivery[GroupGenerated], groups: Sequence[GeneratedGroup], *, reason: str, detail: str
     ) -> None:
-        """Store these groups, and only these, among the dead letters; the others of the message go on."""
+        """Store exactly these groups of the message as a dead letter."""
         generated = delivery.fact
         ids = [group.group_id for group in groups]
         payload = encode(generated.model_copy(update={"groups": tuple(groups)}))
@@ -103,7 +103,7 @@ class Announcer:
     async def waiting(
         self, delivery: Delivery[GroupGenerated], errors: Mapping[str, Exception], *, delay_s: float
     ) -> None:
-        """Say that groups got no reward this time and come again after ``delay_s``."""
+        """Publish that groups got no reward and are delivered again after ``delay_s`` seconds."""
         first = next(iter(errors.values()))
         data = {
             "pack_id": delivery.fact.pack_id,
@@ -116,11 +116,11 @@ class Announcer:
         await self.event("reward_error", data, msg_id=f"wait:{delivery.sequence}:{delivery.num_delivered}")
 
     async def event(self, kind: str, data: dict[str, Any], *, msg_id: str) -> None:
-        """Publish a moment worth showing."""
+        """Publish a run event."""
         event = RunEvent(run_id=self._run_id, source=self._source, kind=kind, at=time.time(), data=data)
         await self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=f"{self._source}:{msg_id}")
 
 
 def hash_of(group_ids: Sequence[str]) -> str:
-    """Name a set of groups shortly, the same whatever their order."""
+    """Return a short hash of a set of groups, independent of their order."""
     return hashlib.sha256("\n".join(sorted(group_ids)).encode()).hexdigest()[:16]

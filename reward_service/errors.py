@@ -1,26 +1,27 @@
-"""Why a group could not be scored, drawn as one tree.
+"""Errors of scoring and of the API, as one tree. Class names of RewardErrors are the reasons of dead letters.
 
-RewardError                  a group got no reward; the class name is the reason of its dead letter
-├── UnknownReward            nobody offers a reward of this name             never gets better
-├── BadGroundTruth           the row's ground truth does not fit its reward  never gets better
-├── LengthsUnknown           the reward counts tokens, and the group is text sent by hand  never gets better
-├── NotAsked                 nobody was asked: no attempt at scoring, but there is a limit to patience
-│   ├── RewardUnavailable    the endpoint was unregistered; it may come back
+RewardError                  a group got no reward
+├── UnknownReward            no reward has this name                         permanent
+├── BadGroundTruth           the row's ground truth does not fit its reward  permanent
+├── LengthsUnknown           the reward counts tokens, and the group is text sent by hand  permanent
+├── NotCalled                no endpoint was called: not an attempt, limited by `reward_service.patience_s`
+│   ├── RewardUnavailable    the endpoint was unregistered; it may be registered again
 │   ├── LeaseExpired         the endpoint stopped renewing its lease
-│   ├── EndpointDrained      somebody took the endpoint out of service for a while
+│   ├── EndpointDrained      the endpoint was taken out of service
 │   ├── BreakerOpen          the endpoint fails too often to be called now
-│   └── EndpointBusy         all its places are taken; it works, so there is no limit to this wait
+│   └── EndpointBusy         its queue is full; it works, so this wait has no limit
 ├── EndpointFailed           no connection, time-out, or an error status
-├── EndpointNonsense         an answer that is not what the contract says
-├── ScoreRefused             the endpoint itself said that it could not score this completion
-├── GraderFailed             the math grader did not answer and the completion is not to blame
+├── EndpointNonsense         an answer that breaks the contract
+├── ScoreRefused             the endpoint or the user's function reported that it could not score a completion
+├── UserCodeFailed           the process of a user's reward ended or did not answer in time
+├── GraderFailed             a grader process failed, and the completion is not proven to be the cause
 ├── SandboxUnavailable       no sandbox works on this machine, so that no program is run
-├── SandboxFailed            the sandbox itself broke, the program is not to blame
-└── RewardCrashed            a built-in reward raised: a bug of ours
+├── SandboxFailed            the sandbox failed, and the program is not proven to be the cause
+└── RewardCrashed            a built-in reward raised: an internal error, please report it
 EndpointRefused              a registration that breaks the rules (name taken, target not allowed)
 ├── NameTaken                another endpoint has the name
 └── NotAllowed               the caller's token does not allow it
-UserFileError                the file given to ``serve`` holds no reward function we can call
+UserFileError                a user's code holds no reward function that can be called
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from penstock.protocol.errors import PenstockError
 
 
 class RewardError(PenstockError):
-    """A group got no reward. ``permanent`` errors are not tried again."""
+    """A group got no reward. ``permanent`` errors are dead-lettered at once."""
 
     permanent: ClassVar[bool] = False
-    blames_endpoint: bool = False  # counts against it in its circuit breaker
+    counts_against_endpoint: bool = False  # a failure for its circuit breaker
 
     @property
     def reason(self) -> str:
-        """The word under which it is counted and dead-lettered."""
+        """The reason under which it is counted and dead-lettered."""
         return type(self).__name__
 
 
 class UnknownReward(RewardError):
-    """Nobody offers a reward of this name; the text lists the nearest ones."""
+    """No reward has this name; the text lists the nearest ones."""
 
     permanent = True
 
@@ -60,35 +61,35 @@ class LengthsUnknown(RewardError):
     permanent = True
 
 
-class NotAsked(RewardError):
-    """Nobody was asked for these scores. The delivery is no attempt; the group comes again after ``retry_in_s``."""
+class NotCalled(RewardError):
+    """No endpoint was called. The delivery does not count as an attempt; the group comes again after ``retry_in_s``."""
 
-    has_limit: ClassVar[bool] = True  # after `reward_service.patience_s` of this the group is dead-lettered
+    has_limit: ClassVar[bool] = True  # the group is dead-lettered after `reward_service.patience_s`
 
     def __init__(self, text: str, *, retry_in_s: float = 0.0) -> None:
-        """``retry_in_s``: it makes no sense to come back earlier."""
+        """``retry_in_s``: seconds before which a retry cannot succeed."""
         super().__init__(text)
         self.retry_in_s = retry_in_s
 
 
-class RewardUnavailable(NotAsked):
-    """The endpoint was unregistered; whoever starts it again registers it again."""
+class RewardUnavailable(NotCalled):
+    """The endpoint was unregistered; it registers again when it is started again."""
 
 
-class LeaseExpired(NotAsked):
+class LeaseExpired(NotCalled):
     """The endpoint registered itself with a lease and has stopped renewing it."""
 
 
-class EndpointDrained(NotAsked):
-    """Somebody took the endpoint out of service; it is registered, and asked nothing."""
+class EndpointDrained(NotCalled):
+    """The endpoint was drained: it is registered, and not called."""
 
 
-class BreakerOpen(NotAsked):
-    """The endpoint failed so often that it is left alone for a while."""
+class BreakerOpen(NotCalled):
+    """The endpoint failed so often that its circuit breaker is open."""
 
 
-class EndpointBusy(NotAsked):
-    """The endpoint works and has more to do than it may hold; the group waits at the broker instead of here."""
+class EndpointBusy(NotCalled):
+    """The endpoint works and its queue is full; the group waits at the broker."""
 
     has_limit = False
 
@@ -97,23 +98,27 @@ class EndpointFailed(RewardError):
     """The endpoint could not be reached, did not answer in time or answered with an error status."""
 
     def __init__(self, text: str, *, refused: bool = False) -> None:
-        """``refused``: it answered with a status of 400 to 499, which says nothing about other calls."""
+        """``refused``: it answered with a status of 400 to 499, which does not count as a failure of the endpoint."""
         super().__init__(text)
-        self.blames_endpoint = not refused
+        self.counts_against_endpoint = not refused
 
 
 class EndpointNonsense(RewardError):
     """The endpoint's answer is not JSON, too large, of the wrong shape, not finite or out of range."""
 
-    blames_endpoint = True
+    counts_against_endpoint = True
 
 
 class ScoreRefused(RewardError):
-    """The endpoint answered properly, and said that it could not score a completion of this group."""
+    """The endpoint or the user's function reported that it could not score a completion of this group."""
+
+
+class UserCodeFailed(RewardError):
+    """The process that runs a user's reward function ended, did not answer in time, or could not load its code."""
 
 
 class GraderFailed(RewardError):
-    """The math grader died or did not answer, and the completion is not proven to be the cause."""
+    """A grader process exited or did not answer, and the completion is not proven to be the cause."""
 
 
 class SandboxUnavailable(RewardError):
@@ -121,24 +126,24 @@ class SandboxUnavailable(RewardError):
 
 
 class SandboxFailed(RewardError):
-    """The sandbox did not start, died or did not answer, and the program is not proven to be the cause."""
+    """The sandbox did not start, exited or did not answer, and the program is not proven to be the cause."""
 
 
 class RewardCrashed(RewardError):
-    """Code of this service raised an exception it should not have raised."""
+    """Code of this service raised an unexpected exception: an internal error."""
 
 
 class EndpointRefused(PenstockError):
-    """A registration that breaks a rule; the text says which."""
+    """A registration that breaks a rule; the text names it."""
 
 
 class NameTaken(EndpointRefused):
-    """Another endpoint is registered under the name, and the caller did not say ``replace``."""
+    """Another endpoint is registered under the name, and the caller did not set ``replace``."""
 
 
 class NotAllowed(EndpointRefused):
-    """The caller's token is of a lower role, or the endpoint is somebody else's."""
+    """The caller's token is of a lower role, or the endpoint has another owner."""
 
 
 class UserFileError(PenstockError):
-    """The file given to ``serve`` cannot be loaded or holds no reward function."""
+    """A user's file cannot be loaded, or holds no reward function that can be called."""

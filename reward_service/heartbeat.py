@@ -1,4 +1,4 @@
-"""What this replica says about itself while it lives: a heartbeat each second, and the rewards it offers."""
+"""The heartbeat of this replica each second, and its record of the rewards it offers."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from penstock.protocol.rewards_offered import RewardsOffered
 from penstock.protocol.streams import HEARTBEAT_PERIOD_S, ConsumerSpec, heartbeat_key
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
-from penstock.reward_service.endpoints.endpoint_registry import Registry
-from penstock.reward_service.metrics import Figures
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
+from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 
-log = structlog.get_logger("reward_service.vital_signs")
+log = structlog.get_logger("reward_service.heartbeat")
 
 ROLE = "reward"
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatWriter:
-    """Everything a heartbeat is made of, and the two buckets it goes to."""
+    """Writes heartbeats and offers to their buckets."""
 
     bus: Bus
     live: KeyValue
     offers: KeyValue
     consumer: ConsumerSpec
-    registry: Registry
+    registry: EndpointRegistry
     reward_registry: RewardRegistry
-    figures: Figures
+    metrics: ServiceMetrics
     activity: Activity
     replica: str
 
     async def run(self, done: asyncio.Event) -> None:
-        """Beat until ``done``, then take this replica's records away; NATS being away only delays a beat."""
-        await self._sweep()
+        """Write until ``done``, then delete this replica's records; while NATS is unreachable, skip."""
+        await self._delete_forgotten()
         beat = 0
         while not done.is_set():
             try:
@@ -50,7 +50,7 @@ class HeartbeatWriter:
                 if beat % round(rewards_offered.PERIOD_S / HEARTBEAT_PERIOD_S) == 0:
                     await self.offer()
             except BusUnreachable as err:
-                log.warning("no heartbeat", error=str(err))
+                log.warning("NATS unreachable: heartbeat skipped", error=str(err))
             beat += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), HEARTBEAT_PERIOD_S)
@@ -58,30 +58,30 @@ class HeartbeatWriter:
             await self.offers.delete(rewards_offered.key(self.replica))
             await self.live.delete(heartbeat_key(ROLE, self.replica))
 
-    async def _sweep(self) -> None:
-        """Delete the records of replicas that were killed long ago."""
+    async def _delete_forgotten(self) -> None:
+        """Delete the records of replicas that stopped long ago without deleting them."""
         with contextlib.suppress(BusUnreachable):
             for key in rewards_offered.expired_keys(await self.offers.entries(), now=time.time()):
                 await self.offers.delete(key)
 
     async def _beat(self) -> None:
         await self.registry.refresh()
-        self.figures.queue = (await self.bus.consumer_state(self.consumer)).num_pending
+        self.metrics.queue = (await self.bus.consumer_state(self.consumer)).num_pending
         busy_s, idle_s = self.activity.totals()
         beat = Heartbeat(
             role=ROLE,
             service_id=self.replica,
             at=time.time(),
-            state=f"waiting for {whom}" if (whom := self.bus.waits_for) else self.activity.state,
+            state=f"waiting for {awaited}" if (awaited := self.bus.waits_for) else self.activity.state,
             busy_s=busy_s,
             idle_s=idle_s,
             cpu_s=cpu_seconds(),
-            figures=self.figures.as_dict(),
+            figures=self.metrics.as_dict(),  # the stored field has the older name
         )
         await self.live.put(heartbeat_key(ROLE, self.replica), encode(beat))
 
     async def offer(self) -> None:
-        """Renew the record from which the trainer learns which rewards this run can ask for."""
+        """Renew the record that tells the trainer which rewards this run can request."""
         offer = RewardsOffered(
             run_id=self.consumer.run_id,
             replica=self.replica,

@@ -1,4 +1,4 @@
-"""What this replica counts: groups, errors, dead letters, and how long things took."""
+"""Counters of this replica: groups, errors, dead letters, and durations."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from penstock.protocol.facts import ScoredGroup
 
-WINDOW = 512  # most recent timings kept; enough for a p99, small enough to sort on every look
+WINDOW = 512  # most recent durations kept; enough for a p99, few enough to sort at every read
 
 
 class Timings:
     """Counts of calls and failures since the start, and quantiles of the most recent durations."""
 
     def __init__(self) -> None:
-        """Start with nothing counted."""
+        """Start at zero."""
         self.num_calls = 0
         self.num_failed = 0
         self.total_s = 0.0
@@ -33,17 +33,17 @@ class Timings:
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
 
-class Figures:
+class ServiceMetrics:
     """The counters of one replica, all since its start."""
 
     def __init__(self) -> None:
-        """Start with nothing counted."""
+        """Start at zero."""
         self.packs = Timings()
         self.scored: Counter[str] = Counter()  # groups by scorer
         self.completions = 0
         self.dead: Counter[str] = Counter()  # groups by reason
-        self.waited: Counter[str] = Counter()  # times that groups went back to come again, by reason
-        self.num_errors = 0  # packs given back because NATS or S3 was away
+        self.waited: Counter[str] = Counter()  # requeued groups, by reason
+        self.num_errors = 0  # packs requeued because NATS or S3 was unreachable
         self.queue = 0  # packs waiting at the broker, as of the last heartbeat
 
     def groups_scored(self, groups: Iterable[ScoredGroup]) -> None:
@@ -53,7 +53,7 @@ class Figures:
             self.completions += len(group.rewards)
 
     def groups_waited(self, reasons: Iterable[str]) -> None:
-        """Count groups that went back and come again."""
+        """Count groups that were requeued."""
         self.waited.update(reasons)
 
     def groups_dead(self, reason: str, num_groups: int) -> None:
@@ -61,7 +61,7 @@ class Figures:
         self.dead[reason] += num_groups
 
     def as_dict(self) -> dict[str, float]:
-        """Return the figures that a heartbeat carries."""
+        """Return the `figures` of a heartbeat; the keys are stored."""
         return {
             "groups_scored": float(self.scored.total()),
             "completions_scored": float(self.completions),

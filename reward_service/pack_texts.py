@@ -1,4 +1,4 @@
-"""A generated pack, fetched, verified, and read as far as a reward needs it: its texts."""
+"""The texts of a generated pack, fetched and verified."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fetch(blobs: Blobs, pack: BlobRef, groups: Sequence[GeneratedGroup]) -> list
     """Return the texts of the groups, in order; token columns are never read.
 
     Raises BlobMissing, BlobCorrupt or BlobStoreUnreachable for the object, and PackError when it
-    does not hold what the message says.
+    differs from the message.
     """
     texts = group_pack.decode_texts(blobs.get(pack), [group.row_group for group in groups])
     for group, text in zip(groups, texts, strict=True):

@@ -1,4 +1,4 @@
-"""What scoring a group comes to: its rewards, or the error that says why there are none."""
+"""The outcome of scoring a group: its rewards, or the error that left it without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.reward_service.rewards.verdict import Verdict
 
 @dataclass(frozen=True, slots=True)
 class GroupScores:
-    """One reward for every completion of a group, named parts of the same length, and who gave them."""
+    """One reward for every completion of a group, named parts of the same length, and the scorer's name."""
 
     rewards: tuple[float, ...]
     scorer: str
@@ -23,7 +23,7 @@ class GroupScores:
 
     @classmethod
     def of(cls, verdicts: Sequence[Verdict], scorer: str) -> GroupScores:
-        """Turn verdicts into columns; a part that only some completions have counts 0.0 for the others."""
+        """Return verdicts as columns; a part that only some completions have is 0.0 for the others."""
         names = sorted({name for verdict in verdicts for name in verdict.parts})
         return cls(
             rewards=tuple(verdict.reward for verdict in verdicts),
@@ -32,7 +32,7 @@ class GroupScores:
         )
 
     def announce(self, generated: GeneratedGroup) -> ScoredGroup:
-        """Join the scores to the group they belong to."""
+        """Return the scored group that is announced."""
         return ScoredGroup(generated=generated, rewards=self.rewards, parts=self.parts, scorer=self.scorer)
 
 
@@ -42,13 +42,13 @@ Outcome = GroupScores | RewardError
 class Scorer(Protocol):
     """Scores groups; every group gets an outcome of its own, in the order given. Never raises RewardError.
 
-    A scorer is ``slow`` when it waits for somebody outside this process (an endpoint, a grader process): a
-    pack that waits for it holds none of the service's places.
+    A scorer is ``slow`` when it waits for another process (an endpoint, a grader): a pack that only waits for slow
+    scorers holds no work slot.
     """
 
     @property
     def slow(self) -> bool:
-        """Whether its work is done elsewhere."""
+        """True when another process does the work."""
         ...
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""Scoring a batch of groups: each by the reward its task named. An error is an error, never a reward of 0."""
+"""Scoring a batch of groups, each by the reward that its row requests. An error is an error, never a reward of 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.reward_service.errors import RewardError
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 from penstock.reward_service.scores import Outcome, Scorer
 
-_TOGETHER_S = 0.1  # outcomes that are there within this time are handed on together
+_TOGETHER_S = 0.1  # outcomes that are ready within this time are yielded together
 
 
 async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTexts]) -> list[Outcome]:
@@ -18,7 +18,7 @@ async def score_groups(reward_registry: RewardRegistry, groups: Sequence[GroupTe
     outcomes: dict[int, Outcome] = {}
     async for some in as_scored(reward_registry, groups, attempts=[1] * len(groups)):
         outcomes |= some
-    return [outcomes[place] for place in range(len(groups))]
+    return [outcomes[index] for index in range(len(groups))]
 
 
 async def as_scored(
@@ -28,39 +28,38 @@ async def as_scored(
     attempts: Sequence[int],
     only_slow_left: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[dict[int, Outcome], None]:
-    """Yield outcomes by the groups' places, so that no group waits for another group's slow endpoint.
+    """Yield outcomes by the groups' indices as they get ready, so that no group waits for another's slow endpoint.
 
-    Groups of one reward at the same attempt (from 1) are scored together. What comes soon comes in one
-    piece; whatever takes longer follows as it gets ready. ``only_slow_left`` is called as soon as all
-    that is left is waiting for somebody outside this process.
+    Groups of one reward at the same attempt (from 1) are scored together. ``only_slow_left`` is called as soon as all
+    that is left is waiting for other processes.
     """
     done: dict[int, Outcome] = {}
     by_scorer: dict[tuple[Scorer, int], list[int]] = {}
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         try:
-            by_scorer.setdefault((await reward_registry.find(group.reward), attempts[place]), []).append(place)
+            by_scorer.setdefault((await reward_registry.find(group.reward), attempts[index]), []).append(index)
         except RewardError as err:
-            done[place] = err
+            done[index] = err
 
-    async def score(scorer: Scorer, attempt: int, places: list[int]) -> dict[int, Outcome]:
-        found = await scorer.score([groups[place] for place in places], attempt=attempt)
-        return dict(zip(places, found, strict=True))
+    async def score(scorer: Scorer, attempt: int, indices: list[int]) -> dict[int, Outcome]:
+        found = await scorer.score([groups[index] for index in indices], attempt=attempt)
+        return dict(zip(indices, found, strict=True))
 
     under_way = {
-        asyncio.create_task(score(scorer, attempt, places))
-        for (scorer, attempt), places in by_scorer.items()
+        asyncio.create_task(score(scorer, attempt, indices))
+        for (scorer, attempt), indices in by_scorer.items()
         if scorer.slow
     }
     try:
-        for (scorer, attempt), places in by_scorer.items():
+        for (scorer, attempt), indices in by_scorer.items():
             if not scorer.slow:
-                done |= await score(scorer, attempt, places)
+                done |= await score(scorer, attempt, indices)
         only_slow_left()
         ready, under_way = await asyncio.wait(under_way, timeout=_TOGETHER_S) if under_way else (set(), set())
-        yield done | {place: outcome for task in ready for place, outcome in task.result().items()}
+        yield done | {index: outcome for task in ready for index, outcome in task.result().items()}
         while under_way:
             ready, under_way = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
-            yield {place: outcome for task in ready for place, outcome in task.result().items()}
+            yield {index: outcome for task in ready for index, outcome in task.result().items()}
     finally:
         for task in under_way:
             task.cancel()

@@ -1,4 +1,4 @@
-"""One replica of the reward service, put together from its settings and run until it is told to stop."""
+"""One replica of the reward service, built from its settings and run until SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,32 +21,35 @@ from penstock.reward_service.api import app, web_server
 from penstock.reward_service.endpoints import own_servers
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_health import HealthChecks
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.secret_store import SecretStore
 from penstock.reward_service.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.heartbeat import HeartbeatWriter
-from penstock.reward_service.metrics import Figures
-from penstock.reward_service.pack_progress import Progress
+from penstock.reward_service.metrics import ServiceMetrics
+from penstock.reward_service.pack_progress import ProgressStore
+from penstock.reward_service.pack_scoring import ScoringContext
 from penstock.reward_service.registry import built_in, definitions
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.registry.scorers import CodeReward
+from penstock.reward_service.registry.user_rewards import UserRewards
+from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards import code
 from penstock.reward_service.sandbox import canary
 from penstock.reward_service.sandbox.pool import SandboxPool
 from penstock.reward_service.sandbox.zygote_command import Launch
 from penstock.reward_service.sandbox.zygote_process import Limits
 from penstock.reward_service.settings import RewardServiceSection, RewardSettings
+from penstock.reward_service.work_slots import WorkSlots
 
 log = structlog.get_logger("reward_service")
 
-_S3_DEADLINE_S = 20.0  # then the pack goes back and comes again; a thread that waits longer would hold up a stop
+_S3_DEADLINE_S = 20.0  # then the pack is requeued; a thread that waits longer would delay a stop
 
 
 async def run(settings: RewardSettings) -> None:
     """Score groups until SIGTERM or SIGINT; raises PenstockError when something needed is missing or wrong."""
     section, run_id = settings.reward_service, settings.run.id
-    definitions.check(settings.reward.define)  # before any server is asked
+    definitions.check(settings.reward.define)  # before any connection is opened
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -56,7 +59,7 @@ async def run(settings: RewardSettings) -> None:
         await asyncio.to_thread(blobs.check)
         consumer = streams.generated_consumer(run_id)
         secrets = SecretStore(await bus.key_value(streams.secrets_bucket().bucket))
-        progress = Progress(await bus.key_value(streams.scoring_bucket(run_id).bucket))
+        progress = ProgressStore(await bus.key_value(streams.scoring_bucket(run_id).bucket))
         offers = await bus.key_value(streams.registry_bucket().bucket)
         live = await bus.key_value(streams.live_bucket(run_id).bucket)
         inbox = await bus.inbox(consumer, GroupGenerated)
@@ -65,56 +68,61 @@ async def run(settings: RewardSettings) -> None:
         client = await connections.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )
-        registry = Registry(offers, secrets, client.follow)
+        registry = EndpointRegistry(offers, secrets, client.follow)
         await registry.refresh()
         grader = GraderPool(section.math_workers, cpu_s=section.math_timeout_s)
         connections.push_async_callback(grader.close)
         patterns = GraderPool(section.pattern_workers, cpu_s=section.pattern_timeout_s, kind="pattern")
         connections.push_async_callback(patterns.close)
         sandbox = await asyncio.to_thread(canary.probe, section.code_sandbox)
-        log.info("sandbox", kind=sandbox.kind, says=str(sandbox))
-        programs = _code_reward(sandbox, section, connections)
+        log.info("sandbox", kind=sandbox.kind, result=str(sandbox))
+        programs = _sandboxes(sandbox, section, connections)
         notes = {code.NAME: str(sandbox)}
-        graders = built_in.Graders(grader, patterns, programs)
+        user = UserRewards(settings.reward, num_workers=section.user_workers, timeout_s=section.user_timeout_s)
+        connections.push_async_callback(user.close)
+        for name, digest in (await user.check()).items():
+            log.info("user reward", name=name, digest=digest)
+        graders = built_in.Graders(grader, patterns, programs, all_or_nothing=section.code_score == "all")
         reward_registry = RewardRegistry(
             built_in.scorers(graders),
             registry,
             client,
             notes=notes,
             define=settings.reward.define,
-            own=definitions.own_scorers(settings.reward.define, graders),
+            own=definitions.own_scorers(settings.reward.define, graders, user),
+            user=user.by_name,
         )
-        figures, activity = Figures(), Activity()
-        signs = HeartbeatWriter(
+        metrics, activity = ServiceMetrics(), Activity()
+        heartbeat = HeartbeatWriter(
             bus=bus,
             live=live,
             offers=offers,
             consumer=consumer,
             registry=registry,
             reward_registry=reward_registry,
-            figures=figures,
+            metrics=metrics,
             activity=activity,
             replica=section.id,
         )
-        bench = loop.Bench(
+        context = ScoringContext(
             blobs=blobs,
             reward_registry=reward_registry,
             announcer=Announcer(bus, run_id=run_id, source=section.id),
-            patience=loop.Patience(section.endpoint_attempts, section.retry_delay_s, section.patience_s),
+            retry=RetryPolicy(section.endpoint_attempts, section.retry_delay_s, section.patience_s),
             progress=progress,
-            figures=figures,
+            metrics=metrics,
             activity=activity,
         )
         api = app.build(
-            app.Parts(
+            app.ApiContext(
                 registry=registry,
                 reward_registry=reward_registry,
                 client=client,
-                figures=figures,
+                metrics=metrics,
                 activity=activity,
                 replica=section.id,
                 run_id=run_id,
-                away_s=lambda: bus.down_s,
+                nats_down_s=lambda: bus.down_s,
                 num_held=lambda: inbox.num_held,
             ),
             access=section.access(),
@@ -122,34 +130,33 @@ async def run(settings: RewardSettings) -> None:
             max_request_bytes=section.max_request_bytes,
         )
         bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
-        _announce_port(bound, section.port_file, section.host)
+        _report_port(bound, section.port_file, section.host)
 
         activity.restart()
         activity.state = "waiting"
         done = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(web_server.serve(api, bound, done))
-            tasks.create_task(signs.run(done))
+            tasks.create_task(heartbeat.run(done))
             tasks.create_task(HealthChecks(registry, client).run(done))
-            places = loop.Places(section.concurrency, section.max_packs)
-            await loop.run(inbox, bench, places=places, stop=stop, drain_s=section.drain_s)
+            slots = WorkSlots(section.concurrency, section.max_packs)
+            await loop.run(inbox, context, slots=slots, stop=stop, drain_s=section.drain_s)
             done.set()
     log.info("stopped", replica=section.id)
 
 
-def _code_reward(
+def _sandboxes(
     sandbox: canary.Probed, section: RewardServiceSection, connections: AsyncExitStack
-) -> CodeReward | None:
+) -> SandboxPool | None:
     if sandbox.kind is None:
         return None
-    all_or_nothing = section.code_score == "all"
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
-    pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=all_or_nothing)
+    pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=section.code_score == "all")
     connections.push_async_callback(pool.close)
-    return CodeReward(pool, all_or_nothing)
+    return pool
 
 
-def _announce_port(bound: socket.socket, port_file: Path | None, host: str) -> None:
+def _report_port(bound: socket.socket, port_file: Path | None, host: str) -> None:
     port = bound.getsockname()[1]
     log.info("listening", url=f"http://{host}:{port}")
     if port_file is not None:

@@ -1,4 +1,4 @@
-"""Everything the reward service may be told."""
+"""The settings of the reward service."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class RewardServiceSection(Section):
         default=8,
         ge=1,
         le=1024,
-        description="Packs worked on at the same time; those that wait for others count below.",
+        description="Packs worked on at the same time; those that only wait for endpoints and graders do not count.",
     )
     max_packs: int = Field(
         default=1024,
         ge=1,
         le=100_000,
-        description="Packs in this process's hands, those that wait for endpoints and graders included.",
+        description="Packs held by this process, those that wait for endpoints and graders included.",
     )
     endpoint_attempts: int = Field(
         default=5, ge=1, le=1000, description="Deliveries after which a group that gets no reward is dead-lettered."
@@ -68,12 +68,12 @@ class RewardServiceSection(Section):
         default=600.0,
         gt=0,
         le=86_400,
-        description="How long a group waits unasked (endpoint gone, drained, or left alone) until it is dead-lettered.",
+        description="Seconds a group waits for an endpoint that is not called (gone, drained, breaker open) until it is dead-lettered.",
     )
     allowed_targets: tuple[str, ...] = Field(
         default=PRIVATE_TARGETS,
-        description="Networks (CIDR) and host names that endpoints may live at; loopback and private ranges "
-        "unless given. Link-local and metadata addresses are refused whatever stands here.",
+        description="Networks (CIDR) and host names of allowed endpoints; loopback and private ranges "
+        "unless given. Link-local and metadata addresses are always refused.",
     )
     max_response_bytes: int = Field(
         default=4 * 1024 * 1024, ge=1024, description="Longest answer of an endpoint that is read, in bytes."
@@ -93,15 +93,22 @@ class RewardServiceSection(Section):
     pattern_timeout_s: float = Field(
         default=2.0, gt=0, le=600, description="CPU seconds one answer may cost such a grader before it is killed."
     )
+    user_workers: int = Field(
+        default=2, ge=1, le=256, description="Processes for each reward that the run file names by import path or file."
+    )
+    user_timeout_s: float = Field(
+        default=60.0, gt=0, le=3600, description="Seconds such a reward may take for one group before it is killed."
+    )
     code_sandbox: Literal["auto", "bubblewrap", "landlock", "off"] = Field(
-        default="auto", description="What holds the programs of the code reward; auto takes the first that holds here."
+        default="auto",
+        description="Sandbox of the code reward; auto takes the first that passes its attacks on this machine.",
     )
     code_workers: int = Field(default=2, ge=1, le=256, description="Programs of the code reward run at the same time.")
     code_cpu_s: float = Field(
         default=5.0,
         ge=1,
         le=600,
-        description="CPU seconds a program may use for one test; six times that by the clock.",
+        description="CPU seconds a program may use for one test; six times that by wall clock.",
     )
     code_memory_mb: int = Field(default=1024, ge=64, le=65536, description="Address space of a program, in MiB.")
     code_score: Literal["share", "all"] = Field(
@@ -124,7 +131,7 @@ class RewardServiceSection(Section):
         return value
 
     @model_validator(mode="after")
-    def _token_on_open_doors(self) -> RewardServiceSection:
+    def _token_unless_loopback(self) -> RewardServiceSection:
         if not _is_loopback(self.host) and not self.token and self.token_file is None and self.tokens_file is None:
             raise ValueError(
                 f"reward_service.host {self.host} can be reached from other machines: set reward_service.token_file "
@@ -133,7 +140,7 @@ class RewardServiceSection(Section):
         return self
 
     def access(self) -> Access:
-        """Return whose tokens open what; raises ConfigError when a file of them is unreadable or wrong."""
+        """Return the tokens with their roles; raises ConfigError when a file of them is unreadable or wrong."""
         tokens = []
         if self.token_file is not None:
             tokens.append((ADMIN, Role.ADMIN, _read(self.token_file, "token_file").strip()))

@@ -127,7 +127,7 @@ server.listen(0, "127.0.0.1", async () => {
     console.error(`${NAME} could not be registered at ${service}: ${err.message}`);
     process.exit(1);
   }
-  console.log(`${NAME} serves at ${url}, registered at ${service}; Ctrl-C ends it`);
+  console.log(`${NAME} serves at ${url}, registered at ${service}; press Ctrl-C to stop`);
   const renewing = setInterval(() => renew().catch((err) => console.error(`lease: ${err.message}`)), (LEASE_S / 3) * 1000);
   process.once("SIGINT", () => stop("stopping"));
   process.once("SIGTERM", () => stop("stopping"));

@@ -30,14 +30,18 @@ _Weight = Annotated[Finite, Field(ge=-1e6, le=1e6)]
 class RewardPart(Section):
     """One part of a reward: what scores it, how much it weighs, and whether it is a gate."""
 
-    reward: Identifier = Field(description="A built-in reward, a registered endpoint, or auto (by data_source).")
+    reward: Identifier = Field(
+        description="A built-in reward, a registered endpoint, your own code (my_pkg.rewards:tilted, my_rewards.py:tilted), or "
+        "auto (by data_source)."
+    )
     weight: _Weight = Field(default=1.0, description="Its score times this goes into the sum; 0 only keeps the score.")
     needs: Finite | None = Field(
         default=None, description="A gate: below this score the whole reward is `otherwise`, whatever the sum says."
     )
     otherwise: _Weight = Field(default=0.0, description="The whole reward where the gate is closed.")
     parameters: dict[str, Any] = Field(
-        default={}, description="Of a built-in reward; `python -m penstock.reward_service rewards NAME` lists them."
+        default={},
+        description="Of a built-in reward or your own; `python -m penstock.reward_service rewards NAME` lists them.",
     )
 
     @model_validator(mode="after")
@@ -119,7 +123,9 @@ class RewardSettings(Section):
     """Which reward scores which row, and what rewards of one's own are made of."""
 
     name: Identifier | None = Field(
-        default=None, description="Reward of rows that by_source does not name; none: chosen by the row's data_source."
+        default=None,
+        description="Reward of rows that by_source does not name: built in, an endpoint, or code (my_rewards.py:tilted); "
+        "none: chosen by the row's data_source.",
     )
     by_source: dict[str, Identifier] = Field(default={}, description='Reward by data_source: gsm8k = "my_reward".')
     define: dict[Identifier, RewardDefinition] = Field(

@@ -1,4 +1,4 @@
-"""What the HTTP API takes and answers."""
+"""Request and response bodies of the HTTP API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 
 from penstock.reward_service.endpoints import signature
 from penstock.reward_service.endpoints.endpoint import Endpoint, EndpointSpec
-from penstock.reward_service.endpoints.endpoint_queue import LiveFigures
+from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets
 from penstock.reward_service.endpoints.wire import GroupToScore
 from penstock.reward_service.scores import GroupScores, Outcome
@@ -20,15 +20,15 @@ _SPEC_FIELDS = frozenset(EndpointSpec.model_fields)
 
 
 class Refusal(BaseModel):
-    """Why a request was refused."""
+    """The reason why a request was refused."""
 
     detail: str
 
 
 class Registration(EndpointSpec):
-    """An endpoint to register. Its secrets are stored apart and never shown again."""
+    """An endpoint to register. Its secrets are stored separately and never returned."""
 
-    replace: bool = Field(False, description="Take the name over from whoever has it: a new version, or another place.")
+    replace: bool = Field(False, description="Replace the endpoint that has the name: a new version, or another URL.")
     secrets: Annotated[tuple[SecretStr, ...], Field(max_length=2)] = Field(
         (), description="Signing keys whsec_...; with two, requests carry both signatures, so that keys can be changed."
     )
@@ -49,26 +49,26 @@ class Registration(EndpointSpec):
         return value
 
     def endpoint(self, *, owner: str) -> Endpoint:
-        """Return what is kept and shown."""
+        """Return the endpoint that is stored and listed."""
         given = {name: getattr(self, name) for name in _SPEC_FIELDS}
-        return Endpoint(**{**given, "owner": owner}, secret_id=token_hex(8) if self.confidence() else "")
+        return Endpoint(**{**given, "owner": owner}, secret_id=token_hex(8) if self.endpoint_secrets() else "")
 
-    def confidence(self) -> EndpointSecrets:
-        """Return what is kept apart."""
+    def endpoint_secrets(self) -> EndpointSecrets:
+        """Return the secrets, which are stored separately."""
         return EndpointSecrets(
             tuple(secret.get_secret_value() for secret in self.secrets), self.api_key.get_secret_value()
         )
 
 
 class EndpointRecord(BaseModel):
-    """A registered endpoint, and how it does as seen from this replica."""
+    """A registered endpoint, and its metrics in this replica."""
 
     endpoint: Endpoint
-    live: LiveFigures
+    live: EndpointMetrics
 
 
 class LeaseRenewal(BaseModel):
-    """Who renews: only the version at the URL that is registered can."""
+    """A renewal: version and URL must be those that are registered."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,13 +77,13 @@ class LeaseRenewal(BaseModel):
 
 
 class Lease(BaseModel):
-    """How long the registration now lasts; null: for good."""
+    """How long the registration is valid from now; null: without a limit."""
 
     lease_s: float | None
 
 
 class RewardRecord(BaseModel):
-    """A reward that tasks may ask for."""
+    """A reward that rows may request."""
 
     name: str
     kind: str
@@ -91,14 +91,14 @@ class RewardRecord(BaseModel):
 
 
 class RewardList(BaseModel):
-    """All rewards, and which of them fits which data set."""
+    """All rewards, and the reward of each data set."""
 
     rewards: list[RewardRecord]
     by_source: dict[str, str]
 
 
 class Failure(BaseModel):
-    """Why a group could not be scored; ``permanent`` failures are not tried again."""
+    """The reason why a group was not scored; ``permanent`` failures are not tried again."""
 
     reason: str
     detail: str
@@ -113,7 +113,7 @@ class CompletionScore(BaseModel):
 
 
 class ScoredByHand(BaseModel):
-    """One group: its scores and who gave them, or why there are none."""
+    """One group: its scores and their scorer, or the error."""
 
     group_id: str
     scorer: str | None = None
@@ -122,7 +122,7 @@ class ScoredByHand(BaseModel):
 
 
 class Spread(BaseModel):
-    """How the scores lie; a reward that says the same of everything teaches nothing."""
+    """The score distribution; equal scores give no training signal."""
 
     num_scores: int
     num_errors: int = Field(description="Groups without a score.")
@@ -135,14 +135,14 @@ class Spread(BaseModel):
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> Spread:
-        """Look at all scores of all groups."""
+        """Return the distribution of all scores of all groups."""
         scored = [outcome for outcome in outcomes if isinstance(outcome, GroupScores)]
         values = [reward for outcome in scored for reward in outcome.rewards]
         num_errors = len(outcomes) - len(scored)
         if not values:
-            return cls(num_scores=0, num_errors=num_errors, warning="nothing was scored")
+            return cls(num_scores=0, num_errors=num_errors, warning="no completion was scored")
         distinct = len(set(values))
-        same = f"all {len(values)} scores are {values[0]:g}: such a reward teaches nothing"
+        same = f"all {len(values)} scores are {values[0]:g}: equal scores give no training signal"
         return cls(
             num_scores=len(values),
             num_errors=num_errors,
@@ -156,10 +156,10 @@ class Spread(BaseModel):
 
 
 class GroupByHand(GroupToScore):
-    """A group that somebody wants to see scored."""
+    """A group to score by hand."""
 
     completion_tokens: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[], description="How many tokens each completion has, for rewards of length; none: unknown."
+        default=[], description="How many tokens each completion has, for rewards that count tokens; none: unknown."
     )
 
     @model_validator(mode="after")
@@ -173,14 +173,14 @@ class GroupByHand(GroupToScore):
 
 
 class ScoreByHand(BaseModel):
-    """What is to be scored, and by which reward."""
+    """Groups to score by hand, and the reward."""
 
     reward: str = Field(description="The reward's name.")
     groups: list[GroupByHand] = Field(min_length=1, max_length=1024)
 
 
 class ScoreAnswer(BaseModel):
-    """The outcome of every group, in the order they were sent, and how the scores lie."""
+    """The outcome of every group, in the order they were sent, and the score distribution."""
 
     ok: bool
     results: list[ScoredByHand]
@@ -188,13 +188,13 @@ class ScoreAnswer(BaseModel):
 
     @classmethod
     def of(cls, group_ids: Sequence[str], outcomes: Sequence[Outcome]) -> ScoreAnswer:
-        """Show outcomes to a person."""
+        """Return outcomes as a response."""
         results = [_by_hand(group_id, outcome) for group_id, outcome in zip(group_ids, outcomes, strict=True)]
         return cls(ok=all(result.error is None for result in results), results=results, spread=Spread.of(outcomes))
 
 
 class TestRequest(BaseModel):
-    """Rows to try an endpoint with; example rows when there are none."""
+    """Rows to test an endpoint with; none: example rows."""
 
     groups: Annotated[list[GroupToScore], Field(max_length=1024)] = []
 

@@ -1,4 +1,4 @@
-"""The HTTP API of the reward service, put together: who may call it, how errors are answered, health, metrics."""
+"""The HTTP API of the reward service: access, error responses, health, metrics, and the routes of the other files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.reward_service.api.api_models import Refusal
 from penstock.reward_service.api.body_limit import BodyLimit
 from penstock.reward_service.endpoints.access import Access, Caller, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import EndpointRefused, NameTaken, NotAllowed
-from penstock.reward_service.metrics import Figures
+from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 
 _SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
@@ -33,45 +33,48 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         403: "The token's role does not allow it.",
         413: "The body is longer than reward_service.max_request_bytes.",
         422: "A value breaks a rule.",
-        503: "NATS is away.",
+        503: "NATS is unreachable.",
     }.items()
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What the API shows and uses."""
+class ApiContext:
+    """What the API reads and calls."""
 
-    registry: Registry
+    registry: EndpointRegistry
     reward_registry: RewardRegistry
     client: EndpointClient
-    figures: Figures
+    metrics: ServiceMetrics
     activity: Activity
     replica: str
     run_id: str
-    away_s: Callable[[], float]
+    nats_down_s: Callable[[], float]
     num_held: Callable[[], int]
 
 
-def build(parts: Parts, *, access: Access, hosts: Sequence[str] = (), max_request_bytes: int) -> FastAPI:
-    """Return the app. Without tokens only requests that name this machine, or one of ``hosts``, are answered."""
+def build(context: ApiContext, *, access: Access, hosts: Sequence[str] = (), max_request_bytes: int) -> FastAPI:
+    """Return the app. Without tokens the Host header must name this machine or one of ``hosts``."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
     app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
     needs = _needs(access, frozenset({*_LOOPBACK_NAMES, *hosts}))
     _answer_errors(app)
-    _health(app, parts, needs(Role.READ))
-    endpoint_routes.add(app, parts.registry, parts.client, needs)
-    scoring_routes.add(app, parts.registry, parts.reward_registry, needs)
+    _health(app, context, needs(Role.READ))
+    endpoint_routes.add(app, context.registry, context.client, needs)
+    scoring_routes.add(app, context.registry, context.reward_registry, needs)
     return app
 
 
 def _needs(access: Access, hosts: frozenset[str]) -> Callable[[Role], Callable[..., Caller]]:
-    """Return what makes a route ask for a role; it gives the route its caller."""
+    """Return a factory of dependencies that check a role and give the route its caller."""
 
     def needs(role: Role) -> Callable[..., Caller]:
         def check(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> Caller:
-            if access.is_open and _host_of(request) not in hosts:  # a web page that had its name point here
-                raise HTTPException(403, "without tokens only requests to this machine by its own name are answered")
+            if access.is_open and _host_of(request) not in hosts:  # a web page whose name resolves to this machine
+                raise HTTPException(
+                    403,
+                    "without tokens the Host header must be localhost or 127.0.0.1; set reward_service.tokens_file to allow other names",
+                )
             caller = access.caller(given.credentials if given is not None else None)
             if caller is None:
                 raise HTTPException(
@@ -79,7 +82,8 @@ def _needs(access: Access, hosts: frozenset[str]) -> Callable[[Role], Callable[.
                 )
             if caller.role < role:
                 raise HTTPException(
-                    403, f"the token of {caller.name} is {caller.role.name.lower()}, this needs {role.name.lower()}"
+                    403,
+                    f"the token {caller.name!r} has the role {caller.role.name.lower()}; this request needs {role.name.lower()}",
                 )
             return caller
 
@@ -106,23 +110,23 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, err: RequestValidationError) -> JSONResponse:
-        """Say what is wrong and where, without what was sent: it may be a secret, or no JSON."""
+        """Name the wrong fields without their values, which may be secrets or not JSON."""
         wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors()]
         return JSONResponse({"detail": "; ".join(wrong[:10])}, 422)
 
 
-def _health(app: FastAPI, parts: Parts, may_read: Callable[..., Caller]) -> None:
+def _health(app: FastAPI, context: ApiContext, may_read: Callable[..., Caller]) -> None:
     @app.get("/healthz")
     async def healthz(response: Response) -> dict[str, Any]:
-        """Say whether this replica can work: 503 while NATS is away."""
-        away_s = parts.away_s()
-        response.status_code = 503 if away_s else 200
-        reason = f"NATS has been away for {away_s:.0f} s" if away_s else ""
-        return {"ok": not away_s, "replica": parts.replica, "run_id": parts.run_id, "reason": reason}
+        """Return whether this replica can work: 503 while NATS is unreachable."""
+        down_s = context.nats_down_s()
+        response.status_code = 503 if down_s else 200
+        reason = f"NATS unreachable for {down_s:.0f} s" if down_s else ""
+        return {"ok": not down_s, "replica": context.replica, "run_id": context.run_id, "reason": reason}
 
     @app.get("/metrics", dependencies=[Depends(may_read)], response_class=Response)
     async def metrics() -> Response:
         """Return the counters for Prometheus."""
-        live = {name: parts.client.figures(endpoint) for name, endpoint in parts.registry.endpoints.items()}
-        text = metrics_text.render(parts.figures, parts.activity, live, num_held=parts.num_held())
+        live = {name: context.client.metrics(endpoint) for name, endpoint in context.registry.endpoints.items()}
+        text = metrics_text.render(context.metrics, context.activity, live, num_held=context.num_held())
         return Response(text, media_type=metrics_text.CONTENT_TYPE)

@@ -1,4 +1,4 @@
-"""Requests to our own API may only be so long: what exceeds the limit is refused with 413 and not read."""
+"""A limit on the size of request bodies: a longer one is refused with 413 and not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class BodyLimit:
     """ASGI middleware that counts the bytes of a body, whatever its Content-Length says."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        """``max_bytes`` is the longest body that is let through."""
+        """``max_bytes`` is the longest body that is accepted."""
         self._app = app
         self._max_bytes = max_bytes
 
@@ -34,7 +34,7 @@ class BodyLimit:
 
         async def noted(message: Message) -> None:
             nonlocal answering
-            if answering or not over:  # what the app says about a body that broke off is not the reason
+            if answering or not over:  # the app's response to the truncated body would hide the reason
                 answering = True
                 await send(message)
 

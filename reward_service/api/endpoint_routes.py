@@ -19,33 +19,32 @@ from penstock.reward_service.api.api_models import (
 from penstock.reward_service.endpoints.access import Caller, Role
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.endpoints.wire import example_groups
 from penstock.reward_service.errors import EndpointRefused, NotAllowed
-from penstock.reward_service.registry.built_in import BUILT_INS
-from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE
 
 Name = Annotated[str, Path(pattern=NAME_PATTERN)]
 
 
 def add(
-    app: FastAPI, registry: Registry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
+    app: FastAPI, registry: EndpointRegistry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
 ) -> None:
-    """Add the routes; ``needs`` makes one ask for a role."""
+    """Add the routes; ``needs`` returns a dependency that checks a role."""
     router = APIRouter(prefix="/v1/endpoints", responses={404: {"model": Refusal, "description": "No such endpoint."}})
     _show(router, registry, client, needs)
     _change(router, registry, client, needs)
     app.include_router(router)
 
 
-def _record(endpoint: Endpoint, registry: Registry, client: EndpointClient) -> EndpointRecord:
+def _record(endpoint: Endpoint, registry: EndpointRegistry, client: EndpointClient) -> EndpointRecord:
     problem = registry.problem(endpoint)
     return EndpointRecord(
-        endpoint=endpoint, live=client.figures(endpoint, "in service" if problem is None else problem.reason)
+        endpoint=endpoint, live=client.metrics(endpoint, "in service" if problem is None else problem.reason)
     )
 
 
-async def _known(name: str, registry: Registry) -> Endpoint:
+async def _known(name: str, registry: EndpointRegistry) -> Endpoint:
     await registry.refresh()
     endpoint = registry.endpoints.get(name)
     if endpoint is None:
@@ -55,11 +54,14 @@ async def _known(name: str, registry: Registry) -> Endpoint:
 
 
 def _show(
-    router: APIRouter, registry: Registry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
+    router: APIRouter,
+    registry: EndpointRegistry,
+    client: EndpointClient,
+    needs: Callable[[Role], Callable[..., Caller]],
 ) -> None:
     @router.get("", dependencies=[Depends(needs(Role.READ))])
     async def list_endpoints() -> list[EndpointRecord]:
-        """List the registered endpoints with this replica's live figures."""
+        """List the registered endpoints with their metrics in this replica."""
         await registry.refresh()
         return [_record(endpoint, registry, client) for _, endpoint in sorted(registry.endpoints.items())]
 
@@ -70,14 +72,17 @@ def _show(
 
     @router.post("/{name}/test", dependencies=[Depends(needs(Role.REGISTER))])
     async def test(name: Name, request: TestRequest) -> ScoreAnswer:
-        """Call an endpoint with a few rows, as the service would, and show what it says and how its scores lie."""
+        """Call an endpoint with a few rows, as the service does, and return its scores and their distribution."""
         groups = request.groups or example_groups()
         outcomes = await client.call(await _known(name, registry), groups)
         return ScoreAnswer.of([group.group_id for group in groups], outcomes)
 
 
 def _change(
-    router: APIRouter, registry: Registry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
+    router: APIRouter,
+    registry: EndpointRegistry,
+    client: EndpointClient,
+    needs: Callable[[Role], Callable[..., Caller]],
 ) -> None:
     registering = Depends(needs(Role.REGISTER))
 
@@ -89,15 +94,15 @@ def _change(
         for url in filter(None, (endpoint.url, endpoint.health_url)):
             await client.http.check(url)
         await registry.add(
-            endpoint, replace_other=registration.replace, caller=caller, secrets=registration.confidence()
+            endpoint, replace_other=registration.replace, caller=caller, secrets=registration.endpoint_secrets()
         )
         return _record(endpoint, registry, client)
 
     @router.post(
-        "/{name}/lease", responses={409: {"model": Refusal, "description": "Another version or place has the name."}}
+        "/{name}/lease", responses={409: {"model": Refusal, "description": "Another version or URL has the name."}}
     )
     async def renew(name: Name, renewal: LeaseRenewal, caller: Caller = registering) -> Lease:
-        """Renew a lease; 404 and 409 say that the endpoint has to register again, or was replaced."""
+        """Renew a lease; after 404 the endpoint must register again, after 409 it was replaced."""
         renewed = await registry.renew(name, version=renewal.version, url=renewal.url, caller=caller)
         if renewed is None:
             known = await _known(name, registry)
@@ -106,13 +111,13 @@ def _change(
 
     @router.post("/{name}/drain")
     async def drain(name: Name, caller: Caller = registering) -> EndpointRecord:
-        """Send it nothing more; calls under way end, its other groups wait."""
+        """Take an endpoint out of service: calls under way finish, its other groups wait."""
         await registry.drain(name, caller=caller, on=True)
         return _record(await _known(name, registry), registry, client)
 
     @router.post("/{name}/resume")
     async def resume(name: Name, caller: Caller = registering) -> EndpointRecord:
-        """Take a drained endpoint into service again."""
+        """Put a drained endpoint back into service."""
         await registry.drain(name, caller=caller, on=False)
         return _record(await _known(name, registry), registry, client)
 
@@ -124,32 +129,32 @@ def _change(
         url: Annotated[str | None, Query(description="Only if it is registered at this URL.")] = None,
         caller: Caller = registering,
     ) -> None:
-        """Unregister an endpoint; groups that ask for it wait for it as for one that is down."""
+        """Unregister an endpoint; groups that request it wait as for one that is down."""
         if not await registry.remove(name, caller=caller, url=url):
             await _known(name, registry)  # 404 when there is none
             raise HTTPException(409, f"endpoint {name!r} is registered at another URL")
 
 
 def _owner(registration: Registration, caller: Caller) -> str:
-    """An admin may register for somebody else; everybody else's endpoints are their own."""
+    """Return the owner of a new endpoint; only an admin may register for another one."""
     if caller.role is Role.ADMIN:
         return registration.owner or caller.name
     if registration.owner not in {"", caller.name}:
-        raise NotAllowed(f"you are {caller.name!r}; only an admin registers for {registration.owner!r}")
+        raise NotAllowed(f"your token is {caller.name!r}; only an admin may register for owner {registration.owner!r}")
     return caller.name
 
 
 def _check(endpoint: Endpoint, caller: Caller) -> None:
-    """Raise EndpointRefused for what no endpoint may be."""
+    """Raise EndpointRefused for a name, data source or secret that an endpoint may not have."""
     if endpoint.name in BUILT_INS or endpoint.name == AUTO:
-        raise EndpointRefused(f"{endpoint.name!r} is a built-in reward; take another name")
+        raise EndpointRefused(f"{endpoint.name!r} is a built-in reward; choose another name")
     taken = [source for source in endpoint.data_sources if source in BY_SOURCE]
     if taken:
         raise EndpointRefused(
-            f"rows of {', '.join(taken)} are scored by built-in rewards; ask for this one by its name: "
+            f"rows of {', '.join(taken)} are scored by built-in rewards; request this one by name: "
             f"reward.name = {endpoint.name!r}"
         )
     if endpoint.has_secrets and not caller.has_token:
         raise EndpointRefused(
-            "secrets are only taken where tokens guard them: set reward_service.tokens_file (or token_file)"
+            "secrets are accepted only by a service with tokens; set reward_service.tokens_file (or token_file)"
         )

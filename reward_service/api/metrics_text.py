@@ -1,4 +1,4 @@
-"""Counters as the text that Prometheus reads (exposition format 0.0.4)."""
+"""The metrics page for Prometheus (exposition format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from penstock.protocol.activity import Activity, cpu_seconds
 from penstock.reward_service.endpoints.breaker import BreakerState
-from penstock.reward_service.endpoints.endpoint_queue import LiveFigures
-from penstock.reward_service.metrics import Figures
+from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics
+from penstock.reward_service.metrics import ServiceMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "penstock_reward_"
@@ -15,34 +15,36 @@ _PREFIX = "penstock_reward_"
 Sample = tuple[Mapping[str, str], float]
 
 
-def render(figures: Figures, activity: Activity, endpoints: Mapping[str, LiveFigures], *, num_held: int) -> str:
+def render(
+    metrics: ServiceMetrics, activity: Activity, endpoints: Mapping[str, EndpointMetrics], *, num_held: int
+) -> str:
     """Return all metrics of this replica; durations in seconds."""
     busy_s, idle_s = activity.totals()
     of = endpoints.items()
-    packs = figures.packs
+    packs = metrics.packs
     families = (
         _family(
             "groups_scored_total",
             "counter",
             "Groups announced.",
-            [({"scorer": s}, n) for s, n in figures.scored.items()],
+            [({"scorer": s}, n) for s, n in metrics.scored.items()],
         ),
-        _family("completions_scored_total", "counter", "Completions announced.", [({}, figures.completions)]),
+        _family("completions_scored_total", "counter", "Completions announced.", [({}, metrics.completions)]),
         _family(
             "groups_dead_total",
             "counter",
             "Groups dead-lettered.",
-            [({"reason": r}, n) for r, n in figures.dead.items()],
+            [({"reason": r}, n) for r, n in metrics.dead.items()],
         ),
         _family(
             "groups_waited_total",
             "counter",
-            "Times that groups went back to come again.",
-            [({"reason": r}, n) for r, n in figures.waited.items()],
+            "Groups that were requeued.",
+            [({"reason": r}, n) for r, n in metrics.waited.items()],
         ),
         _family("packs_total", "counter", "Deliveries worked on.", [({}, packs.num_calls)]),
         _family(
-            "pack_errors_total", "counter", "Deliveries with a failure.", [({}, packs.num_failed + figures.num_errors)]
+            "pack_errors_total", "counter", "Deliveries with a failure.", [({}, packs.num_failed + metrics.num_errors)]
         ),
         _family(
             "pack_seconds",
@@ -53,7 +55,7 @@ def render(figures: Figures, activity: Activity, endpoints: Mapping[str, LiveFig
         _family("pack_seconds_sum", "", "", [({}, packs.total_s)]),
         _family("pack_seconds_count", "", "", [({}, packs.num_calls)]),
         _family("packs_held", "gauge", "Packs under way in this process.", [({}, num_held)]),
-        _family("packs_waiting", "gauge", "Packs waiting at the broker.", [({}, figures.queue)]),
+        _family("packs_waiting", "gauge", "Packs waiting at the broker.", [({}, metrics.queue)]),
         _family("busy_seconds_total", "counter", "Time with work under way.", [({}, busy_s)]),
         _family("idle_seconds_total", "counter", "Time without work.", [({}, idle_s)]),
         _family("cpu_seconds_total", "counter", "CPU time of this process.", [({}, cpu_seconds())]),
@@ -62,19 +64,21 @@ def render(figures: Figures, activity: Activity, endpoints: Mapping[str, LiveFig
         ),
         _family("endpoint_errors_total", "counter", "Calls that failed.", [({"endpoint": n}, f.errors) for n, f in of]),
         _family("endpoint_under_way", "gauge", "Groups in calls.", [({"endpoint": n}, f.under_way) for n, f in of]),
-        _family("endpoint_waiting", "gauge", "Groups in line.", [({"endpoint": n}, f.waiting) for n, f in of]),
+        _family("endpoint_waiting", "gauge", "Groups queued.", [({"endpoint": n}, f.waiting) for n, f in of]),
         _family("endpoint_retries_total", "counter", "Further tries.", [({"endpoint": n}, f.retries) for n, f in of]),
-        _family("endpoint_hedges_total", "counter", "Second asks.", [({"endpoint": n}, f.hedges) for n, f in of]),
+        _family(
+            "endpoint_hedges_total", "counter", "Hedged second requests.", [({"endpoint": n}, f.hedges) for n, f in of]
+        ),
         _family(
             "endpoint_turned_away_total",
             "counter",
-            "Groups that did not fit into the line.",
+            "Groups rejected because the queue was full.",
             [({"endpoint": n}, f.turned_away) for n, f in of],
         ),
         _family(
             "endpoint_breaker_open",
             "gauge",
-            "1 while the endpoint is left alone.",
+            "1 while the circuit breaker is open.",
             [({"endpoint": n}, float(f.breaker is not BreakerState.CLOSED)) for n, f in of],
         ),
         _family(

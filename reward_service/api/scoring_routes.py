@@ -1,4 +1,4 @@
-"""The routes /v1/rewards and /v1/score: what can be asked for, and scoring by hand."""
+"""The routes /v1/rewards and /v1/score: the rewards there are, and scoring by hand."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from penstock.protocol.facts import RewardRequest
 from penstock.protocol.group_pack import GroupTexts
 from penstock.reward_service.api.api_models import GroupByHand, RewardList, RewardRecord, ScoreAnswer, ScoreByHand
 from penstock.reward_service.endpoints.access import Caller, Role
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.registry import definitions
-from penstock.reward_service.registry.built_in import BUILT_INS, BuiltIn
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS
 from penstock.reward_service.registry.reward_registry import RewardRegistry
-from penstock.reward_service.rewards.data_sources import AUTO
+from penstock.reward_service.rewards.reward import Reward
 from penstock.reward_service.scoring import score_groups
 
 
 def add(
-    app: FastAPI, registry: Registry, reward_registry: RewardRegistry, needs: Callable[[Role], Callable[..., Caller]]
+    app: FastAPI,
+    registry: EndpointRegistry,
+    reward_registry: RewardRegistry,
+    needs: Callable[[Role], Callable[..., Caller]],
 ) -> None:
-    """Add the routes; ``needs`` makes one ask for a role."""
+    """Add the routes; ``needs`` returns a dependency that checks a role."""
 
     @app.get("/v1/rewards", dependencies=[Depends(needs(Role.READ))])
     async def rewards() -> RewardList:
-        """List every reward that tasks may ask for."""
+        """List every reward that rows may request."""
         await registry.refresh()
         notes = {name: f"; {note}" for name, note in reward_registry.notes.items()}
         rows = [
@@ -38,7 +41,11 @@ def add(
             RewardRecord(name=name, kind="defined", description=definitions.describe(one))
             for name, one in reward_registry.definitions.items()
         ]
-        rows.append(RewardRecord(name=AUTO, kind="built-in", description="whatever fits the row's data_source"))
+        rows += [
+            RewardRecord(name=name, kind="user", description="code that the run file names")
+            for name in reward_registry.user_rewards
+        ]
+        rows.append(RewardRecord(name=AUTO, kind="built-in", description="the reward that fits the row's data_source"))
         for endpoint in registry.endpoints.values():
             problem = registry.problem(endpoint)
             state = f", {problem.reason}" if problem is not None else ""
@@ -54,8 +61,8 @@ def add(
         return ScoreAnswer.of([group.group_id for group in request.groups], outcomes)
 
 
-def _needs(built_in: BuiltIn) -> str:
-    return "; needs parameters (reward.define)" if built_in.default is None else ""
+def _needs(reward: Reward) -> str:
+    return "; needs parameters (reward.define)" if reward.default is None else ""
 
 
 def _texts(reward: str, group: GroupByHand) -> GroupTexts:

@@ -1,14 +1,14 @@
-"""Who may do what with the API: tokens, their roles, and whose an endpoint is. Pure.
+"""Access to the API: tokens, roles, and owners of endpoints. Pure.
 
 | role | may |
 |---|---|
-| `read` | look: endpoints, rewards, figures, metrics |
-| `register` | that, score and test, and register, renew, drain and remove endpoints of its own |
-| `admin` | that, with everybody's endpoints |
+| `read` | read endpoints, rewards and metrics |
+| `register` | also score and test, and register, renew, drain and remove its own endpoints |
+| `admin` | also change the endpoints of all owners |
 
-A token has a name; endpoints belong to the name that registered them. Without any token (loopback only)
-everybody on this machine is admin, but nobody can leave a secret here: who could take over the name of an
-endpoint could have its requests sent elsewhere.
+A token has a name; endpoints belong to the name that registered them. Without any token (loopback only) every
+process on this machine is admin, and secrets are refused: a process that takes over the name of an endpoint could
+have its signed requests sent elsewhere.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from enum import IntEnum
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.errors import NotAllowed
 
-_MIN_CHARS = 16  # what a person types by heart is guessed
+_MIN_CHARS = 16  # a shorter token can be guessed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 class Role(IntEnum):
-    """What a caller may do; a higher one may do all that a lower one may."""
+    """What a caller may do; each role includes the lower ones."""
 
     READ = 1
     REGISTER = 2
@@ -37,7 +37,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks."""
+    """The caller of a request."""
 
     name: str
     role: Role
@@ -46,10 +46,12 @@ class Caller:
     def check_owns(self, endpoint: Endpoint) -> None:
         """Raise NotAllowed unless the endpoint is the caller's, or the caller is admin."""
         if self.role is not Role.ADMIN and endpoint.owner != self.name:
-            raise NotAllowed(f"endpoint {endpoint.name!r} belongs to {endpoint.owner!r}, and you are {self.name!r}")
+            raise NotAllowed(
+                f"endpoint {endpoint.name!r} belongs to {endpoint.owner!r}, your token is {self.name!r}; use its owner's token"
+            )
 
 
-ANYBODY = Caller("", Role.ADMIN, has_token=False)
+ANONYMOUS = Caller("", Role.ADMIN, has_token=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,18 @@ class Access:
     """The tokens of one service; only digests of them are kept."""
 
     def __init__(self, tokens: Sequence[tuple[str, Role, str]]) -> None:
-        """``tokens``: name, role and token of each caller; none at all opens everything to everybody."""
+        """``tokens``: name, role and token of each caller; none: every caller is admin."""
         self._tokens = [_Token(_digest(token), Caller(name, role)) for name, role, token in tokens]
 
     @property
     def is_open(self) -> bool:
-        """Whether no token is asked for."""
+        """True when no token is needed."""
         return not self._tokens
 
     def caller(self, token: str | None) -> Caller | None:
-        """Return whose token this is, comparing with every token in constant time; None for nobody's."""
+        """Return the caller with this token, compared in constant time; None for an unknown token."""
         if self.is_open:
-            return ANYBODY
+            return ANONYMOUS
         given, found = _digest(token or ""), None
         for known in self._tokens:
             if hmac.compare_digest(known.digest, given):
@@ -82,9 +84,9 @@ class Access:
 
 
 def read_tokens(text: str) -> list[tuple[str, Role, str]]:
-    """Read lines ``NAME ROLE TOKEN``; empty lines and those that begin with # count for nothing.
+    """Read lines ``NAME ROLE TOKEN``; empty lines and those that begin with # are skipped.
 
-    Raises ValueError naming the line, never what stands in it.
+    Raises ValueError with the number of the line, never its text.
     """
     found: list[tuple[str, Role, str]] = []
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,4 +1,4 @@
-"""A circuit breaker: an endpoint that mostly fails is left alone for a while, then tried with one call. Pure.
+"""A circuit breaker: an endpoint that mostly fails is not called for a while, then tried with one call. Pure.
 
 closed ──(of the last calls, at least `MIN_CALLS`, half or more failed)──▶ open
 open ──(its pause is over)──▶ half-open: one call at a time goes through
@@ -13,14 +13,14 @@ from collections import deque
 from enum import StrEnum
 
 WINDOW = 20  # most recent calls that are looked at
-MIN_CALLS = 5  # fewer say nothing about an endpoint
+MIN_CALLS = 5  # fewer do not open the breaker
 FAILED_SHARE = 0.5
 FIRST_PAUSE_S = 1.0  # a restart of a small server
 LONGEST_PAUSE_S = 30.0
 
 
 class BreakerState(StrEnum):
-    """Whether calls go through."""
+    """The state of a breaker."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -28,7 +28,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """The state for one endpoint in one replica."""
+    """The breaker of one endpoint in one replica."""
 
     def __init__(self) -> None:
         """Start closed, with no call seen."""
@@ -45,7 +45,7 @@ class Breaker:
         return BreakerState.OPEN if now < self._open_until else BreakerState.HALF_OPEN
 
     def admit(self, now: float) -> bool:
-        """Say whether a call may be made now; half-open, that takes the one place there is."""
+        """Return True if a call may be made now; half-open, that is the one probe."""
         state = self.state(now)
         if state is BreakerState.CLOSED:
             return True
@@ -55,20 +55,20 @@ class Breaker:
         return True
 
     def withdraw(self) -> None:
-        """A call that was admitted is not made after all."""
+        """Take back an `admit` whose call was not made."""
         self._probing = False
 
     def retry_in_s(self, now: float) -> float:
-        """Return how long it makes no sense to come back, 0.0 when closed."""
+        """Return the seconds until a call may be made, 0.0 when closed."""
         if self._open_until is None:
             return 0.0
         return max(self._open_until - now, FIRST_PAUSE_S / 2)
 
     def record(self, now: float, *, failed: bool) -> bool:
-        """Take note of how a call ended; True when this opened the breaker."""
+        """Record how a call ended; returns True when this opened the breaker."""
         state = self.state(now)
         if state is BreakerState.OPEN:
-            return False  # a call from before
+            return False  # a call that began before it opened
         if state is BreakerState.HALF_OPEN:
             self._probing = False
             if failed:
@@ -83,12 +83,12 @@ class Breaker:
         return False
 
     def close(self) -> None:
-        """Let calls through again, as after a health check that passed."""
+        """Close the breaker, as after a passed health check."""
         self._open_until, self._probing, self._pause_s = None, False, FIRST_PAUSE_S
         self._recent.clear()
 
     def trip(self, now: float) -> None:
-        """Open at once, as after health checks that failed."""
+        """Open the breaker, as after failed health checks."""
         self._open(now, min(2 * self._pause_s, LONGEST_PAUSE_S) if self._open_until is not None else FIRST_PAUSE_S)
 
     def _open(self, now: float, pause_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A registered endpoint: where it is, how it wants to be asked, and what may be asked of it."""
+"""A registered endpoint: its address, its dialect and its limits."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 
 
 class EndpointSpec(BaseModel):
-    """A reward by HTTP: where it is, and how it wants to be called."""
+    """A reward behind HTTP: its address, dialect and limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=NAME_PATTERN, description="The reward name that tasks ask for.")
-    version: str = Field("1", max_length=100, description="What the scored groups say about who scored them.")
+    name: str = Field(pattern=NAME_PATTERN, description="Reward name that rows request.")
+    version: str = Field("1", max_length=100, description="Recorded with the name in every scored group.")
     url: str = Field(max_length=2000, description="Where groups are posted to; http or https.")
-    dialect: DialectName = Field(DialectName.PENSTOCK, description="How it wants to be asked.")
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="What its dialect may be told.")
-    timeout_s: float = Field(30.0, gt=0, le=3600, description="Longest one call may take, its tries included, in s.")
-    retries: int = Field(3, ge=0, le=20, description="Further tries of a call after no connection, 429 or 5xx.")
-    concurrency: int = Field(8, ge=1, le=1024, description="Calls of one replica under way at the same time.")
+    dialect: DialectName = Field(DialectName.PENSTOCK, description="Format of its requests and answers.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the dialect.")
+    timeout_s: float = Field(30.0, gt=0, le=3600, description="Deadline of one call, its tries included, in s.")
+    retries: int = Field(3, ge=0, le=20, description="Further tries of a call after a connection failure, 429 or 5xx.")
+    concurrency: int = Field(8, ge=1, le=1024, description="Calls under way at the same time, for each replica.")
     batch_size: int = Field(16, ge=1, le=1024, description="Most groups in one call.")
-    rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Calls of one replica a second; null: any.")
-    hedge_after_s: float | None = Field(
-        None, gt=0, le=3600, description="Ask a second time when no answer came for so long, and take the first one."
+    rate_per_s: float | None = Field(
+        None, gt=0, le=1e6, description="Calls per second, for each replica; null: no limit."
     )
-    min_score: Finite = Field(-1e6, description="A score below is nonsense, and an error.")
-    max_score: Finite = Field(1e6, description="A score above is nonsense, and an error.")
+    hedge_after_s: float | None = Field(
+        None,
+        gt=0,
+        le=3600,
+        description="Send a second request after this long without an answer, and take the first answer.",
+    )
+    min_score: Finite = Field(-1e6, description="A lower score is an error.")
+    max_score: Finite = Field(1e6, description="A higher score is an error.")
     data_sources: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = Field(
         (), max_length=100, description="Data sets whose rows it scores when their reward is `auto`."
     )
     needs_ground_truth: bool = Field(False, description="A row without a ground truth is refused without a call.")
     returns_parts: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(
-        (), max_length=32, description="Parts that every score has; an answer without one of them is nonsense."
+        (), max_length=32, description="Parts that every score must have; an answer without one of them is an error."
     )
     health_url: str | None = Field(
         None,
         max_length=2000,
-        description="Asked with GET every few seconds; the endpoint is left alone while it fails.",
+        description="Requested with GET every few seconds; the endpoint is not called while this fails.",
     )
     lease_s: float | None = Field(
-        None, ge=1, le=3600, description="Out of service when not renewed for so long; null: registered for good."
+        None, ge=1, le=3600, description="Out of service when not renewed for this long; null: no lease."
     )
-    owner: str = Field("", max_length=100, description="Whose it is: the name of the token that registered it.")
+    owner: str = Field("", max_length=100, description="Name of the token that registered it.")
 
     @model_validator(mode="after")
     def _consistent(self) -> EndpointSpec:
@@ -66,28 +71,28 @@ class EndpointSpec(BaseModel):
 
 
 class Endpoint(EndpointSpec):
-    """A registered endpoint, as it is kept and shown."""
+    """A registered endpoint as it is stored and listed."""
 
     secret_id: str = Field("", max_length=64, description="Changes with its secrets; empty when it has none.")
 
     @cached_property
     def speaker(self) -> Dialect:
-        """Its dialect, with its options."""
+        """The dialect with its options."""
         return speak(self.dialect, self.options)
 
     @property
     def scorer(self) -> str:
-        """How scored groups name this endpoint."""
+        """Name and version, as recorded in scored groups."""
         return f"{self.name}@{self.version}"
 
     @property
     def has_secrets(self) -> bool:
-        """Whether its requests are signed or carry an API key."""
+        """True when its requests are signed or carry an API key."""
         return bool(self.secret_id)
 
     @property
-    def place(self) -> str:
-        """A short name of this version at this URL."""
+    def address_id(self) -> str:
+        """A short id of this version at this URL."""
         return hashlib.sha256(f"{self.version}\n{self.url}".encode()).hexdigest()[:16]
 
     def __hash__(self) -> int:

@@ -1,9 +1,8 @@
-"""One call of an endpoint: several tries, maybe a second try in parallel, one deadline, and no belief in the answer.
+"""One call of an endpoint: several tries, an optional hedged try, one deadline, and a check of the answer.
 
-Tried again is what may pass by itself: no connection, 429, 5xx. The pause before a try is random between
-nothing and a bound that doubles (full jitter), or what ``Retry-After`` says, if that is longer. A hang is
-not tried again here: it has used up its time, and the group comes again anyway. All tries of a call carry
-one idempotency key.
+No connection, 429 and 5xx are tried again. The pause before a try is random between zero and a bound that doubles
+(full jitter), or ``Retry-After`` if that is longer. A time-out is not tried again here, because the group is delivered
+again anyway. All tries of a call carry the same idempotency key.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MAX_TEXT = 300
 
 @dataclass(slots=True)
 class CallCounts:
-    """What the calls of an endpoint cost in requests."""
+    """Counts of the HTTP requests that the calls of an endpoint needed."""
 
     requests: int = 0
     retries: int = 0
@@ -41,7 +40,7 @@ class CallCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class EndpointCaller:
     """Calls one version of one endpoint."""
 
     endpoint: Endpoint
@@ -49,8 +48,8 @@ class Asker:
     http: EndpointHttp
     counts: CallCounts
 
-    async def ask(self, groups: Sequence[GroupToScore], *, attempt: int) -> list[Outcome]:
-        """Return an outcome for every group; raises RewardError for what befell the whole call."""
+    async def call(self, groups: Sequence[GroupToScore], *, attempt: int) -> list[Outcome]:
+        """Return an outcome for every group; raises RewardError when the whole call failed."""
         endpoint = self.endpoint
         call = Call(endpoint.name, request_id(endpoint, groups, attempt), groups)
         answer = await self._within_deadline(call, endpoint.speaker.request(call))
@@ -58,7 +57,7 @@ class Asker:
             scores = endpoint.speaker.read(call, answer)
         except BadAnswer as err:
             said = answer[:_MAX_TEXT].decode("utf-8", "replace")
-            raise EndpointNonsense(f"{self._who} {err} (dialect {endpoint.dialect}); it says {said!r}") from None
+            raise EndpointNonsense(f"{self._who} {err} (dialect {endpoint.dialect}); its answer: {said!r}") from None
         return [outcome(endpoint, group, found) for group, found in zip(groups, scores, strict=True)]
 
     @property
@@ -98,7 +97,7 @@ class Asker:
         raise EndpointFailed(f"{self._who}: {problems[-1]}")
 
     async def _maybe_hedged(self, call: Call, payload: Payload) -> Answer:
-        """Ask once; when no answer came within ``hedge_after_s``, ask once more and take the first good answer."""
+        """Send once; without an answer after ``hedge_after_s``, send again and take the first good answer."""
         if self.endpoint.hedge_after_s is None:
             return await self._post(call, payload)
         asked = {asyncio.create_task(self._post(call, payload))}
@@ -137,7 +136,7 @@ class Asker:
 
 
 def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int) -> str:
-    """Name a call, so that an endpoint which kept its answer may give it again to a repeated try."""
+    """Return the id of a call, equal for all its tries, so that an endpoint can repeat an answer it has stored."""
     digest = hashlib.sha256(f"{endpoint.scorer}\n{attempt}\n".encode())
     for group in groups:
         digest.update(group.model_dump_json().encode())
@@ -145,7 +144,7 @@ def request_id(endpoint: Endpoint, groups: Sequence[GroupToScore], attempt: int)
 
 
 def outcome(endpoint: Endpoint, group: GroupToScore, scores: Sequence[Score]) -> Outcome:
-    """Turn the scores of one group into its rewards, or into the error that says what is wrong with them."""
+    """Return the rewards of a group, or the error that its scores contain."""
     who = f"endpoint {endpoint.name} ({endpoint.url}), group {group.group_id}"
     if len(scores) != len(group.completions):
         return EndpointNonsense(f"{who}: {len(scores)} scores for {len(group.completions)} completions")
@@ -171,7 +170,7 @@ def _wrong_with(endpoint: Endpoint, score: float, parts: Mapping[str, float]) ->
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds a server asks us to wait; a date or nonsense counts as nothing."""
+    """Return the seconds of a ``Retry-After`` header; 0.0 for a date or anything else."""
     try:
         seconds = float(headers.get("retry-after", "0"))
     except ValueError:

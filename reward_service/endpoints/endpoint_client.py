@@ -1,4 +1,4 @@
-"""All endpoints this replica calls: a line for each, and what happens when one is replaced or goes away."""
+"""All endpoints that this replica calls: a queue for each, replaced with the endpoint's version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
-from penstock.reward_service.endpoints.endpoint_queue import Line, LiveFigures
+from penstock.reward_service.endpoints.endpoint_queue import EndpointMetrics, EndpointQueue
 from penstock.reward_service.endpoints.secret_store import SecretStore
 from penstock.reward_service.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore
@@ -18,53 +18,53 @@ class EndpointClient:
     """Calls endpoints. Use it as an async context manager; one for the whole process."""
 
     def __init__(self, policy: TargetPolicy, *, max_response_bytes: int, secrets: SecretStore | None = None) -> None:
-        """``policy`` says which addresses may be called; longer answers than the maximum are not read."""
+        """``policy`` decides which addresses may be called; longer answers than the maximum are not read."""
         self._secrets = secrets
-        self._lines: dict[str, Line] = {}
-        self._finishing: list[Line] = []  # earlier versions with calls under way
+        self._queues: dict[str, EndpointQueue] = {}
+        self._finishing: list[EndpointQueue] = []  # earlier versions with calls under way
         self.http = EndpointHttp(policy, max_response_bytes=max_response_bytes)
 
     async def __aenter__(self) -> EndpointClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for line in [*self._lines.values(), *self._finishing]:
-            await line.close()
+        for queue in [*self._queues.values(), *self._finishing]:
+            await queue.close()
         await self.http.close()
 
     def follow(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Take note of what is registered now: lines of replaced and unregistered endpoints end."""
-        for name, line in list(self._lines.items()):
+        """Apply the registered endpoints: replace the queues of new versions, empty those of unregistered endpoints."""
+        for name, queue in list(self._queues.items()):
             if name in endpoints:
-                self.line(endpoints[name])
-            elif not line.idle:
-                line.turn_out(RewardUnavailable(f"endpoint {name} was unregistered or drained meanwhile"))
+                self.queue(endpoints[name])
+            elif not queue.idle:
+                queue.reject_waiting(RewardUnavailable(f"endpoint {name} was unregistered or drained meanwhile"))
 
-    def line(self, endpoint: Endpoint) -> Line:
-        """Return the line before an endpoint, the scorer of its groups.
+    def queue(self, endpoint: Endpoint) -> EndpointQueue:
+        """Return the queue of an endpoint, the scorer of its groups.
 
-        When the endpoint was replaced, its new version takes over who waits; calls under way end where they began.
+        A new version takes over what is queued; calls under way end at the old one.
         """
-        line = self._lines.get(endpoint.name)
-        if line is None or (line.endpoint is not endpoint and line.endpoint != endpoint):
+        queue = self._queues.get(endpoint.name)
+        if queue is None or (queue.endpoint is not endpoint and queue.endpoint != endpoint):
             secrets = self._secrets.of(endpoint) if self._secrets is not None else None
-            new = Line(endpoint, secrets, self.http)
-            self._lines[endpoint.name] = new
-            if line is not None:
-                self._finishing = [*(old for old in self._finishing if not old.idle), line]
-                line.hand_over(new)
+            new = EndpointQueue(endpoint, secrets, self.http)
+            self._queues[endpoint.name] = new
+            if queue is not None:
+                self._finishing = [*(old for old in self._finishing if not old.idle), queue]
+                queue.transfer_to(new)
             return new
-        return line
+        return queue
 
-    def figures(self, endpoint: Endpoint, state: str = "ok") -> LiveFigures:
-        """Return how an endpoint has been doing; ``state`` is what the registry says of it."""
+    def metrics(self, endpoint: Endpoint, state: str = "ok") -> EndpointMetrics:
+        """Return the metrics of an endpoint; ``state`` comes from the registry."""
         finishing = {
-            line.endpoint.scorer: line.num_under_way
-            for line in self._finishing
-            if line.endpoint.name == endpoint.name and line.num_under_way
+            queue.endpoint.scorer: queue.num_under_way
+            for queue in self._finishing
+            if queue.endpoint.name == endpoint.name and queue.num_under_way
         }
-        return self.line(endpoint).figures().model_copy(update={"state": state, "finishing": finishing})
+        return self.queue(endpoint).metrics().model_copy(update={"state": state, "finishing": finishing})
 
     async def call(self, endpoint: Endpoint, groups: Sequence[GroupToScore]) -> list[Outcome]:
-        """Ask an endpoint about a few rows at once, as a test by hand does."""
-        return await self.line(endpoint).ask_now(groups)
+        """Score a few rows at once, as a manual test does."""
+        return await self.queue(endpoint).call_now(groups)

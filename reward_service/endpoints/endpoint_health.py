@@ -1,4 +1,4 @@
-"""Active health checks: endpoints that name a health URL are asked whether they live before groups find out."""
+"""Active health checks of the endpoints that registered a health URL."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import structlog
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_http import NoAnswer
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import RewardError
 
 log = structlog.get_logger("reward_service.health")
 
 PERIOD_S = 3.0
 _DEADLINE_S = 2.0
-_FAILURES = 2  # in a row; one may be an accident
+_FAILURES = 2  # in a row before the breaker opens
 
 
 class HealthChecks:
-    """Asks every endpoint that has a health URL, and tells its line."""
+    """Requests every health URL and reports the result to the endpoint's queue."""
 
-    def __init__(self, registry: Registry, client: EndpointClient) -> None:
-        """Start with nobody asked."""
+    def __init__(self, registry: EndpointRegistry, client: EndpointClient) -> None:
+        """Start with no check made."""
         self._registry = registry
         self._client = client
         self._failed: Counter[str] = Counter()
@@ -42,13 +42,13 @@ class HealthChecks:
         problem = await self._problem(endpoint)
         if not problem:
             self._failed.pop(endpoint.scorer, None)
-            self._client.line(endpoint).healthy()
+            self._client.queue(endpoint).healthy()
             return
         self._failed[endpoint.scorer] += 1
         if self._failed[endpoint.scorer] == _FAILURES:
             log.warning("endpoint is unhealthy", endpoint=endpoint.scorer, problem=problem)
         if self._failed[endpoint.scorer] >= _FAILURES:
-            self._client.line(endpoint).unhealthy(problem)
+            self._client.queue(endpoint).unhealthy(problem)
 
     async def _problem(self, endpoint: Endpoint) -> str:
         try:

@@ -1,8 +1,7 @@
-"""The door to httpx: one request to an endpoint, to an address that was checked, and no more of its answer than allowed.
+"""The adapter of httpx: one request to an endpoint, to an address that was checked, with a bound on its answer.
 
-Redirects are not followed and environment proxies are not used. A name is resolved once for each
-connection, every address it has is checked, and a checked one is connected to, so that a name cannot
-change its mind in between.
+Redirects are not followed and environment proxies are not used. A name is resolved once for each connection, every
+address it has is checked, and a checked one is connected to, so that the name cannot resolve differently in between.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, End
 
 _CONNECT_S = 5.0
 _IDLE_CONNECTIONS = 32
-# Threads of their own: a name server that hangs must not hold those that fetch packs.
+# A pool of their own: a name server that hangs must not block the threads that fetch packs.
 _RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
 
 
 class NoAnswer(Exception):
-    """The connection could not be made or broke; the text says how."""
+    """The connection could not be made, or broke before the answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back; header names in lower case."""
+    """An HTTP response; header names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -45,14 +44,14 @@ class EndpointHttp:
     """Sends requests to endpoints. Close it."""
 
     def __init__(self, policy: TargetPolicy, *, max_response_bytes: int) -> None:
-        """``policy`` says which addresses may be called; longer answers than the maximum are not read."""
+        """``policy`` decides which addresses may be called; longer answers than the maximum are not read."""
         self._policy = policy
         self._max_bytes = max_response_bytes
         self._http = httpx.AsyncClient(
             transport=_CheckedTransport(policy),
             follow_redirects=False,
             trust_env=False,
-            timeout=None,  # noqa: S113 every call stands under the endpoint's own deadline
+            timeout=None,  # noqa: S113 every call has the endpoint's own deadline
         )
 
     async def close(self) -> None:
@@ -60,7 +59,7 @@ class EndpointHttp:
         await self._http.aclose()
 
     async def check(self, url: str) -> None:
-        """Raise EndpointRefused unless the URL may be called; a host that does not resolve yet is let through."""
+        """Raise EndpointRefused unless the URL may be called; a host that does not resolve yet passes."""
         self._policy.check_url(url)
         host, port = _host_and_port(httpx.URL(url))
         try:
@@ -78,18 +77,21 @@ class EndpointHttp:
         Raises NoAnswer when the connection fails, EndpointFailed when the address may not be called, and
         EndpointNonsense for an answer that is too large or compressed.
         """
-        given = {**(headers or {}), "accept-encoding": "identity"}  # what unpacks to a large answer is not read at all
+        given = {
+            **(headers or {}),
+            "accept-encoding": "identity",
+        }  # an answer that decompresses to a large one is not read
         try:
             async with self._http.stream(method, url, content=body, headers=given) as response:
                 return Answer(response.status_code, response.headers, await self._read(response, url))
         except EndpointRefused as err:
             raise EndpointFailed(f"{url} may not be called: {err}") from None
         except httpx.TransportError as err:
-            raise NoAnswer(words(err)) from None
+            raise NoAnswer(describe(err)) from None
 
     async def _read(self, response: httpx.Response, url: str) -> bytes:
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise EndpointNonsense(f"{url} compresses its answer unasked")
+            raise EndpointNonsense(f"{url} compresses its answer, which was not requested")
         answer = bytearray()
         async for chunk in response.aiter_raw():
             answer += chunk
@@ -101,7 +103,7 @@ class EndpointHttp:
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """Resolves a name once, asks the policy about the addresses, and connects to a checked one."""
+    """Resolves a name once, checks its addresses against the policy, and connects to a checked one."""
 
     def __init__(self, policy: TargetPolicy) -> None:
         super().__init__(limits=httpx.Limits(max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS))
@@ -114,7 +116,7 @@ class _CheckedTransport(httpx.AsyncHTTPTransport):
             async with asyncio.timeout(_CONNECT_S):
                 addresses = await resolve(host, port)
         except (OSError, TimeoutError) as err:
-            raise httpx.ConnectError(f"{host} does not resolve: {words(err)}") from None
+            raise httpx.ConnectError(f"{host} does not resolve: {describe(err)}") from None
         for address in addresses:
             self._policy.check_address(host, address, port)
         timeouts: dict[str, Any] = {"connect": _CONNECT_S, "read": None, "write": None, "pool": None}
@@ -149,6 +151,6 @@ async def resolve(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def words(err: Exception) -> str:
-    """Return an exception as words; many of the network's have no text."""
+def describe(err: Exception) -> str:
+    """Return an exception's class and text; many network errors have no text."""
     return f"{type(err).__name__}: {err}" if str(err) else type(err).__name__

@@ -1,9 +1,9 @@
-"""The registered endpoints, shared by all replicas and runs, kept in the registry bucket.
+"""The registered endpoints, shared by all replicas and runs, stored in the registry bucket.
 
-All of them stand under one key, moved by compare-and-swap: a replica learns of a change by reading
-one key each heartbeat, and two people who register at the same moment cannot overwrite each other.
-Leases stand under keys of their own, which only their endpoint renews. Names that were unregistered are
-remembered for a while, so that groups which still ask for them wait instead of dying at once.
+All of them are one value, changed by compare-and-swap: a replica learns of a change by reading one key each heartbeat,
+and two registrations at the same moment cannot overwrite each other. Leases have keys of their own, which only their
+endpoint renews. Unregistered names are kept for a while, so that groups which still request them wait instead of being
+dead-lettered at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.reward_service.endpoints import endpoint_lease
 from penstock.reward_service.endpoints.access import Caller
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.secret_store import NOTHING, EndpointSecrets, SecretStore
-from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotAsked
+from penstock.reward_service.errors import EndpointDrained, EndpointRefused, LeaseExpired, NameTaken, NotCalled
 
 log = structlog.get_logger("reward_service.registry")
 
@@ -31,13 +31,13 @@ KEY = "endpoints"
 MAX_ENDPOINTS = 256
 MAX_RETIRED = 256
 _MAX_BYTES = 900_000  # a value of the bucket is a message, and the broker takes one of 1 MiB
-_SWAP_TRIES = 16  # as many people would have to register in the same few milliseconds
-_LOOK_AGAIN_S = 2.0
+_SWAP_TRIES = 16  # that many registrations would have to meet in a few milliseconds
+_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """One state of the registry."""
+    """One version of the registry's value."""
 
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
     retired: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Directory:
         )
 
     def with_endpoint(self, endpoint: Endpoint) -> Directory:
-        """Register an endpoint; a drain of its name ends."""
+        """Return the directory with an endpoint registered; a drain of its name ends."""
         return Directory(
             endpoints={**self.endpoints, endpoint.name: endpoint},
             retired=tuple(name for name in self.retired if name != endpoint.name),
@@ -72,7 +72,7 @@ class Directory:
         )
 
     def without(self, name: str) -> Directory:
-        """Unregister a name."""
+        """Return the directory without a name."""
         return Directory(
             endpoints={other: endpoint for other, endpoint in self.endpoints.items() if other != name},
             retired=(*(n for n in self.retired if n != name), name)[-MAX_RETIRED:],
@@ -80,13 +80,13 @@ class Directory:
         )
 
 
-class Registry:
-    """What endpoints there are, as of the last look; `refresh` looks again."""
+class EndpointRegistry:
+    """The registered endpoints as of the last `refresh`."""
 
     def __init__(
         self, store: KeyValue, secrets: SecretStore, on_change: Callable[[Mapping[str, Endpoint]], None] | None = None
     ) -> None:
-        """Start empty; call `refresh` before use. ``on_change`` hears of every new state."""
+        """Start empty; call `refresh` before use. ``on_change`` is called with every new state."""
         self._store = store
         self._secrets = secrets
         self._on_change = on_change
@@ -101,27 +101,27 @@ class Registry:
 
     @property
     def retired(self) -> tuple[str, ...]:
-        """Names that were registered once."""
+        """Names that were unregistered recently."""
         return self._directory.retired
 
     def in_service(self) -> dict[str, Endpoint]:
-        """Return the endpoints that may be asked now."""
+        """Return the endpoints that may be called now."""
         return {name: endpoint for name, endpoint in self.endpoints.items() if self.problem(endpoint) is None}
 
-    def problem(self, endpoint: Endpoint) -> NotAsked | None:
-        """Return why an endpoint may not be asked now."""
+    def problem(self, endpoint: Endpoint) -> NotCalled | None:
+        """Return the reason why an endpoint may not be called now, None when it may."""
         if endpoint.name in self._directory.draining:
             return EndpointDrained(
-                f"endpoint {endpoint.name} is drained; take it into service again with: "
+                f"endpoint {endpoint.name} is drained; put it back into service with: "
                 f"penstock reward resume {endpoint.name}",
-                retry_in_s=_LOOK_AGAIN_S,
+                retry_in_s=_RETRY_S,
             )
-        over_s = self._leases.over_for_s(endpoint, time.monotonic())
+        over_s = self._leases.expired_for_s(endpoint, time.monotonic())
         if over_s > 0:
             return LeaseExpired(
-                f"endpoint {endpoint.name} ({endpoint.url}) renews its lease every {endpoint.lease_s:g} s at least, and "
-                f"did not; start it again, or register it without a lease",
-                retry_in_s=_LOOK_AGAIN_S,
+                f"endpoint {endpoint.name} ({endpoint.url}) did not renew its lease within "
+                f"{endpoint.lease_s:g} s; start it again, or register it without a lease",
+                retry_in_s=_RETRY_S,
             )
         return None
 
@@ -134,7 +134,7 @@ class Registry:
             try:
                 directory = Directory.from_json(entry.value)
             except (ValueError, KeyError, TypeError, ValidationError) as err:
-                log.error("unreadable registry, what was known stays", bucket=self._store.bucket, error=str(err))  # noqa: TRY400
+                log.error("registry unreadable; keeping the last state", bucket=self._store.bucket, error=str(err))  # noqa: TRY400
                 return
             for endpoint in directory.endpoints.values():
                 await self._secrets.fetch(endpoint)
@@ -155,21 +155,23 @@ class Registry:
             await self._renew(endpoint)
         before = self.endpoints.get(endpoint.name)
         await self._change(lambda state: self._admit(state, endpoint, replace_other=replace_other, caller=caller))
-        if before is not None and before.place != endpoint.place:
+        if before is not None and before.address_id != endpoint.address_id:
             await self._forget_lease(before)
 
     def _admit(self, state: Directory, endpoint: Endpoint, *, replace_other: bool, caller: Caller) -> Directory:
         known = state.endpoints.get(endpoint.name)
         if known is not None:
             caller.check_owns(known)
-        if known is not None and known != endpoint and not replace_other and self._is_alive(known):
-            raise NameTaken(f"reward {endpoint.name!r} is registered at {known.url}; set replace, or take another name")
+        if known is not None and known != endpoint and not replace_other and self._is_valid(known):
+            raise NameTaken(
+                f"reward {endpoint.name!r} is registered at {known.url}; set replace, or choose another name"
+            )
         for source in endpoint.data_sources:
             for other in state.endpoints.values():
                 if source in other.data_sources and other.name != endpoint.name:
                     raise NameTaken(f"rows of data source {source!r} are scored by endpoint {other.name!r} already")
         if known is None and len(state.endpoints) >= MAX_ENDPOINTS:
-            over = [other for other in state.endpoints.values() if not self._is_alive(other)]
+            over = [other for other in state.endpoints.values() if not self._is_valid(other)]
             if not over:
                 raise EndpointRefused(f"{MAX_ENDPOINTS} endpoints are registered; delete one first")
             state = state.without(over[0].name)
@@ -180,11 +182,11 @@ class Registry:
             raise EndpointRefused(f"the registry would be larger than {_MAX_BYTES} bytes; delete an endpoint first")
         return found
 
-    def _is_alive(self, endpoint: Endpoint) -> bool:
-        return self._leases.over_for_s(endpoint, time.monotonic()) == 0.0
+    def _is_valid(self, endpoint: Endpoint) -> bool:
+        return self._leases.expired_for_s(endpoint, time.monotonic()) == 0.0
 
     async def renew(self, name: str, *, version: str, url: str, caller: Caller) -> Endpoint | None:
-        """Renew a lease; None when the name is not registered, or for another version or place."""
+        """Renew a lease and return its endpoint; None when the name is registered for another version or URL, or not at all."""
         known = self.endpoints.get(name)
         if known is None or (known.version, known.url) != (version, url):
             await self.refresh()
@@ -221,7 +223,7 @@ class Registry:
         return True
 
     async def drain(self, name: str, *, caller: Caller, on: bool) -> bool:
-        """Take an endpoint out of service, or into it again; False when there is none of the name."""
+        """Take an endpoint out of service, or put it back; False when the name is not registered."""
         found = False
 
         def change(state: Directory) -> Directory:

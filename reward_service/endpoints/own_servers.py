@@ -1,6 +1,6 @@
-"""The servers of the run itself, as the target policy needs them: NATS and S3 are never endpoints.
+"""The NATS and S3 servers of the run itself, which the target policy never allows as endpoints.
 
-Whoever may register an endpoint could otherwise have this service post to them, past their firewall.
+A caller who may register endpoints could otherwise make this service send requests to them, past their firewall.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WEB_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 async def find(nats: NatsSettings, s3: S3Settings) -> list[OwnServer]:
-    """Return NATS and S3 with the addresses their names have now; one that has none is known by its name alone."""
+    """Return NATS and S3 with the addresses their names have now; one that does not resolve is matched by its name alone."""
     servers = []
     for name, host, port in _named(nats, s3):
         try:

@@ -1,7 +1,7 @@
-"""What endpoints were given in confidence: signing keys and API keys, in a bucket that only this service may read.
+"""Signing keys and API keys of endpoints, in a bucket that only this service may read.
 
-They are written by a registration and never shown again. One key per endpoint name, bound to the
-URL it was given for: whoever points the name elsewhere must bring the secrets again.
+They are written by a registration and never returned by the API. One key per endpoint name, bound to the URL it was
+registered for: registering the name at another URL needs the secrets again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ NOTHING = EndpointSecrets()
 
 
 class SecretStore:
-    """Secrets by endpoint, as of the last look."""
+    """Secrets by endpoint, as read so far."""
 
     def __init__(self, store: KeyValue) -> None:
-        """Start with nothing read."""
+        """Start empty."""
         self._store = store
         self._known: dict[tuple[str, str, str], EndpointSecrets] = {}
 
@@ -50,7 +50,7 @@ class SecretStore:
         self._known[_identity(endpoint)] = secrets
 
     async def fetch(self, endpoint: Endpoint) -> bool:
-        """Read the secrets of an endpoint that has some; False when they are not there or for another URL."""
+        """Read the secrets of an endpoint that has some; False when they are missing or for another URL."""
         if not endpoint.has_secrets or _identity(endpoint) in self._known:
             return True
         entry = await self._store.get(_key(endpoint))

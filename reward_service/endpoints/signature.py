@@ -19,7 +19,7 @@ _MIN_BYTES, _MAX_BYTES = 24, 64  # as the specification has it
 
 
 class BadSignature(ValueError):
-    """A request that nobody with one of our keys signed, or signed just now; the text never shows a key."""
+    """A request that was not signed with one of the keys, or not recently; the text never shows a key."""
 
 
 def key_bytes(secret: str) -> bytes:
@@ -49,7 +49,7 @@ def headers(secrets: Sequence[str], *, message_id: str, timestamp: int, body: by
 def verify(secrets: Sequence[str], given: Mapping[str, str], body: bytes, *, now_s: float) -> str:
     """Return the id of a request that was signed with one of the secrets; raises BadSignature.
 
-    ``given`` are the request's headers with names in lower case, ``body`` the very bytes that came, and ``now_s``
+    ``given`` are the request's headers with names in lower case, ``body`` the bytes as received, and ``now_s``
     seconds since the epoch. The id is the same for all tries of a call.
     """
     message_id, timestamp = given.get("webhook-id", ""), given.get("webhook-timestamp", "")
@@ -58,14 +58,14 @@ def verify(secrets: Sequence[str], given: Mapping[str, str], body: bytes, *, now
         raise BadSignature("the request is not signed: webhook-id, webhook-timestamp and webhook-signature are needed")
     if not timestamp.isascii() or not timestamp.isdigit() or abs(now_s - int(timestamp)) > TOLERANCE_S:
         raise BadSignature(
-            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; is a clock wrong?"
+            f"webhook-timestamp {timestamp[:20]!r} is not within {TOLERANCE_S} s of now; check the clocks of both machines"
         )
     signed = f"{message_id}.{timestamp}.".encode() + body
     right = [f"v1,{_sign(key_bytes(secret), signed)}".encode() for secret in secrets]
     for signature in signatures.split(" "):
         if any(hmac.compare_digest(signature.encode(), one) for one in right):
             return message_id
-    raise BadSignature("the request was signed with another secret, or changed on its way")
+    raise BadSignature("the request was signed with another secret, or changed in transit")
 
 
 def _sign(key: bytes, signed: bytes) -> str:

@@ -1,9 +1,8 @@
-"""Where a registered endpoint may live: which addresses this service will send a request to.
+"""Which addresses this service may send requests to.
 
-Users register URLs, and the usual target *is* private (this machine, a compose network, a cluster
-service), so a blanket ban of private addresses would ban the main use. Instead: an allow-list of
-networks and host names, and a list of addresses that are never right, whatever the allow-list says.
-Pure; names are resolved by `endpoint_client`, which asks here about every address it connects to.
+Users register URLs, and the usual target *is* private (this machine, a compose network, a cluster service), so a ban
+of private addresses would ban the main use. Instead: an allow-list of networks and host names, and a list of addresses
+that are refused whatever the allow-list says. Pure; `endpoint_http` resolves names and checks every address it connects to.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PRIVATE_TARGETS = (
     "192.168.0.0/16",
     "fc00::/7",
 )
-# Metadata services hand out a machine's credentials to whoever asks from inside.
+# Metadata services give a machine's credentials to any process on it.
 _NEVER = tuple(
     ipaddress.ip_network(text)
     for text in (
@@ -59,7 +58,7 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server of the run itself, which no endpoint may pretend to be: the addresses its name had, and its port."""
+    """A server of the run itself, which is never an endpoint: the addresses its name had, and its port."""
 
     name: str
     host: str
@@ -67,7 +66,7 @@ class OwnServer:
     addresses: frozenset[Address] = frozenset()
 
     def is_at(self, ip: Address, port: int) -> bool:
-        """Say whether an address is this server's; one on this machine is at every address that names the machine."""
+        """Return True if an address is this server's; a server on this machine has all addresses of the machine."""
         if port != self.port:
             return False
         here = ip.is_loopback or ip.is_unspecified
@@ -102,7 +101,7 @@ class TargetPolicy:
         if parts.scheme not in {"http", "https"}:
             raise EndpointRefused(f"{url!r}: only http:// and https:// endpoints are called")
         if not parts.hostname or port == 0:
-            raise EndpointRefused(f"{url!r} names no host to call")
+            raise EndpointRefused(f"{url!r} has no host")
         if parts.username is not None or parts.password is not None:
             raise EndpointRefused("put no user name or password into an endpoint's URL: it is shown in listings")
         if parts.fragment:
@@ -114,7 +113,9 @@ class TargetPolicy:
         ip = _unmapped(ip)
         for server in self._own:
             if server.is_at(ip, port) or (server.port == port and _same_host(server.host, host)):
-                raise EndpointRefused(f"{host} port {port} is {server.name} of this run, which is no endpoint")
+                raise EndpointRefused(
+                    f"{host} port {port} is {server.name} of this run, which is never an endpoint; register another address"
+                )
         if any(ip.version == network.version and ip in network for network in _NEVER):
             raise EndpointRefused(f"{host} is {ip}: link-local, metadata and multicast addresses are never called")
         if host.rstrip(".").lower() in self._hosts:
@@ -130,7 +131,7 @@ def _same_host(one: str, other: str) -> bool:
 
 
 def _unmapped(ip: Address) -> Address:
-    """Return the IPv4 address that an IPv6 one carries, so that no rule can be walked around."""
+    """Return the IPv4 address that an IPv6 one carries, so that it cannot bypass a rule."""
     if not isinstance(ip, ipaddress.IPv6Address):
         return ip
     if ip.teredo is not None:

@@ -1,10 +1,10 @@
-"""A token bucket: so many calls a second on average, and no more than a second's worth at once. Pure."""
+"""A token bucket: a rate of calls per second, with a burst of at most one second. Pure."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """Tokens that grow back at ``rate_per_s``; None means no limit. Clock readings are monotonic seconds."""
+    """Tokens that are refilled at ``rate_per_s``; None means no limit. Clock readings are monotonic seconds."""
 
     def __init__(self, rate_per_s: float | None, now: float) -> None:
         """Start full: a second's worth of tokens, at least one."""

@@ -1,8 +1,8 @@
-"""The wire between this service and an endpoint that speaks our own dialect, and what every dialect translates.
+"""Requests to endpoints and their answers: the `penstock` dialect, and what every other dialect translates to.
 
 The service sends ``POST <url>`` with a `ScoreRequest` as JSON and a header ``Idempotency-Key``; the
 endpoint answers 200 with a `ScoreResponse`. A score of null, or an error text, means *could not be
-scored*: the whole group waits and comes again. It never means 0.
+scored*: the whole group is delivered again. It never means 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_PARTS = 32
 
 
 class _Answer(BaseModel):
-    """Base of what an endpoint answers: strict about values, lenient about extra fields."""
+    """Base of answers: values are strict, extra fields are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -29,16 +29,16 @@ class GroupToScore(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    group_id: str = Field("group", description="Echo it in the answer.")
+    group_id: str = Field("group", description="Repeat it in the answer.")
     prompt: str = Field("", description="The prompt's text.")
     completions: list[str] = Field(min_length=1, max_length=4096, description="One text for each trajectory.")
-    data_source: str = Field("", description="The data set's own name for itself.")
+    data_source: str = Field("", description="The row's `data_source`.")
     ground_truth: JsonValue = Field(None, description="The row's answer, as the data set has it.")
     extra_info: JsonValue = Field(default_factory=dict, description="The row's other columns.")
 
     @classmethod
     def of(cls, group: GroupTexts) -> GroupToScore:
-        """Take over what a pack holds."""
+        """Return a group of a pack in wire form."""
         return cls(
             group_id=group.group_id,
             prompt=group.prompt_text,
@@ -50,7 +50,7 @@ class GroupToScore(BaseModel):
 
 
 class ScoreRequest(BaseModel):
-    """What an endpoint receives."""
+    """The body of a request to an endpoint."""
 
     request_id: str = Field("", description="The same for every try of one call; also in the header Idempotency-Key.")
     reward: str = Field(description="The reward's name.")
@@ -75,7 +75,7 @@ class GroupScore(_Answer):
 
 
 class ScoreResponse(_Answer):
-    """What an endpoint answers: every group that was sent, each once, in any order."""
+    """The body of an answer: every group that was sent, each once, in any order."""
 
     results: list[GroupScore]
 

@@ -1,18 +1,16 @@
 """Grader processes, of the math reward or of patterns and schemas: persistent, one job at a time each, killed when they overrun.
 
-Who is to blame when a job does not end decides what comes of it:
+The outcome of a job that does not finish depends on the cause:
 
-- while the *gold* answer is parsed: `GraderFailed`; the row or the machine is to blame.
-- after that, killed by its own CPU timer, twice, in two fresh attempts: this completion alone is the
-  cause. Its verdict is a defined one: wrong, exhausted.
-- anything else (killed by somebody, wall clock ran out on a busy machine): `GraderFailed`.
+- while the *gold* answer is parsed: `GraderFailed`; the cause is the row or the machine.
+- after that, killed by its own CPU timer in two attempts: this completion alone is the cause; its verdict is wrong
+  (`EXHAUSTED`).
+- anything else (killed by another process, wall time ran out on a busy machine): `GraderFailed`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import signal
 import sys
@@ -22,35 +20,35 @@ from dataclasses import dataclass
 import structlog
 
 from penstock.reward_service.errors import GraderFailed
+from penstock.reward_service.graders.json_process import JsonProcess, describe_exit
 from penstock.reward_service.rewards.math_answer import Graded
 
 log = structlog.get_logger("reward_service.grader_pool")
 
-_START_S = 120.0  # importing sympy on a busy machine
 _WALL_FACTOR = 6.0  # wall seconds granted for each CPU second
 _WALL_MIN_S = 20.0
-_DYING_S = 5.0  # from a closed pipe to the end of its process
+_EXIT_S = 5.0  # from a closed pipe to the exit of its process
 _TRIES = 2
-_KNOWN_VERDICTS = 4096  # the same wrong answers come again and again within a run
+_KNOWN_VERDICTS = 4096  # the same wrong answers repeat within a run
 _KNOWN_CHARS = 16_384  # longer texts are not remembered
 
 
 @dataclass(slots=True)
-class _Died(Exception):
+class _GraderEnded(Exception):
     gold_parsed: bool
     out_of_cpu: bool
     how: str
 
 
 class GraderPool:
-    """Asks ``num_workers`` grader processes, which start with the first question. Close it."""
+    """``num_workers`` grader processes, started with the first job. Close it."""
 
     def __init__(self, num_workers: int, *, cpu_s: float, kind: str = "math") -> None:
-        """Grant every answer ``cpu_s`` seconds of CPU time; ``reward_service/KIND_grader.py`` is what runs."""
+        """Grant every answer ``cpu_s`` seconds of CPU time; ``graders/KIND_grader.py`` is what runs."""
         self._cpu_s = cpu_s
         self._kind = kind
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()
-        self._all = [_Grader(f"reward_service.{kind}_grader") for _ in range(num_workers)]
+        self._all = [_Grader(f"penstock.reward_service.graders.{kind}_grader") for _ in range(num_workers)]
         for grader in self._all:
             self._idle.put_nowait(grader)
         self._known: OrderedDict[tuple[str, str], Graded] = OrderedDict()
@@ -61,7 +59,7 @@ class GraderPool:
         return [grader.pid for grader in self._all if grader.pid]
 
     async def equal(self, gold: str, answer: str) -> Graded:
-        """Say whether an answer has the value of the gold answer; raises GraderFailed."""
+        """Return whether an answer equals the gold answer; raises GraderFailed."""
         known = self._known.get((gold, answer))
         if known is None:
             known = await self._ask(gold, answer)
@@ -77,11 +75,11 @@ class GraderPool:
             grader = await self._idle.get()
             try:
                 return await grader.grade(gold, answer, self._cpu_s)
-            except _Died as death:
-                log.warning("grader ended", how=death.how, gold_parsed=death.gold_parsed, answer=answer[:200])
-                if not (death.gold_parsed and death.out_of_cpu):
-                    part = "answer" if death.gold_parsed else "ground truth"
-                    problem = f"{death.how} while grading the {part}"
+            except _GraderEnded as end:
+                log.warning("grader ended", how=end.how, gold_parsed=end.gold_parsed, answer=answer[:200])
+                if not (end.gold_parsed and end.out_of_cpu):
+                    part = "answer" if end.gold_parsed else "ground truth"
+                    problem = f"{end.how} while grading the {part}"
             finally:
                 self._idle.put_nowait(grader)
         if problem:
@@ -95,83 +93,37 @@ class GraderPool:
 
 
 class _Grader:
-    """One process, started when it is needed and started again after it died."""
+    """One process, started when it is needed and started again after it ended."""
 
     def __init__(self, module: str) -> None:
-        self._module = module
-        self._process: asyncio.subprocess.Process | None = None
+        command = [sys.executable, "-P", "-m", module]
+        self._process = JsonProcess(command, environ={**os.environ, "PYTHONHASHSEED": "0"})
 
     @property
     def pid(self) -> int | None:
-        process = self._process
-        return process.pid if process is not None and process.returncode is None else None
+        return self._process.pid
 
     async def grade(self, gold: str, answer: str, cpu_s: float) -> Graded:
         gold_parsed = False
         try:
-            await self._ensure()
-            job = json.dumps({"gold": gold, "answer": answer, "cpu_s": cpu_s})
+            if self._process.pid is None:
+                await self._process.start()
             async with asyncio.timeout(2 * max(_WALL_MIN_S, _WALL_FACTOR * cpu_s)):
-                await self._write(job)
-                if not (await self._read())["gold"]:
+                await self._process.write({"gold": gold, "answer": answer, "cpu_s": cpu_s})
+                if not (await self._process.read())["gold"]:
                     return Graded.GOLD_UNREADABLE
                 gold_parsed = True
-                return Graded.RIGHT if (await self._read())["equal"] else Graded.WRONG
+                return Graded.RIGHT if (await self._process.read())["equal"] else Graded.WRONG
         except TimeoutError:
             await self.kill()
-            raise _Died(gold_parsed, False, "did not answer in time and was killed") from None
+            raise _GraderEnded(gold_parsed, False, "did not answer in time and was killed") from None
         except (EOFError, ConnectionError, ValueError, KeyError) as err:
-            code = await self.kill(after_s=_DYING_S)  # its own exit code says who killed it
-            raise _Died(gold_parsed, code == -signal.SIGPROF, f"{_how(code)} ({type(err).__name__})") from None
-        except BaseException:  # cancelled in mid-answer: its next line would answer the wrong question
+            code = await self._process.kill(after_s=_EXIT_S)  # its own exit code says who killed it
+            out_of_cpu = code == -signal.SIGPROF
+            raise _GraderEnded(gold_parsed, out_of_cpu, f"{describe_exit(code)} ({type(err).__name__})") from None
+        except BaseException:  # cancelled before the answer came: its next line would answer the wrong question
             await self.kill()
             raise
 
-    async def kill(self, *, after_s: float = 0.0) -> int | None:
-        """End the process, after ``after_s`` seconds in which it may end by itself; returns its exit code."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        if process.stdin is not None:
-            process.stdin.close()
-        if after_s:
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(process.wait(), after_s)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
-
-    async def _ensure(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            return
-        async with asyncio.timeout(_START_S):
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                self._module,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "PYTHONHASHSEED": "0"},
-            )
-            await self._read()
-
-    async def _write(self, line: str) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(line.encode() + b"\n")
-        await self._process.stdin.drain()
-
-    async def _read(self) -> dict[str, bool]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise EOFError
-        return json.loads(line)
-
-
-def _how(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with code {code}"
+    async def kill(self) -> None:
+        await self._process.kill()

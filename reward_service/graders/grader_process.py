@@ -6,7 +6,7 @@
     ← {"equal": true}
 
 The kernel bounds what a job may cost: a timer over this process's CPU time kills it by SIGPROF, which
-works inside C code too and does not punish an answer for a busy machine. Memory is bounded.
+works inside C code too and does not depend on how busy the machine is. Memory is bounded.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ def serve(read_gold: Callable[[str], Any], is_equal: Callable[[Any, str], bool])
 
     Args:
         read_gold: Reads what is compared with; something false when it cannot be read.
-        is_equal: Says whether an answer fits what ``read_gold`` returned.
+        is_equal: Returns whether an answer fits what ``read_gold`` returned.
     """
     logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs are off, for every answer
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes stdin
-    _say({"ready": True})
+    _write({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
         _allow(job["cpu_s"])
         gold = read_gold(job["gold"])
         _allow(0.0)
-        _say({"gold": bool(gold)})
+        _write({"gold": bool(gold)})
         if gold:
             _allow(job["cpu_s"])
             equal = is_equal(gold, job["answer"])
             _allow(0.0)
-            _say({"equal": bool(equal)})
+            _write({"equal": bool(equal)})
 
 
 def _allow(cpu_s: float) -> None:
-    """Let this process use so many CPU seconds from now on; 0 takes the limit away."""
+    """Limit this process to this many CPU seconds from now on; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
-def _say(message: dict[str, bool]) -> None:
+def _write(message: dict[str, bool]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()

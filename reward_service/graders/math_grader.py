@@ -18,14 +18,14 @@ _KNOWN_GOLDS = 256
 
 @lru_cache(_KNOWN_GOLDS)
 def read_gold(text: str) -> tuple[Any, ...]:
-    """Parse the gold answer, and compare it with 0 once: what it costs by itself is not an answer's fault."""
+    """Parse the gold answer, and compare it with 0 once: its own cost must not count for an answer."""
     gold = _parse(text)
     verify(gold, _parse("0"), timeout_seconds=None)
     return tuple(gold)
 
 
 def is_equal(gold: tuple[Any, ...], answer: str) -> bool:
-    """Say whether an answer has the value of the gold answer; it cannot be read: no."""
+    """Return True if an answer equals the gold answer; False for one that does not parse."""
     parsed = _parse(answer)
     return bool(parsed) and verify(list(gold), parsed, timeout_seconds=None)
 

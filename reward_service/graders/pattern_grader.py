@@ -27,7 +27,7 @@ Fits = Callable[[str], bool]
 
 @lru_cache(_KNOWN)
 def read_gold(text: str) -> Fits | None:
-    """Return what says whether an answer fits; None when the expression or the schema is wrong."""
+    """Return the predicate of answers; None when the expression or the schema is wrong."""
     wanted = json.loads(text)
     if "regex" in wanted:
         return _expression(wanted["regex"], wanted["flags"], whole=wanted["whole"])
@@ -35,7 +35,7 @@ def read_gold(text: str) -> Fits | None:
 
 
 def is_equal(gold: Fits, answer: str) -> bool:
-    """Say whether an answer fits."""
+    """Return True if an answer fits."""
     return gold(answer)
 
 

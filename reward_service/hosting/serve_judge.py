@@ -105,5 +105,5 @@ def main(arguments: Sequence[str]) -> int:
     served_reward.add_options(parser, default_name="the file's name")
     options = parser.parse_args(arguments)
     reward = JudgeReward(options.file)
-    served_reward.serve(reward, served_reward.place(options, options.file.stem))
+    served_reward.serve(reward, served_reward.address(options, options.file.stem))
     return 0

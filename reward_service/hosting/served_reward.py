@@ -63,7 +63,7 @@ class Hosted(Protocol):
         ...
 
     async def open(self) -> None:
-        """Get ready, before it is registered; raises PenstockError."""
+        """Prepare, before it is registered; raises PenstockError."""
         ...
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
@@ -71,12 +71,12 @@ class Hosted(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give back what `open` took."""
+        """Release what `open` took."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Address:
     """Where and how a reward is served."""
 
     name: str
@@ -89,7 +89,7 @@ class Place:
 
 
 def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
-    """Add the options that `place` reads."""
+    """Add the options that `address` reads."""
     parser.add_argument("--name", help=f"reward name that tasks ask for (default: {default_name})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
@@ -102,11 +102,11 @@ def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
         help="file with one signing key whsec_... or two, a line each: requests that none of them signed are refused",
     )
     parser.add_argument(
-        "--drain-s", type=float, default=30.0, help="after Ctrl-C, calls under way may take so long (default: 30)"
+        "--drain-s", type=float, default=30.0, help="seconds that calls under way may take after Ctrl-C (default: 30)"
     )
 
 
-def place(options: argparse.Namespace, default_name: str) -> Place:
+def address(options: argparse.Namespace, default_name: str) -> Address:
     """Check the options and return where to serve; raises ConfigError."""
     name = options.name or re.sub(r"[^A-Za-z0-9_.-]", "_", default_name)
     if not re.fullmatch(NAME_PATTERN, name):
@@ -123,9 +123,9 @@ def place(options: argparse.Namespace, default_name: str) -> Place:
         except ValueError as err:
             raise ConfigError(f"--secret-file {options.secret_file}: {err}") from None
         if not 1 <= len(secrets) <= 2:
-            raise ConfigError(f"--secret-file {options.secret_file}: one key or two, {len(secrets)} are in it")
+            raise ConfigError(f"--secret-file {options.secret_file}: expected one key or two, got {len(secrets)}")
     service = ServiceAddress(options.register.rstrip("/"), token) if options.register else None
-    return Place(name, options.host, options.port, options.url or "", service, options.drain_s, secrets)
+    return Address(name, options.host, options.port, options.url or "", service, options.drain_s, secrets)
 
 
 def read_secret(file: Path, option: str) -> str:
@@ -137,14 +137,14 @@ def read_secret(file: Path, option: str) -> str:
         raise ConfigError(f"{option} {file}: not readable ({reason})") from None
 
 
-def serve(reward: Hosted, where: Place) -> None:
+def serve(reward: Hosted, where: Address) -> None:
     """Serve until SIGTERM or Ctrl-C; raises PenstockError when the reward or its registration is wrong."""
     with web_server.listen(where.host, where.port, key="--port") as bound:
         url = where.url or f"http://{where.host}:{bound.getsockname()[1]}/score"
         asyncio.run(_serve(reward, where, bound, url))
 
 
-async def _serve(reward: Hosted, where: Place, bound: Any, url: str) -> None:
+async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
     stop = asyncio.Event()
     calls = hosted_app.Calls(asyncio.get_running_loop())
     app = hosted_app.build(reward, calls, secrets=where.secrets)
@@ -160,10 +160,10 @@ async def _serve(reward: Hosted, where: Place, bound: Any, url: str) -> None:
     with _stopping_by_signal(stop):
         await reward.open()
         try:
-            with _beside(app, bound, service, offer):
+            with _http_thread(app, bound, service, offer):
                 if service is not None:
                     await registration.register(service, offer)
-                _say_what_next(reward.title, where.name, url, service)
+                _print_next_step(reward.title, where.name, url, service)
                 await stop.wait()
                 if service is not None:
                     await registration.unregister(service, offer)
@@ -173,7 +173,7 @@ async def _serve(reward: Hosted, where: Place, bound: Any, url: str) -> None:
 
 
 async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
-    """Let calls under way end: their groups would only be scored a second time elsewhere."""
+    """Wait for calls under way, so that their groups are not scored a second time elsewhere."""
     if calls.num_under_way:
         sys.stderr.write(f"{calls.num_under_way} calls are under way; Ctrl-C again to leave them\n")
     try:
@@ -184,7 +184,7 @@ async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
 
 
 @contextmanager
-def _beside(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
+def _http_thread(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
     """Run the HTTP server, and the renewal of the lease, in a thread with a loop of its own."""
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
@@ -217,7 +217,7 @@ def _run_to_end(action: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def _stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
-    """Stop in order at the first signal, at once at the second: the user's code may be in an endless loop."""
+    """Drain and stop at the first signal, exit at the second: user code may be in an endless loop."""
     loop = asyncio.get_running_loop()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -234,7 +234,7 @@ def _stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _say_what_next(title: str, name: str, url: str, service: ServiceAddress | None) -> None:
+def _print_next_step(title: str, name: str, url: str, service: ServiceAddress | None) -> None:
     what = f"{title} serves reward {name} at {url}"
     if service is None:
         text = f"{what}. Next: start it with --register http://HOST:PORT of your reward service"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.facts import RewardRequest
 from penstock.protocol.group_pack import GroupTexts
-from penstock.reward_service.errors import NotAsked, RewardError
+from penstock.reward_service.errors import NotCalled, RewardError
 from penstock.reward_service.scores import GroupScores, Outcome, Scorer
 
 Find = Callable[[RewardRequest], Awaitable[Scorer]]
@@ -27,19 +27,19 @@ class ComposedReward:
 
     @property
     def slow(self) -> bool:
-        """Whether any part is done elsewhere; what is looked up may be."""
+        """True when another process may score a part."""
         return any(name not in self.own or self.own[name].slow for name in self.definition.parts)
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score every part of every group, and put them together; an error in any part is the group's."""
+        """Score every part of every group and combine them; an error in any part is the group's."""
         names = list(self.definition.parts)
         columns = await asyncio.gather(*(self._part(name, groups, attempt) for name in names))
-        return [self._together(dict(zip(names, outcomes, strict=True))) for outcomes in zip(*columns, strict=True)]
+        return [self._combine(dict(zip(names, outcomes, strict=True))) for outcomes in zip(*columns, strict=True)]
 
     async def _part(self, name: str, groups: Sequence[GroupTexts], attempt: int) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         by_scorer: dict[Scorer, list[int]] = {}
-        asked = [self._ask(name, group) for group in groups]
+        asked = [self._part_of(name, group) for group in groups]
         for place, group in enumerate(asked):
             try:
                 scorer = self.own.get(name) or await self.find(group.reward)
@@ -54,11 +54,11 @@ class ComposedReward:
             outcomes |= dict(zip(places, some, strict=True))
         return [outcomes[place] for place in range(len(groups))]
 
-    def _ask(self, name: str, group: GroupTexts) -> GroupTexts:
+    def _part_of(self, name: str, group: GroupTexts) -> GroupTexts:
         request = group.reward.model_copy(update={"name": self.definition.parts[name].reward})
         return replace(group, reward=request)
 
-    def _together(self, outcomes: Mapping[str, Outcome]) -> Outcome:
+    def _combine(self, outcomes: Mapping[str, Outcome]) -> Outcome:
         errors = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RewardError)}
         if errors:
             return _first_cause(errors)
@@ -74,11 +74,8 @@ class ComposedReward:
 
 
 def _first_cause(errors: Mapping[str, RewardError]) -> RewardError:
-    """Return the error that decides what becomes of the group, with its part's name.
-
-    One that never gets better decides before one that may, and one of somebody who was asked before one of nobody.
-    """
-    name, err = min(errors.items(), key=lambda item: (not item[1].permanent, isinstance(item[1], NotAsked)))
+    """Return the error of the group, with its part's name: permanent errors first, then failed calls, then calls not made."""
+    name, err = min(errors.items(), key=lambda item: (not item[1].permanent, isinstance(item[1], NotCalled)))
     named = copy.copy(err)
     named.args = (f"part {name}: {err}",)
     return named

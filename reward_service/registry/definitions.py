@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from penstock.protocol.config.connection import Section
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardPart
 from penstock.protocol.errors import ConfigError
-from penstock.reward_service.registry.built_in import BUILT_INS, Graders
-from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
+from penstock.reward_service.registry.built_in import AUTO, BUILT_INS, BY_SOURCE, Graders, scorer
+from penstock.reward_service.registry.user_rewards import UserRewards, import_path
 from penstock.reward_service.scores import Scorer
 
 
@@ -39,18 +39,25 @@ def check(define: Mapping[str, RewardDefinition]) -> dict[str, dict[str, Section
     return checked
 
 
-def own_scorers(define: Mapping[str, RewardDefinition], graders: Graders) -> dict[str, dict[str, Scorer]]:
-    """Return the scorers of the parts that are built-ins, by definition and part; raises ConfigError as `check` does.
+def own_scorers(
+    define: Mapping[str, RewardDefinition], graders: Graders, user: UserRewards
+) -> dict[str, dict[str, Scorer]]:
+    """Return the scorers of the parts that are built in or user code, by definition and part.
 
-    The others (endpoints, auto, a built-in that this machine cannot give) are looked up for every group.
+    The others (endpoints, auto, a built-in that this machine cannot run) are looked up for every group. Raises
+    ConfigError as `check` does.
     """
     made: dict[str, dict[str, Scorer]] = {}
     for name, by_part in check(define).items():
         made[name] = {}
         for part_name, parameters in by_part.items():
-            scorer = BUILT_INS[define[name].parts[part_name].reward].make(parameters, graders)
-            if scorer is not None:
-                made[name][part_name] = scorer
+            one = scorer(BUILT_INS[define[name].parts[part_name].reward], parameters, graders)
+            if one is not None:
+                made[name][part_name] = one
+        for part_name, part in define[name].parts.items():
+            code = user.of(part.reward, part.parameters)
+            if code is not None:
+                made[name][part_name] = code
     return made
 
 
@@ -66,11 +73,13 @@ def describe(definition: RewardDefinition) -> str:
 def _parameters(place: str, part: RewardPart, mistakes: list[str]) -> Section | None:
     built_in = BUILT_INS.get(part.reward)
     if built_in is None:
-        if part.parameters:
+        if part.parameters and import_path(part.reward) is None:
             near = difflib.get_close_matches(part.reward, BUILT_INS, n=1, cutoff=0.6)
             alias = f"; write {BY_SOURCE[part.reward]}" if part.reward in BY_SOURCE else ""
             hint = alias or (f"; did you mean {near[0]}?" if near else "")
-            mistakes.append(f"{place}.parameters: only built-in rewards take parameters, {part.reward} is none{hint}")
+            mistakes.append(
+                f"{place}.parameters: only built-in rewards and your own code take parameters, {part.reward} is neither{hint}"
+            )
         return None
     try:  # JSON's strictness: a list is a tuple and a text a path, but "5" is no number
         return built_in.parameters.model_validate_json(json.dumps(part.parameters, default=str), strict=True)

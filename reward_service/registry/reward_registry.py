@@ -10,10 +10,10 @@ from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.facts import RewardRequest
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
-from penstock.reward_service.endpoints.endpoint_registry import Registry
+from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
 from penstock.reward_service.errors import RewardUnavailable, SandboxUnavailable, UnknownReward
+from penstock.reward_service.registry.built_in import AUTO, BY_SOURCE
 from penstock.reward_service.registry.composed import ComposedReward
-from penstock.reward_service.rewards.data_sources import AUTO, BY_SOURCE
 from penstock.reward_service.scores import Scorer
 
 
@@ -23,22 +23,25 @@ class RewardRegistry:
     def __init__(
         self,
         built_ins: Mapping[str, Scorer],
-        registry: Registry,
+        registry: EndpointRegistry,
         client: EndpointClient,
         *,
         notes: Mapping[str, str] = MappingProxyType({}),
         define: Mapping[str, RewardDefinition] = MappingProxyType({}),
         own: Mapping[str, Mapping[str, Scorer]] = MappingProxyType({}),
+        user: Mapping[str, Scorer] = MappingProxyType({}),
     ) -> None:
-        """Look names up in the built-ins, then in the run file's, then among the endpoints, then among the aliases.
+        """Look names up in the built-ins, then in the run file's (``define``, ``user``), then among the endpoints, then among the aliases.
 
         ``notes`` say how a built-in works on this machine; one that cannot be given here is not among the built-ins,
-        and its note says why. ``define`` are the run file's rewards, ``own`` the scorers of their built-in parts.
+        and its note says why. ``define`` are the run file's rewards, ``own`` the scorers of their built-in parts,
+        and ``user`` the rewards that the run file names by import path, file or entry point.
         """
         self.notes = notes
         self._built_ins = built_ins
         self._registry = registry
         self._client = client
+        self._user = user
         self._defined = {
             name: ComposedReward(name, definition, own.get(name, {}), self.find) for name, definition in define.items()
         }
@@ -48,10 +51,15 @@ class RewardRegistry:
         """The rewards that the run file makes of parts."""
         return {name: reward.definition for name, reward in self._defined.items()}
 
+    @property
+    def user_rewards(self) -> tuple[str, ...]:
+        """The names of the user's own rewards."""
+        return tuple(self._user)
+
     def names(self) -> tuple[str, ...]:
         """Return every name a task may ask for; a data set's name only where it can stand in a message."""
         aliases = (name for name, reward in BY_SOURCE.items() if "/" not in name and reward in self._built_ins)
-        single = {AUTO, *self._built_ins, *self._registry.in_service(), *aliases}
+        single = {AUTO, *self._built_ins, *self._user, *self._registry.in_service(), *aliases}
         composed = (name for name, reward in self._defined.items() if self._can_give(reward, single))
         return tuple(sorted({*single, *composed}))
 
@@ -64,7 +72,7 @@ class RewardRegistry:
         return all(name in reward.own or part.reward in single for name, part in reward.definition.parts.items())
 
     async def find(self, request: RewardRequest) -> Scorer:
-        """Return the scorer of a request; raises UnknownReward, or NotAsked for one that is out of service.
+        """Return the scorer of a request; raises UnknownReward, or NotCalled for one that is out of service.
 
         A name that is unknown here may have been registered at another replica a moment ago, so the
         registry is read once more before the name is called unknown.
@@ -84,23 +92,30 @@ class RewardRegistry:
                 return self._built_ins[candidate]
             if candidate in self._defined:
                 return self._defined[candidate]
+            if candidate in self._user:
+                return self._user[candidate]
             if candidate in self._registry.endpoints:
-                return self._line(self._registry.endpoints[candidate])
+                return self._queue(self._registry.endpoints[candidate])
         for endpoint in self._registry.endpoints.values() if request.name == AUTO else ():
             if request.data_source in endpoint.data_sources:
-                return self._line(endpoint)
+                return self._queue(endpoint)
         return None
 
-    def _line(self, endpoint: Endpoint) -> Scorer:
+    def _queue(self, endpoint: Endpoint) -> Scorer:
         problem = self._registry.problem(endpoint)
         if problem is not None:
             raise problem
-        return self._client.line(endpoint)
+        return self._client.queue(endpoint)
 
     def _unknown(self, request: RewardRequest) -> UnknownReward | RewardUnavailable | SandboxUnavailable:
         name = request.data_source if request.name == AUTO else request.name
         if why := self.notes.get(BY_SOURCE.get(name, name)):
             return SandboxUnavailable(f"reward {name!r}: {why}")
+        if ":" in name:
+            return UnknownReward(
+                f"reward {name!r} is code that the run file of this reward service does not name, so it is not loaded; "
+                "set it as reward.name, in reward.by_source or in a part of reward.define there"
+            )
         if name in self._registry.retired:
             return RewardUnavailable(
                 f"the endpoint of reward {name!r} was unregistered; register it again "
@@ -110,5 +125,5 @@ class RewardRegistry:
         near = difflib.get_close_matches(name, self.names(), n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         return UnknownReward(
-            f"no {asked}: {hint}There are: {', '.join(sorted({*self._built_ins, *self._defined, *self._registry.endpoints}))}"
+            f"no {asked}: {hint}There are: {', '.join(sorted({*self._built_ins, *self._defined, *self._user, *self._registry.endpoints}))}"
         )

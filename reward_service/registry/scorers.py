@@ -1,4 +1,4 @@
-"""How built-in rewards score groups: at once, by length, in grader processes, in a sandbox."""
+"""How built-in rewards score groups: in this process, by length, in grader processes, in a sandbox."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import structlog
 
 from penstock.protocol.group_pack import GroupTexts
 from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError
-from penstock.reward_service.rewards import code, length
+from penstock.reward_service.rewards import length
 from penstock.reward_service.rewards.verdict import Verdict
-from penstock.reward_service.sandbox.pool import SandboxPool
 from penstock.reward_service.scores import GroupScores, Outcome, extra_info, ground_truth
 
 log = structlog.get_logger("reward_service.scorers")
 
 Judge = Callable[[tuple[str, ...], Any], list[Verdict]]
 GradedJudge = Callable[[tuple[str, ...], Any], Awaitable[list[Verdict]]]
+SandboxedJudge = Callable[[tuple[str, ...], Any, Any], Awaitable[list[Verdict]]]  # completions, truth, extra_info
 
 
 @dataclass(frozen=True, slots=True)
-class PureReward:
+class PureScorer:
     """A reward that needs nothing but the texts."""
 
     name: str
@@ -39,7 +39,7 @@ class PureReward:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthReward:
+class LengthScorer:
     """A reward of how long completions are."""
 
     name: str
@@ -61,7 +61,7 @@ class LengthReward:
 
 
 @dataclass(frozen=True, slots=True)
-class GradedReward:
+class GradedScorer:
     """A reward whose hard cases go to grader processes."""
 
     name: str
@@ -77,25 +77,19 @@ class GradedReward:
 
 
 @dataclass(frozen=True, slots=True)
-class CodeReward:
-    """The reward that runs programs."""
+class SandboxScorer:
+    """A reward that runs programs."""
 
-    sandboxes: SandboxPool
-    all_or_nothing: bool
+    name: str
+    judge: SandboxedJudge
     slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
-        """Score the groups; the pool bounds how many programs run at once."""
-        return list(await asyncio.gather(*(_waited(code.NAME, group, self._verdicts) for group in groups)))
+        """Score the groups; the pool of sandboxes bounds how many programs run at once."""
+        return list(await asyncio.gather(*(_waited(self.name, group, self._verdicts) for group in groups)))
 
     async def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        return await code.judge(
-            group.completions,
-            ground_truth(group.reward),
-            extra_info(group.reward),
-            self.sandboxes.grade,
-            all_or_nothing=self.all_or_nothing,
-        )
+        return await self.judge(group.completions, ground_truth(group.reward), extra_info(group.reward))
 
 
 def _outcome(name: str, group: GroupTexts, verdicts: Callable[[GroupTexts], list[Verdict]]) -> Outcome:

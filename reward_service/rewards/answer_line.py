@@ -8,9 +8,12 @@ texts; a unit in words behind a number is left out.
 from __future__ import annotations
 
 import re
+from functools import partial
 
+from penstock.reward_service.rewards import math_answer
 from penstock.reward_service.rewards.parsing import latex
 from penstock.reward_service.rewards.parsing.number import NUMBER
+from penstock.reward_service.rewards.reward import GradedReward
 
 NAME = "answer_line"
 
@@ -30,3 +33,26 @@ def last_answer(text: str) -> str | None:
         return boxed
     with_unit = _WITH_UNIT.fullmatch(line)
     return with_unit["number"] if with_unit else line or None
+
+
+REWARD = GradedReward(
+    name=NAME,
+    description="1 when the answer on the last line 'Answer: ...', else in the last \\boxed{}, equals the ground truth",
+    judge=partial(math_answer.judge, find=last_answer, part="has_answer"),
+    grader="math",
+    data_sources=(
+        "math_dapo",
+        "math_dapo_reasoning",
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        "aime",
+        "aime24",
+        "aime2024",
+        "aime2025",
+        "aime25",
+        "aime_2024",
+        "aime_2025",
+        "HuggingFaceH4/aime_2024",
+    ),
+    parts=("has_answer", "timeout"),
+    notes="compared as `math` compares",
+)

@@ -15,6 +15,7 @@ from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "multiple_choice"
@@ -67,3 +68,15 @@ def chosen(answer: str, letters: str) -> str | None:
         re.match(r"\s{0,3}(?:and|or|和|或|/|,|&|\+)", rest, re.IGNORECASE) is not None or plain[match.end() - 1] in ",;"
     )
     return None if is_list and joined else match["letter"].upper()
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the chosen letter is the ground truth's",
+    judge=judge,
+    parameters=Parameters,
+    data_sources=("multiple_choice",),
+    parts=("has_answer",),
+    notes="an answer with several letters chooses none; a ground truth that is a number is refused, because it may count "
+    "from 0 or from 1",
+)

@@ -17,6 +17,7 @@ from penstock.protocol.config.connection import Section
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, latex
 from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "classification"
@@ -77,3 +78,14 @@ def _verdict(answer: str | None, gold: str, labels: tuple[str, ...]) -> Verdict:
 def _pattern(labels: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(labels, key=len, reverse=True)
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the label is the ground truth's; an answer with several labels has none",
+    judge=judge,
+    parameters=Parameters,
+    data_sources=("classification",),
+    parts=("has_answer", "ambiguous"),
+    notes='without `labels` the whole answer is compared; a label after "not", "no" or "non-" does not count',
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from penstock.reward_service.rewards.reward import SandboxedReward
 from penstock.reward_service.rewards.verdict import Verdict
 from penstock.reward_service.sandbox import answers, tests_of_row
 from penstock.reward_service.sandbox.grade import Graded, Reason
@@ -48,3 +49,27 @@ def _verdict(graded: Graded, *, all_or_nothing: bool) -> Verdict:
     if graded.reason is not None:
         parts[f"failed_{graded.reason}"] = 1.0
     return Verdict(float(share == 1.0) if all_or_nothing else share, parts)
+
+
+REWARD = SandboxedReward(
+    name=NAME,
+    description="the share of the row's tests that the completion's Python program passes",
+    judge=judge,
+    data_sources=(
+        "code",
+        "code_generation",
+        "codecontests",
+        "apps",
+        "codeforces",
+        "taco",
+        "livecodebench",
+        "humaneval",
+        "openai_humaneval",
+        "openai/openai_humaneval",
+        "mbpp",
+        "google-research-datasets/mbpp",
+        "PrimeIntellect/verifiable-coding-problems",
+    ),
+    parts=("passed", "tests", "has_code", "failed_<reason>"),
+    notes="set with `reward_service.code_*`; see `reward_service/sandbox/README.md`",
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "exact_match"
@@ -21,3 +22,12 @@ def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
         raise BadGroundTruth("exact_match: the row's ground_truth is an empty list of alternatives")
     wanted = {truth_text(alternative, NAME).strip() for alternative in alternatives}
     return [_RIGHT if completion.strip() in wanted else _WRONG for completion in completions]
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the completion, without surrounding white space, is the ground truth or one of a list",
+    judge=judge,
+    data_sources=("sort_digits", "exact_match", "spell_backward"),
+    notes="case counts",
+)

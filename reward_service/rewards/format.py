@@ -1,13 +1,14 @@
 """1 when a completion is ``<think>...</think>`` then ``<answer>...</answer>``, each once, and nothing else.
 
 White space around and between the two is allowed, an empty answer is not. Read by ``str.find``:
-linear in the length of the completion, whatever a policy writes into it. Needs no ground truth.
+linear in the length of the completion, whatever its content. Needs no ground truth.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "format"
@@ -16,7 +17,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Judge the form of every completion; the truth is not looked at."""
+    """Judge the form of every completion; the truth is not used."""
     return [Verdict(float(is_well_formed(completion))) for completion in completions]
 
 
@@ -29,7 +30,7 @@ def judge_think(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
 
 
 def is_well_formed(completion: str) -> bool:
-    """Say whether a completion has exactly the four tags, in order, with nothing outside them."""
+    """Return True if a completion has exactly the four tags, in order, with nothing outside them."""
     text = completion.strip()
     positions = [text.find(tag) for tag in _TAGS]
     if any(text.count(tag) != 1 for tag in _TAGS) or positions != sorted(positions):
@@ -41,3 +42,17 @@ def is_well_formed(completion: str) -> bool:
         and not text[think_end + len(_TAGS[1]) : answer_start].strip()
         and bool(text[answer_start + len(_TAGS[2]) : answer_end].strip())
     )
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the completion is <think>...</think> then <answer>...</answer> and nothing else",
+    judge=judge,
+)
+
+THINK_REWARD = PureReward(
+    name=THINK,
+    description="1 when the completion begins with its only <think> and closes it (TRL)",
+    judge=judge_think,
+    notes="what follows is not checked",
+)

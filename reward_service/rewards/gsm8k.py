@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing.number import NUMBER, read_number
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "gsm8k"
@@ -72,3 +73,21 @@ def last_number_text(text: str) -> str | None:
 
 def _verdict(answer: Fraction | None, gold: Fraction) -> Verdict:
     return Verdict(float(answer == gold), {"has_answer": float(answer is not None)})
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the number after the last #### is the ground truth's number",
+    judge=judge,
+    data_sources=("gsm8k", "openai/gsm8k", "gsm8k_main"),
+    parts=("has_answer",),
+    notes="a completion without #### is wrong",
+)
+
+FLEXIBLE_REWARD = PureReward(
+    name=FLEXIBLE,
+    description="1 when the last number, wherever it stands, is the ground truth's number",
+    judge=judge_flexible,
+    parts=("has_answer",),
+    notes="a number mentioned last counts as the answer",
+)

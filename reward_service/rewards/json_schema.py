@@ -12,6 +12,7 @@ Part ``parses`` says whether the answer is JSON: NaN and Infinity are not, nor i
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -25,6 +26,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.math_answer import Grade, Graded
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.pattern import MAX_CHARS
+from penstock.reward_service.rewards.reward import GradedReward
 from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "json_schema"
@@ -44,8 +46,7 @@ class Parameters(Section):
     def _readable(self) -> Parameters:
         if self.schema_file is not None and self.schema_text:
             raise ValueError("json_schema: set schema_file or schema_text, not both")
-        given = self.text()
-        schema = _loads(given) if given else {}
+        schema = _loads(self.text) if self.text else {}
         if not isinstance(schema, dict):
             raise ValueError("json_schema: a schema is a JSON object")  # noqa: TRY004 pydantic wants a ValueError
         try:
@@ -54,8 +55,9 @@ class Parameters(Section):
             raise ValueError(f"json_schema: no valid schema: {err.message[:200]}") from None
         return self
 
+    @cached_property
     def text(self) -> str:
-        """Return the schema that the run file gives, "" for none; raises ValueError when it cannot be read."""
+        """The schema that the run file gives, "" for none; raises ValueError when it cannot be read."""
         if self.schema_file is None:
             return self.schema_text
         try:
@@ -75,13 +77,13 @@ def rule(given: str, truth: Any) -> str:
     return json.dumps({"json_schema": schema}, sort_keys=True)
 
 
-async def judge(where: str, given: str, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
+async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
     """Validate every completion's JSON.
 
     Raises BadGroundTruth when the schema is missing or wrong, GraderFailed when a grader failed.
     """
-    wanted = rule(given, truth)
-    return [await _verdict(find(text, where), wanted, grade) for text in completions]
+    wanted = rule(parameters.text, truth)
+    return [await _verdict(find(text, parameters.where), wanted, grade) for text in completions]
 
 
 def find(text: str, where: str) -> str | None:
@@ -94,7 +96,7 @@ def find(text: str, where: str) -> str | None:
 
 
 def parses(text: str) -> bool:
-    """Say whether a text is JSON, strictly."""
+    """Return True if a text is strict JSON."""
     try:
         _loads(text)
     except ValueError:
@@ -133,3 +135,15 @@ def _loads(text: str) -> Any:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
+
+
+REWARD = GradedReward(
+    name=NAME,
+    description="1 when the answer is strict JSON that fits a schema",
+    judge=judge,
+    parameters=Parameters,
+    grader="pattern",
+    parts=("parses", "timeout", "too_long"),
+    notes="without a schema in the run file, the ground truth is the schema; references to other documents are not fetched; "
+    "JSON that is nested too deeply for Python does not parse",
+)

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.rewards.parsing.words import words
+from penstock.reward_service.rewards.reward import LengthReward
 from penstock.reward_service.rewards.verdict import Verdict
 
 NAME, OVERLONG = "length", "overlong"
@@ -75,3 +76,22 @@ def judge_overlong(parameters: OverlongParameters, lengths: list[int]) -> list[V
         Verdict(-parameters.factor * min(max((n - start) / parameters.buffer, 0.0), 1.0), {"length": float(n)})
         for n in lengths
     ]
+
+
+REWARD = LengthReward(
+    name=NAME,
+    description="1 when the completion's length is inside the bounds",
+    judge=judge,
+    parameters=Parameters,
+    parts=("length",),
+    notes="one bound is needed; texts that are sent by hand need `completion_tokens`",
+)
+
+OVERLONG_REWARD = LengthReward(
+    name=OVERLONG,
+    description="DAPO's soft punishment of completions that come close to a length, in [-factor, 0]",
+    judge=judge_overlong,
+    parameters=OverlongParameters,
+    parts=("length",),
+    notes="does not fall further beyond `longest` (verl's does)",
+)

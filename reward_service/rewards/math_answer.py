@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards import gsm8k
 from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.reward import GradedReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME, FLEXIBLE = "math", "math_flexible"
-MAX_ANSWER_CHARS = 2048  # no answer is longer; keeps what a grader may be fed bounded
+MAX_ANSWER_CHARS = 2048  # bounds the input of a grader
 
 
 class Graded(enum.Enum):
-    """What a grader says about one answer."""
+    """A grader's verdict on one answer."""
 
     RIGHT = enum.auto()
     WRONG = enum.auto()
@@ -60,7 +62,7 @@ def _gold(truth: Any) -> str:
 
 
 def anywhere(completion: str) -> str | None:
-    """Return the answer of a completion that was not told how to mark it."""
+    """Return the answer of a completion whose prompt did not ask for a mark."""
     for way in (latex.last_boxed, final_answer.in_tags, final_answer.after_hashes, final_answer.after_phrase):
         if (answer := way(completion)) is not None:
             return answer.strip("*$ ").rstrip(".")
@@ -81,3 +83,45 @@ async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Ve
             return Verdict(0.0, {part: 1.0, "timeout": 1.0})
         same = graded is Graded.RIGHT
     return Verdict(float(same), {part: 1.0, "timeout": 0.0})
+
+
+REWARD = GradedReward(
+    name=NAME,
+    description="1 when the last \\boxed{} has the value of the ground truth (math-verify)",
+    judge=judge,
+    grader="math",
+    data_sources=(
+        "math",
+        "MATH",
+        "math500",
+        "lighteval/MATH",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "hendrycks/competition_math",
+        "EleutherAI/hendrycks_math",
+        "agentica-org/DeepScaleR-Preview-Dataset",
+        "AI-MO/NuminaMath-CoT",
+        "numina_aops_forum",
+        "numina_synthetic_math",
+        "numina_amc_aime",
+        "numina_synthetic_amc",
+        "numina_cn_k12",
+        "numina_olympiads",
+        "hiyouga/geometry3k",
+        "amc23",
+        "minerva_math",
+        "olympiadbench",
+    ),
+    parts=("boxed", "timeout"),
+    notes=f"an answer longer than {MAX_ANSWER_CHARS} characters is wrong",
+)
+
+FLEXIBLE_REWARD = GradedReward(
+    name=FLEXIBLE,
+    description="1 when the answer (boxed, in tags, after ####, after 'the answer is', or the last number) equals the ground truth",
+    judge=partial(judge, find=anywhere, part="has_answer"),
+    grader="math",
+    data_sources=("math_reasoning",),
+    parts=("has_answer", "timeout"),
+    notes="compared as `math` compares",
+)

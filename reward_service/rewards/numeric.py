@@ -17,6 +17,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer, quantity, units
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.quantity import Quantity
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "numeric"
@@ -58,7 +59,7 @@ def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> l
 
 
 def is_equal(parameters: Parameters, gold: Quantity, answer: Quantity) -> bool:
-    """Say whether two quantities are the same within the tolerance."""
+    """Return True if two quantities are equal within the tolerance."""
     factor = _factor(parameters.units, gold.unit, answer.unit)
     if factor is None:
         return False
@@ -104,3 +105,14 @@ def _readings(rule: str, gold: Quantity, answer: Quantity, number: Fraction) -> 
     if rule == "value" or gold.is_percent == answer.is_percent:
         return [valued if rule == "value" else plain]
     return [plain, valued]
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the answer is the ground truth's number, within max(absolute, relative * truth), its unit as asked",
+    judge=judge,
+    parameters=Parameters,
+    parts=("has_answer",),
+    notes="compared exactly, as fractions; reads thousands, mixed and vulgar fractions, `3 × 10⁸`, `%` and currency; hedging "
+    '(`42 or 43`), ranges, decimal commas and powers are not numbers; with `percent = "either"` 50 % is 50 and 0.5',
+)

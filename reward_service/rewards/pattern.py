@@ -19,6 +19,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.math_answer import Grade, Graded
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.parsing.final_answer import Where
+from penstock.reward_service.rewards.reward import GradedReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "regex"
@@ -79,3 +80,14 @@ async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
     if graded is Graded.GOLD_UNREADABLE:
         raise BadGroundTruth(f"{NAME}: not an expression of Python's re: {json.loads(wanted)['regex'][:80]!r}")
     return Verdict(float(graded is Graded.RIGHT), {"timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0})
+
+
+REWARD = GradedReward(
+    name=NAME,
+    description="1 when a regular expression of Python's `re` matches",
+    judge=judge,
+    parameters=Parameters,
+    grader="pattern",
+    parts=("timeout", "too_long"),
+    notes=f"without `pattern` the ground truth is the expression; an answer longer than {MAX_CHARS} characters is wrong",
+)

@@ -19,6 +19,7 @@ from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards.parsing import final_answer
 from penstock.reward_service.rewards.parsing.final_answer import Where
 from penstock.reward_service.rewards.parsing.words import words as split
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 EXACT, INSIDE, F1 = "qa_em", "qa_subem", "qa_f1"
@@ -34,10 +35,7 @@ class Parameters(Section):
     )
 
 
-_TAGS = Parameters()
-
-
-def judge_exact(completions: tuple[str, ...], truth: Any, parameters: Parameters = _TAGS) -> list[Verdict]:
+def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion's answer with the truth: a text, a number, or a list of such alternatives.
 
     Raises BadGroundTruth when there is nothing to compare with.
@@ -46,7 +44,7 @@ def judge_exact(completions: tuple[str, ...], truth: Any, parameters: Parameters
     return [_verdict(answer, float(answer in accepted)) for answer in _answers(completions, parameters)]
 
 
-def judge_inside(completions: tuple[str, ...], truth: Any, parameters: Parameters = _TAGS) -> list[Verdict]:
+def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Look for an accepted answer inside every completion's; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, INSIDE)
     return [
@@ -55,7 +53,7 @@ def judge_inside(completions: tuple[str, ...], truth: Any, parameters: Parameter
     ]
 
 
-def judge_f1(completions: tuple[str, ...], truth: Any, parameters: Parameters = _TAGS) -> list[Verdict]:
+def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Measure how much every completion's answer shares with the truth; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, F1)
     return [
@@ -95,3 +93,40 @@ def _answers(completions: tuple[str, ...], parameters: Parameters) -> list[str |
 
 def _verdict(answer: str | None, reward: float) -> Verdict:
     return Verdict(reward, {"has_answer": float(answer is not None)})
+
+
+EXACT_REWARD = PureReward(
+    name=EXACT,
+    description="1 when the answer in the last <answer> tags is an accepted one, by its words (SQuAD's normalisation)",
+    judge=judge_exact,
+    parameters=Parameters,
+    data_sources=(
+        "qa",
+        "trivia",
+        "searchR1_nq",
+        "searchR1_triviaqa",
+        "searchR1_popqa",
+        "searchR1_hotpotqa",
+        "searchR1_2wikimultihopqa",
+        "searchR1_musique",
+        "searchR1_bamboogle",
+    ),
+    parts=("has_answer",),
+)
+
+INSIDE_REWARD = PureReward(
+    name=INSIDE,
+    description="1 when an accepted answer is inside the last <answer> tags",
+    judge=judge_inside,
+    parameters=Parameters,
+    parts=("has_answer",),
+    notes="a long answer that lists many candidates passes",
+)
+
+F1_REWARD = PureReward(
+    name=F1,
+    description="F1 of the words (Chinese and Japanese: characters) shared with the best accepted answer, in [0, 1]",
+    judge=judge_f1,
+    parameters=Parameters,
+    parts=("has_answer",),
+)

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from penstock.protocol.config.connection import Section
 from penstock.reward_service.rewards.parsing.words import words
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "repetition"
@@ -26,7 +27,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Punish every completion for what it repeats; the truth is not looked at."""
+    """Punish every completion for what it repeats; the truth is not used."""
     shares = [repeated_share(words(text), parameters.ngram) for text in completions]
     return [Verdict(parameters.factor * share if share else 0.0, {"repeated": share}) for share in shares]
 
@@ -38,3 +39,13 @@ def repeated_share(tokens: Sequence[object], ngram: int) -> float:
         return 0.0
     distinct = set(zip(*(tokens[start : start + total] for start in range(ngram)), strict=True))
     return 1.0 - len(distinct) / total
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="factor times the share of n-grams of words that repeat an earlier one, in (factor, 0]",
+    judge=judge,
+    parameters=Parameters,
+    parts=("repeated",),
+    notes="code and tables repeat for good reasons",
+)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.protocol.config.connection import Section
+from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict
 
 NAME = "tags"
@@ -40,7 +41,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Judge the form of every completion; the truth is not looked at."""
+    """Judge the form of every completion; the truth is not used."""
     return [Verdict(_score(parameters, completion)) for completion in completions]
 
 
@@ -74,3 +75,13 @@ def outside(text: str, names: tuple[str, ...]) -> str:
         rest.append(text[at : text.find(f"<{name}>")])
         at = text.find(f"</{name}>") + len(name) + 3
     return "".join([*rest, text[at:]]).strip()
+
+
+REWARD = PureReward(
+    name=NAME,
+    description="1 when the completion is the given tags, each once and in order, and nothing else; `partial`: the share of "
+    "the rules that are kept",
+    judge=judge,
+    parameters=Parameters,
+    notes="an empty last element is wrong",
+)

@@ -1,4 +1,4 @@
-"""What a built-in reward says about one completion."""
+"""The result of a built-in reward for one completion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.reward_service.errors import BadGroundTruth
 
 
 class Verdict(NamedTuple):
-    """The reward of one completion, and named parts that say where it comes from."""
+    """The reward of one completion, and its named parts."""
 
     reward: float
     parts: Mapping[str, float] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""Finding out by attack whether a sandbox holds on this machine: the only way to know.
+"""Attacks that test whether a sandbox works on this machine.
 
 A file, a listener and this process's environment are put outside; a program in the sandbox tries to reach them, to
 start processes, to signal its parent, to write, and to take more memory and threads than it is given.
@@ -63,13 +63,13 @@ _EXCESSES = {
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The sandbox that holds here, or why there is none; one line for each kind that does not hold."""
+    """The sandbox that works here, or the reason why each kind does not."""
 
     kind: Kind | None
     refused: dict[Kind, str]
 
     def __str__(self) -> str:
-        """Return one line for people."""
+        """Return one line for logs and the terminal."""
         reasons = "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
         if self.kind is None:
             return f"code rewards are refused, no sandbox holds on this machine ({reasons or 'switched off'})"
@@ -77,7 +77,7 @@ class Probed:
 
 
 def probe(wanted: str) -> Probed:
-    """Return the first sandbox that holds; ``wanted`` is ``auto``, ``off`` or the name of one. Takes a fraction of a second."""
+    """Return the first sandbox that withstands the attacks; ``wanted`` is ``auto``, ``off`` or the name of one. Takes a fraction of a second."""
     refused: dict[Kind, str] = {}
     for kind in Kind:
         if wanted in ("auto", kind):
@@ -89,7 +89,7 @@ def probe(wanted: str) -> Probed:
 
 
 def attack(kind: Kind) -> str:
-    """Return what is wrong with a kind of sandbox on this machine, empty when it holds."""
+    """Return what is wrong with a kind of sandbox on this machine, empty when it works."""
     zygote = Zygote(Launch(kind), _SLOT)
     try:
         with _outside() as reach:
@@ -110,7 +110,7 @@ def attack(kind: Kind) -> str:
 
 @contextlib.contextmanager
 def _outside() -> Iterator[str]:
-    """Put up what must not be reached; yields the program that tries."""
+    """Set up what must be unreachable; yields the program that tries to reach it."""
     with tempfile.TemporaryDirectory(prefix="penstock-canary-") as folder, socket.socket() as listener:
         os.chmod(folder, 0o777)  # noqa: PTH101, S103 modes must not be what protects it
         file = Path(folder, "secret")

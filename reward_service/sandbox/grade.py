@@ -1,8 +1,8 @@
-"""Running a program against its tests, and deciding who is to blame for what comes of it.
+"""Running a program against its tests, and attributing each failure to its cause.
 
 - the program: `Graded` with a ``reason``, a verdict like any other.
 - the tests (they do not compile, their setup raises): BadGroundTruth.
-- the sandbox, the machine, somebody with a SIGKILL: SandboxFailed, never a verdict.
+- the sandbox, the machine, a SIGKILL from another process: SandboxFailed, never a verdict.
 
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
 Once a program ran out of time its remaining tests count as failed, so that it costs one limit and not hundreds.
@@ -33,7 +33,7 @@ class Reason(enum.StrEnum):
     WALL_TIME = "wall_time"
     MEMORY = "memory"
     OUTPUT = "output"  # too much of it
-    FORBIDDEN = "forbidden"  # a system call that no honest program makes
+    FORBIDDEN = "forbidden"  # a system call that ordinary programs do not make
     CRASHED = "crashed"
 
 
@@ -42,7 +42,7 @@ _OUT_OF_TIME = (Reason.CPU_TIME, Reason.WALL_TIME)
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """How many of how many tests were passed; why the first failed, and what can be said about it."""
+    """The number of passed tests, and the reason and detail of the first failure."""
 
     passed: int
     total: int
@@ -52,7 +52,7 @@ class Graded:
 
 @dataclass(slots=True)
 class Slot:
-    """A place where one program at a time is run; test code has a zygote of its own, started on first use."""
+    """A slot that runs one program at a time; test code has a zygote of its own, started on first use."""
 
     programs: Zygote
     tests: Zygote

@@ -1,4 +1,4 @@
-"""The places where programs are run: a bounded number at a time, each killable, none left behind."""
+"""A pool of slots in which programs run: a bounded number at a time, each killable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SandboxPool:
         self._idle: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
         for slot in self._slots:
             self._idle.put_nowait(slot)
-        # A zygote dies with the thread that started it, so the threads live as long as the pool.
+        # The kernel kills a zygote with the thread that started it, so the threads are kept as long as the pool.
         self._threads = ThreadPoolExecutor(num_slots, thread_name_prefix="sandbox")
 
     @property
@@ -63,8 +63,8 @@ class SandboxPool:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             slot.stop()
-            await asyncio.wait([running])  # ends soon: its zygotes are dead
-            running.exception()  # nobody else asks
+            await asyncio.wait([running])  # ends soon: its zygotes were killed
+            running.exception()  # retrieved, so that asyncio does not report it
             slot.stopped.clear()
             raise
 

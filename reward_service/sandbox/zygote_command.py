@@ -1,4 +1,4 @@
-"""How a zygote is started in each kind of sandbox: the command, and what it may read."""
+"""The command that starts a zygote (`inside/zygote.py`) in each kind of sandbox, and what it may read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START = (
 )
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-_FIRST_UID, _NUM_UIDS = 60578, 600  # by the systemd table of user ids, nobody's
+_FIRST_UID, _NUM_UIDS = 60578, 600  # unassigned in systemd's table of user ids
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/",
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 
 
 class Kind(enum.StrEnum):
-    """A sandbox that can hold a program."""
+    """A kind of sandbox."""
 
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"

@@ -1,4 +1,4 @@
-"""A zygote as the service sees it, and the programs it forks: started, fed, read, limited and killed.
+"""The service's side of a zygote and of the programs it forks: start, pipes, limits, kill.
 
 Everything here blocks, with deadlines; it runs on the threads of a `SandboxPool`.
 """
@@ -22,17 +22,17 @@ from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.sandbox.zygote_command import ENVIRONMENT, Launch
 
 _START_S = 60.0  # an interpreter's start on a busy machine
-_DYING_S = 20.0  # from SIGKILL to the zygote's word that the program ended
+_EXIT_S = 20.0  # from SIGKILL to the zygote's report that the program ended
 _CHUNK = 65536
 _MESSAGE = 4096
 
 
 class Killed(enum.StrEnum):
-    """Why the service ended a program."""
+    """Why the service killed a program."""
 
     WALL_TIME = "wall_time"
     OUTPUT = "output"
-    DONE = "done"  # nobody asks it anything any more
+    DONE = "done"  # the test process has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Limits:
 
     @property
     def wall_s(self) -> float:
-        """Seconds by the clock after which a program is killed."""
+        """Seconds of wall time after which a program is killed."""
         return max(self.wall_min_s, self.wall_factor * self.cpu_s)
 
 
@@ -76,14 +76,14 @@ class Run:
 
 
 class Zygote:
-    """One zygote process, started when it is needed and again after it died."""
+    """One zygote process, started when it is needed and again after it ended."""
 
     def __init__(self, launch: Launch, slot: int) -> None:
         """``slot`` tells zygotes of one pool apart."""
         self._launch = launch
         self.slot = slot
         self._process: subprocess.Popen[bytes] | None = None
-        self.line: socket.socket | None = None
+        self.channel: socket.socket | None = None
 
     @property
     def pid(self) -> int | None:
@@ -94,7 +94,7 @@ class Zygote:
         """Fork a program that gets ``pipes`` as its descriptors 0, 1, ...; raises SandboxFailed."""
         if self.pid is None:
             self._start()
-        assert self.line is not None
+        assert self.channel is not None
         request = {
             "mode": mode,
             "cpu_s": limits.cpu_s,
@@ -102,31 +102,31 @@ class Zygote:
             "tasks": limits.tasks,
         }
         try:
-            socket.send_fds(self.line, [json.dumps(request).encode()], pipes)
-            self._say_of("forking a program")
+            socket.send_fds(self.channel, [json.dumps(request).encode()], pipes)
+            self._report("forking a program")
         except OSError as err:
             raise self._broken(f"does not take a program ({err})") from None
 
     def end_program(self) -> None:
-        """Have the program that runs killed; one that has just ended does not mind."""
+        """Ask the zygote to kill the program; no error when it has ended already."""
         with contextlib.suppress(OSError):
-            assert self.line is not None
-            self.line.send(b"kill")
+            assert self.channel is not None
+            self.channel.send(b"kill")
 
     def ended(self) -> dict[str, Any]:
-        """Return what the zygote says about the program that ended; raises SandboxFailed."""
-        return self._say_of("running a program")
+        """Return the zygote's report on the program that ended; raises SandboxFailed."""
+        return self._report("running a program")
 
     def interrupt(self) -> None:
-        """End the zygote from another thread; whoever waits for it is told that it died."""
+        """Kill the zygote from another thread; a thread that waits for it gets SandboxFailed."""
         process = self._process
         if process is not None:
             process.kill()
 
     def kill(self) -> None:
-        """End the zygote, and with it whatever it holds."""
+        """Kill the zygote and its programs."""
         process, self._process = self._process, None
-        line, self.line = self.line, None
+        line, self.channel = self.channel, None
         if process is not None:
             process.kill()
             process.wait()
@@ -140,7 +140,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             ours.settimeout(_START_S)
-            self.line = ours
+            self.channel = ours
             try:
                 self._process = subprocess.Popen(
                     self._launch.command(theirs.fileno(), self.slot),
@@ -155,17 +155,17 @@ class Zygote:
             except OSError as err:
                 self.kill()
                 raise SandboxFailed(f"the {self._launch.kind} sandbox does not start: {err}") from None
-        self._say_of("starting")
-        ours.settimeout(_DYING_S)
+        self._report("starting")
+        ours.settimeout(_EXIT_S)
 
-    def _say_of(self, doing: str) -> dict[str, Any]:
+    def _report(self, doing: str) -> dict[str, Any]:
         try:
-            assert self.line is not None
-            text = self.line.recv(_MESSAGE)
+            assert self.channel is not None
+            text = self.channel.recv(_MESSAGE)
         except OSError as err:
-            raise self._broken(f"was not heard of while {doing} ({err})") from None
+            raise self._broken(f"did not answer while {doing} ({err})") from None
         if not text:
-            raise self._broken(f"died while {doing}")
+            raise self._broken(f"ended while {doing}")
         message: dict[str, Any] = json.loads(text)
         if "failed" in message:
             raise self._broken(f"failed while {doing}: {message['failed']}")
@@ -184,14 +184,14 @@ class Zygote:
 
 
 class Watch:
-    """The programs of one question, watched together until all have ended."""
+    """The programs of one run, watched together until all have ended."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._selector = selectors.DefaultSelector()
         self._open: set[int] = set()
         self._running: dict[Zygote, Run] = {}
-        self._dying: dict[Zygote, float] = {}  # since when
+        self._killed_at: dict[Zygote, float] = {}  # since when
         self._ended_at = time.monotonic()
 
     def __enter__(self) -> Watch:
@@ -201,7 +201,7 @@ class Watch:
         self._selector.close()
         for fd in self._open:
             os.close(fd)
-        for zygote in self._running:  # something went wrong: it is in no known state
+        for zygote in self._running:  # after an error its state is unknown
             zygote.kill()
 
     def start(
@@ -223,22 +223,22 @@ class Watch:
             for fd in theirs:
                 os.close(fd)
         self._running[zygote] = run
-        assert zygote.line is not None
-        self._selector.register(zygote.line, selectors.EVENT_READ, zygote)
+        assert zygote.channel is not None
+        self._selector.register(zygote.channel, selectors.EVENT_READ, zygote)
         return run
 
     def wait(self, *, until: Run | None = None) -> None:
         """Wait until all have ended, killing what exceeds its limits, or all others once ``until`` has ended.
 
-        Raises SandboxFailed when a zygote dies or does not report.
+        Raises SandboxFailed when a zygote ends or does not report.
         """
         deadline = time.monotonic() + self._limits.wall_s
         while self._running or self._open:
             now = time.monotonic()
             if now >= deadline:
                 self._kill_all(Killed.WALL_TIME)
-                deadline = now + _DYING_S
-            self._check_dying(now)
+                deadline = now + _EXIT_S
+            self._check_killed(now)
             for key, _ in self._selector.select(min(1.0, max(0.0, deadline - now))):
                 if isinstance(key.data, Zygote):
                     self._end(key.data)
@@ -248,20 +248,20 @@ class Watch:
                 self._kill_all(Killed.DONE)
                 until = None
 
-    def _check_dying(self, now: float) -> None:
-        for zygote, since in self._dying.items():
-            if now - since > _DYING_S:
+    def _check_killed(self, now: float) -> None:
+        for zygote, since in self._killed_at.items():
+            if now - since > _EXIT_S:
                 raise SandboxFailed(
-                    f"a program did not end within {_DYING_S:.0f} s of being killed (slot {zygote.slot})"
+                    f"a program did not end within {_EXIT_S:.0f} s of being killed (slot {zygote.slot})"
                 )
-        if self._open and not self._running and now - self._ended_at > _DYING_S:
-            raise SandboxFailed(f"a pipe stayed open for {_DYING_S:.0f} s after its program had ended")
+        if self._open and not self._running and now - self._ended_at > _EXIT_S:
+            raise SandboxFailed(f"a pipe stayed open for {_EXIT_S:.0f} s after its program had ended")
 
     def _end(self, zygote: Zygote) -> None:
-        self._selector.unregister(zygote.line)  # type: ignore[arg-type]
+        self._selector.unregister(zygote.channel)  # type: ignore[arg-type]
         message = zygote.ended()
         run = self._running.pop(zygote)
-        self._dying.pop(zygote, None)
+        self._killed_at.pop(zygote, None)
         self._ended_at = time.monotonic()
         run.status, run.cpu_s, run.peak_bytes = message["status"], message["cpu_s"], message["peak_bytes"]
 
@@ -272,7 +272,7 @@ class Watch:
     def _kill(self, zygote: Zygote, run: Run, why: Killed) -> None:
         if run.killed is None:
             run.killed = why
-            self._dying[zygote] = time.monotonic()
+            self._killed_at[zygote] = time.monotonic()
             zygote.end_program()
 
     def _feed(self, data: bytes) -> int:
@@ -320,5 +320,5 @@ class Watch:
 
 
 def was_out_of_cpu(run: Run, limits: Limits) -> bool:
-    """Say whether the kernel ended a program for its CPU time."""
+    """Return True if the kernel ended a program for its CPU time."""
     return run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s)

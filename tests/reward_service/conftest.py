@@ -17,7 +17,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.inbox import Inbox
 from tests import groups as builders
-from tests.reward_service.processes import Behaviour, EndpointServer, Service
+from tests.reward_service.processes import ROOT, Behaviour, EndpointServer, Service
 from tests.servers import wait_for
 
 
@@ -28,11 +28,11 @@ def start_service(
     """A factory of replicas of the reward service, killed after the test."""
     started: list[Service] = []
 
-    def start(*overrides: str, replica: str = "r0") -> Service:
+    def start(*overrides: str, replica: str = "r0", environ: dict[str, str] | None = None, cwd: Path = ROOT) -> Service:
         folder = tmp_path / replica
         folder.mkdir(exist_ok=True)
         given = [f"reward_service.id={replica}-{ring_streams}", *overrides]
-        started.append(Service(ring_streams, nats_settings, s3_settings, folder, given))
+        started.append(Service(ring_streams, nats_settings, s3_settings, folder, given, environ, cwd))
         return started[-1].ready()
 
     yield start

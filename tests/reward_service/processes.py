@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Process:
     """A child whose output goes to a file that a failing test shows."""
 
-    def __init__(self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT
+    ) -> None:
         """Start it."""
         self.log = log
         with log.open("ab") as file:
@@ -32,7 +34,7 @@ class Process:
                 [sys.executable, "-m", *command],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                cwd=ROOT,
+                cwd=cwd,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
             )
 
@@ -69,7 +71,14 @@ class Service(Process):
     """``python -m penstock.reward_service`` for one run."""
 
     def __init__(
-        self, run_id: str, nats: NatsSettings, s3: S3Settings, folder: Path, overrides: Sequence[str] = ()
+        self,
+        run_id: str,
+        nats: NatsSettings,
+        s3: S3Settings,
+        folder: Path,
+        overrides: Sequence[str] = (),
+        environ: dict[str, str] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         """Start it with its API on a free port; a second life of the same folder keeps the log."""
         self._port_file = folder / "port"
@@ -86,8 +95,10 @@ class Service(Process):
             "reward_service.retry_delay_s=0.2",
             *overrides,
         ]
-        environ = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
-        super().__init__(["penstock.reward_service", *given], folder / "reward.log", environ=environ)
+        secrets = {"PENSTOCK_NATS__PASSWORD": nats.secret(), "PENSTOCK_S3__SECRET_KEY": s3.secret()}
+        super().__init__(
+            ["penstock.reward_service", *given], folder / "reward.log", environ={**secrets, **(environ or {})}, cwd=cwd
+        )
 
     def ready(self) -> Service:
         """Wait until its API listens."""

@@ -23,7 +23,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service import pack_progress
 from penstock.reward_service.errors import RewardCrashed
-from penstock.reward_service.registry.scorers import PureReward
+from penstock.reward_service.registry.scorers import PureScorer
 from penstock.reward_service.rewards.verdict import Verdict
 from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
@@ -154,7 +154,7 @@ async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
         )
         for truth in ("good", "bad")
     ]
-    good, bad = await PureReward("ours", judge).score(groups, attempt=1)
+    good, bad = await PureScorer("ours", judge).score(groups, attempt=1)
     assert isinstance(good, GroupScores)
     assert isinstance(bad, RewardCrashed)
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)

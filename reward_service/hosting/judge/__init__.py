@@ -1,1 +1,1 @@
-"""A language model as judge: templates, the chat endpoint it is asked at, its verdicts, and what they cost."""
+"""A language model as judge: templates, calls of its chat endpoint, its verdicts, and their cost."""

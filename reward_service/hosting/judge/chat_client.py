@@ -1,4 +1,4 @@
-"""The door to a chat endpoint as OpenAI defined it: one question, one text, its tokens.
+"""The adapter of an OpenAI-style chat endpoint: one question, one text, its tokens.
 
 Tried again is what may pass by itself (no connection, 429, 5xx), with full jitter or what ``Retry-After`` says. The
 API key goes into one header and into no text.

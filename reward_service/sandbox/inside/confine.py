@@ -1,4 +1,4 @@
-"""Giving up, for good, everything a program must not have. The order matters: each step needs what a later one takes.
+"""The irrevocable restrictions of a program. The order matters: each step needs rights that a later one removes.
 
 1. A session of its own, and no descriptors but its pipes.
 2. Limits: CPU time, address space, files, processes, no core dumps.
@@ -37,8 +37,8 @@ class Limits:
     tasks: int  # threads; there are no other processes
 
 
-class Cage:
-    """Everything that can be prepared once for all programs of a zygote."""
+class Confinement:
+    """The restrictions of all programs of a zygote, prepared once."""
 
     def __init__(self, *, readable: Sequence[str], uid: int | None, landlocked: bool) -> None:
         """``uid`` is the user to become, None to stay. Raises OSError where the kernel lacks something."""
@@ -50,7 +50,7 @@ class Cage:
         others = [path for path in readable if _is_device(path) and path not in devices]
         self._rules = landlock.ruleset(self._libc, [*paths, *others], devices) if landlocked else -1
         self._unseen = 0 if uid is not None else _unseen_tasks()
-        # A folder on the way to the interpreter may be closed to other users (/root). Landlock still confines reads.
+        # A folder above the interpreter may be unreadable to other users (/root). Landlock still confines reads.
         self._reads_past_modes = landlocked and not all(_open_to_others(path) for path in paths)
 
     def enter(self, limits: Limits, pipes: Sequence[int]) -> None:
@@ -73,8 +73,8 @@ class Cage:
     def _keep_only(self, pipes: Sequence[int]) -> None:
         rules = self._rules
         wanted = [*pipes, rules] if rules >= 0 else list(pipes)
-        out_of_the_way = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OPEN_FILES) for fd in wanted]
-        for place, fd in enumerate(out_of_the_way):
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OPEN_FILES) for fd in wanted]
+        for place, fd in enumerate(moved):
             os.dup2(fd, place)
         os.closerange(len(wanted), _highest_descriptor())
         self._rules = len(wanted) - 1 if rules >= 0 else -1
@@ -151,7 +151,7 @@ def _visible_tasks() -> int:
             if os.stat(f"/proc/{pid}").st_uid == own:  # noqa: PTH116
                 count += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         except OSError:
-            continue  # it has just ended
+            continue  # it has ended
     return count
 
 
@@ -160,7 +160,7 @@ def _is_device(path: str) -> bool:
 
 
 def _open_to_others(path: str) -> bool:
-    """Say whether any user may pass all folders on the way to a path."""
+    """Return True if any user may enter all folders above a path."""
     while path != "/":
         path = os.path.dirname(path)  # noqa: PTH120
         if not os.stat(path).st_mode & 0o001:  # noqa: PTH116

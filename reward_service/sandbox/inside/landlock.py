@@ -1,4 +1,4 @@
-"""The file system as a program may see it, by Landlock: some folders to read, and nothing to write.
+"""The file system rights of a program, by Landlock: some folders to read, and nothing to write.
 
 Also without effect on others: TCP (ABI 4), ioctl on devices (5), abstract sockets and signals (6), where the kernel
 knows them; the filter over system calls (`seccomp`) refuses the same on every kernel.
@@ -15,7 +15,7 @@ _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same numbers on every architectu
 _VERSION = 1
 _PATH_BENEATH = 1
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
-_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # what each ABI can take away
+_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # what each ABI can restrict
 _LATEST = 5
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract sockets, signals
@@ -58,6 +58,6 @@ def _allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
 
 
 def restrict(libc: ctypes.CDLL, rules: int) -> None:
-    """Put this process under the rules for good; needs no_new_privs. Raises OSError."""
+    """Apply the rules to this process, irrevocably; needs no_new_privs. Raises OSError."""
     if libc.syscall(_RESTRICT, rules, 0):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self")

@@ -1,4 +1,4 @@
-"""The program's side of a sandbox. Whatever this module says may be the program speaking: nobody believes it.
+"""The program's side of a sandbox. Its output is untrusted, because the program may have written it.
 
 Descriptors: 0 to 2 the standard ones, 3 the job (JSON), 4 answers, 5 calls. Modes:
 
@@ -42,7 +42,7 @@ def run(mode: str) -> int:
 def _define(job: dict[str, Any], name: str) -> dict[str, Any]:
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(job["program"], FILE, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 that is its purpose
+    exec(compile(job["program"], FILE, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 its purpose
     return module.__dict__
 
 
@@ -122,7 +122,7 @@ def _report() -> None:
 
 
 def _finish(code: int) -> int:
-    """Do what the interpreter does at its end, but for taking itself apart."""
+    """Run the exit handlers of the interpreter, without its teardown."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -1,8 +1,8 @@
-"""The filter over system calls that a program gets: a classic BPF program, put together here.
+"""The seccomp filter of a program: a classic BPF program, assembled here.
 
 Allowed calls pass; those in `syscalls.CONDITIONAL` pass with harmless arguments; those in `syscalls.FATAL` kill the
 process (SIGSYS); every other call fails with EPERM. There is no fork, no exec and no socket, so a program stays one
-process that owns nothing but its pipes; signals reach only itself, and not SIGKILL (a SIGKILL must mean somebody else).
+process that has only its pipes; signals reach only itself, and not SIGKILL (a SIGKILL must come from another process).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that programs are forked from: warm, and clean. It never sees a program, a test or an output.
+"""The zygote: the process that programs are forked from, with common modules imported. It never reads a program, test or output.
 
     service ── socket: limits as JSON, with the pipes' descriptors ──▶ zygote ── fork ──▶ program, confined
             ◀── {"pid"}, then {"status", "cpu_s"} ──
@@ -23,19 +23,19 @@ from penstock.reward_service.sandbox.inside import confine, program, tests
 WARM = (
     "array bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re "
     "statistics string threading time typing"
-)  # what programs import most, so that they find it loaded
+)  # what programs import most, so that it is loaded already
 _MAX_DESCRIPTORS = 16
 _MAX_MESSAGE = 4096
 
 
 def main(descriptor: int, settings: str) -> None:
-    """Serve the socket ``descriptor`` until it ends; ``settings`` is the JSON text of the cage's arguments."""
+    """Serve the socket ``descriptor`` until it ends; ``settings`` is the JSON text of the confinement's arguments."""
     for name in WARM.split():
         __import__(name)
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
     line = socket.socket(fileno=descriptor)
     try:
-        cage = confine.Cage(**json.loads(settings))
+        confinement = confine.Confinement(**json.loads(settings))
     except OSError as err:
         line.send(json.dumps({"failed": str(err)}).encode())
         return
@@ -44,15 +44,15 @@ def main(descriptor: int, settings: str) -> None:
         message, pipes, _, _ = socket.recv_fds(line, _MAX_MESSAGE, _MAX_DESCRIPTORS)
         if not message:
             return
-        if pipes:  # else a kill that came too late
-            _serve(line, cage, message, pipes)
+        if pipes:  # else a kill after the program had ended
+            _serve(line, confinement, message, pipes)
 
 
-def _serve(line: socket.socket, cage: confine.Cage, message: bytes, pipes: list[int]) -> None:
+def _serve(line: socket.socket, confinement: confine.Confinement, message: bytes, pipes: list[int]) -> None:
     confirmed, confirm = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _child(cage, json.loads(message), [*pipes, confirm])
+        _child(confinement, json.loads(message), [*pipes, confirm])
     os.close(confirm)
     for fd in pipes:
         os.close(fd)
@@ -73,16 +73,16 @@ def _serve(line: socket.socket, cage: confine.Cage, message: bytes, pipes: list[
     line.send(json.dumps(ended).encode())
 
 
-def _child(cage: confine.Cage, request: dict[str, object], pipes: list[int]) -> None:
-    """Confine this process, say so, and become the program; does not return."""
+def _child(confinement: confine.Confinement, request: dict[str, object], pipes: list[int]) -> None:
+    """Confine this process, report that, and run the program; does not return."""
     mode = str(request.pop("mode"))
     confirm = len(pipes) - 1
     code = 1
     try:
-        cage.enter(confine.Limits(**request), pipes)  # type: ignore[arg-type]
+        confinement.enter(confine.Limits(**request), pipes)  # type: ignore[arg-type]
         os.write(confirm, b"confined")
     except BaseException as err:
-        for fd in (pipes[confirm], confirm):  # where it was, and where it is
+        for fd in (pipes[confirm], confirm):  # before and after its move
             with contextlib.suppress(OSError):
                 os.write(fd, f"{type(err).__name__}: {err}".encode())
         os._exit(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.reward_service.api.api_models import Registration
 from penstock.reward_service.endpoints import signature
-from penstock.reward_service.endpoints.access import ANYBODY, Access, Role, read_tokens
+from penstock.reward_service.endpoints.access import ANONYMOUS, Access, Role, read_tokens
 from penstock.reward_service.endpoints.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, MIN_CALLS, Breaker, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_lease import Leases, key
@@ -105,16 +105,16 @@ def test_a_lease_lives_by_the_readers_clock() -> None:
     """A lease is over when its revision stood still for its time; a new revision, or a first sight, starts it anew."""
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()
-    assert leases.over_for_s(endpoint, 1.0) > 0, "never seen"
+    assert leases.expired_for_s(endpoint, 1.0) > 0, "never seen"
     leases.saw({key(endpoint): 3}, 10.0)
     leases.saw({key(endpoint): 3}, 14.0)
-    assert leases.over_for_s(endpoint, 14.0) == 0.0
-    assert leases.over_for_s(endpoint, 16.0) == pytest.approx(1.0)
+    assert leases.expired_for_s(endpoint, 14.0) == 0.0
+    assert leases.expired_for_s(endpoint, 16.0) == pytest.approx(1.0)
     leases.saw({key(endpoint): 4}, 16.0)
-    assert leases.over_for_s(endpoint, 20.0) == 0.0
+    assert leases.expired_for_s(endpoint, 20.0) == 0.0
     leases.saw({}, 20.0)
-    assert leases.over_for_s(endpoint, 20.0) > 0, "taken away"
-    assert leases.over_for_s(endpoint.model_copy(update={"lease_s": None}), 99.0) == 0.0
+    assert leases.expired_for_s(endpoint, 20.0) > 0, "taken away"
+    assert leases.expired_for_s(endpoint.model_copy(update={"lease_s": None}), 99.0) == 0.0
     assert key(endpoint) != key(endpoint.model_copy(update={"version": "2"}))
 
 
@@ -131,10 +131,10 @@ def test_tokens_have_names_and_roles() -> None:
     assert (bob.name, bob.role) == ("bob", Role.REGISTER)
     assert access.caller("b" * 15) is None
     assert access.caller(None) is None
-    assert Access([]).caller(None) == ANYBODY
+    assert Access([]).caller(None) == ANONYMOUS
     hers = Endpoint(name="x", url="http://127.0.0.1/", owner="ann")
     ann.check_owns(hers)
-    with pytest.raises(NotAllowed, match="belongs to 'ann', and you are 'bob'"):
+    with pytest.raises(NotAllowed, match="belongs to 'ann', your token is 'bob'"):
         bob.check_owns(hers)
     bob.check_owns(hers.model_copy(update={"owner": "bob"}))
 

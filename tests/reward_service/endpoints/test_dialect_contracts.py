@@ -75,7 +75,7 @@ class VerifyRequest(BaseModel):
 async def ask(url: str, dialect: str, groups: Sequence[GroupToScore] = GROUPS, **options: Any) -> list[Outcome]:
     endpoint = Endpoint(name="far", url=url, dialect=dialect, options=options, retries=0, timeout_s=20)  # type: ignore[arg-type]
     async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
-        return await client.line(endpoint).stand(groups, attempt=1)
+        return await client.queue(endpoint).score_groups(groups, attempt=1)
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ async def test_a_dialect_for_single_completions_is_asked_for_each_and_joined(mon
     try:
         endpoint = Endpoint(name="length", url=server.url)
         async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=1000) as client:
-            outcomes = await client.line(endpoint).stand(GROUPS, attempt=1)
+            outcomes = await client.queue(endpoint).score_groups(GROUPS, attempt=1)
     finally:
         server.close()
     assert [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)] == [(1.0, 2.0), (3.0,)]

@@ -20,7 +20,7 @@ from penstock.reward_service.endpoints.breaker import MIN_CALLS, BreakerState
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
-from penstock.reward_service.endpoints.endpoint_queue import Line
+from penstock.reward_service.endpoints.endpoint_queue import EndpointQueue
 from penstock.reward_service.endpoints.secret_store import EndpointSecrets
 from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 from penstock.reward_service.endpoints.wire import GroupToScore
@@ -34,7 +34,7 @@ from penstock.reward_service.errors import (
 )
 from penstock.reward_service.scores import GroupScores, Outcome
 
-MakeLine = Callable[..., Line]
+MakeLine = Callable[..., EndpointQueue]
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def serve() -> Iterator[Callable[[Behaviour], EndpointServer]]:
 async def line() -> AsyncIterator[MakeLine]:
     """A factory of lines, closed after the test."""
     http = EndpointHttp(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=100_000)
-    made: list[Line] = []
+    made: list[EndpointQueue] = []
 
-    def make(server: EndpointServer, secrets: EndpointSecrets | None = None, **limits: Any) -> Line:
-        made.append(Line(Endpoint(name="e", url=server.url, **limits), secrets, http))
+    def make(server: EndpointServer, secrets: EndpointSecrets | None = None, **limits: Any) -> EndpointQueue:
+        made.append(EndpointQueue(Endpoint(name="e", url=server.url, **limits), secrets, http))
         return made[-1]
 
     yield make
@@ -92,11 +92,11 @@ async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
 
     server = serve(slow)
     one = line(server, concurrency=1, batch_size=16)
-    first = asyncio.create_task(one.stand(groups(1), attempt=1))
+    first = asyncio.create_task(one.score_groups(groups(1), attempt=1))
     await asyncio.to_thread(started.wait, 10)
     of_packs = [groups(3) for _ in range(4)]
-    packs = [asyncio.create_task(one.stand(pack, attempt=1)) for pack in of_packs]
-    again = asyncio.create_task(one.stand(of_packs[0][:1], attempt=1))
+    packs = [asyncio.create_task(one.score_groups(pack, attempt=1)) for pack in of_packs]
+    again = asyncio.create_task(one.score_groups(of_packs[0][:1], attempt=1))
     await asyncio.sleep(0)
     release.set()
     for outcomes in await asyncio.gather(first, *packs, again):
@@ -113,10 +113,10 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
         return raw("too large", 413)(request) if len(request["groups"]) > 4 else good(0.5)(request)
 
     one = line(serve(small), concurrency=1, batch_size=16)
-    outcomes = await one.stand(groups(28), attempt=1)
+    outcomes = await one.score_groups(groups(28), attempt=1)
     assert [isinstance(outcome, EndpointFailed) for outcome in outcomes] == [True] * 24 + [False] * 4
-    assert one.figures().batch_limit == 5
-    assert one.figures().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
+    assert one.metrics().batch_limit == 5
+    assert one.metrics().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
 
 
 async def test_a_full_line_turns_groups_away(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
@@ -128,17 +128,17 @@ async def test_a_full_line_turns_groups_away(serve: Callable[[Behaviour], Endpoi
         return good(0.5)(request)
 
     one = line(serve(slow), concurrency=1, batch_size=2)
-    waiting = asyncio.create_task(one.stand(groups(2), attempt=1))
+    waiting = asyncio.create_task(one.score_groups(groups(2), attempt=1))
     await asyncio.sleep(0)
-    more = [asyncio.create_task(one.stand(groups(1), attempt=1)) for _ in range(6)]
+    more = [asyncio.create_task(one.score_groups(groups(1), attempt=1)) for _ in range(6)]
     done, _ = await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)
     turned_away = [task.result()[0] for task in done]
     assert all(isinstance(outcome, EndpointBusy) for outcome in turned_away)
     release.set()
     outcomes = [await task for task in more]
     await waiting
-    assert sum(isinstance(outcome, EndpointBusy) for (outcome,) in outcomes) == one.figures().turned_away == 2
-    assert (one.figures().errors, one.idle) == (0, True)
+    assert sum(isinstance(outcome, EndpointBusy) for (outcome,) in outcomes) == one.metrics().turned_away == 2
+    assert (one.metrics().errors, one.idle) == (0, True)
 
 
 async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
@@ -152,8 +152,8 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
 
     server = serve(first_stalls)
     one = line(server, hedge_after_s=0.1, timeout_s=15)
-    assert rewards(await one.stand(groups(1), attempt=1)) == [(0.5, 0.5)]
-    assert one.figures().hedges == 1
+    assert rewards(await one.score_groups(groups(1), attempt=1)) == [(0.5, 0.5)]
+    assert one.metrics().hedges == 1
     assert len(set(server.keys)) == 1
     release.set()
 
@@ -164,10 +164,10 @@ async def test_a_failing_endpoint_is_left_alone_and_tried_again(
     """After five failed calls groups are told at once; after its pause one group tries it, and all goes on."""
     server = serve(raw("out of order", 500))
     one = line(server, concurrency=8, batch_size=1, retries=0)
-    outcomes = await one.stand(groups(MIN_CALLS), attempt=1)
+    outcomes = await one.score_groups(groups(MIN_CALLS), attempt=1)
     assert all(isinstance(outcome, EndpointFailed) for outcome in outcomes)
     asked = len(server.requests)
-    (refused,) = await one.stand(groups(1), attempt=1)
+    (refused,) = await one.score_groups(groups(1), attempt=1)
     assert isinstance(refused, BreakerOpen)
     assert "HTTP 500: out of order" in str(refused)
     assert 0 < refused.retry_in_s <= 1.0
@@ -177,9 +177,9 @@ async def test_a_failing_endpoint_is_left_alone_and_tried_again(
     while one.breaker.state(time.monotonic()) is BreakerState.OPEN:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
-    assert rewards(await one.stand(groups(1), attempt=1)) == [(0.5, 0.5)]
-    assert one.figures().breaker is BreakerState.CLOSED
-    assert one.figures().breaker_opened == 1
+    assert rewards(await one.score_groups(groups(1), attempt=1)) == [(0.5, 0.5)]
+    assert one.metrics().breaker is BreakerState.CLOSED
+    assert one.metrics().breaker_opened == 1
 
 
 async def test_health_checks_open_and_close_the_way(
@@ -188,11 +188,11 @@ async def test_health_checks_open_and_close_the_way(
     """An endpoint whose health check fails is left alone, and asked again as soon as one passes."""
     one = line(serve(good(0.5)))
     one.unhealthy("HTTP 503")
-    (refused,) = await one.stand(groups(1), attempt=1)
+    (refused,) = await one.score_groups(groups(1), attempt=1)
     assert isinstance(refused, BreakerOpen)
     assert "health check: HTTP 503" in str(refused)
     one.healthy()
-    assert rewards(await one.stand(groups(1), attempt=1)) == [(0.5, 0.5)]
+    assert rewards(await one.score_groups(groups(1), attempt=1)) == [(0.5, 0.5)]
 
 
 async def test_a_rate_is_kept(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
@@ -200,7 +200,7 @@ async def test_a_rate_is_kept(serve: Callable[[Behaviour], EndpointServer], line
     server = serve(good(0.5))
     one = line(server, rate_per_s=10, batch_size=1, concurrency=32)
     started = time.monotonic()
-    await one.stand(groups(12), attempt=1)
+    await one.score_groups(groups(12), attempt=1)
     assert time.monotonic() - started >= 0.19
     assert len(server.requests) == 12
 
@@ -214,7 +214,7 @@ async def test_requests_are_signed_and_carry_the_api_key(
     answers = [raw("busy", 503), good(1.0)]
     server = serve(lambda request: answers.pop(0)(request))  # noqa: PLW0108 a behaviour is taken at each request
     one = line(server, EndpointSecrets((secret,), "sk-123"))
-    await one.stand(groups(1), attempt=1)
+    await one.score_groups(groups(1), attempt=1)
     assert len(server.headers) == 2
     for headers, body in zip(server.headers, server.bodies, strict=True):
         signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
@@ -231,10 +231,12 @@ async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
 ) -> None:
     """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
     server = serve(good(0.5))
-    (refused,) = await line(server, needs_ground_truth=True).stand(groups(1), attempt=1)
+    (refused,) = await line(server, needs_ground_truth=True).score_groups(groups(1), attempt=1)
     assert isinstance(refused, BadGroundTruth)
     assert not server.requests
-    (nonsense,) = await line(server, returns_parts=("length", "style")).stand(groups(1, ground_truth=1), attempt=1)
+    (nonsense,) = await line(server, returns_parts=("length", "style")).score_groups(
+        groups(1, ground_truth=1), attempt=1
+    )
     assert isinstance(nonsense, EndpointNonsense)
     assert "missing: style" in str(nonsense)
 
@@ -255,18 +257,18 @@ async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls
     first = Endpoint(name="e", version="1", url=old.url, **limits)
     second = Endpoint(name="e", version="2", url=new.url, **limits)
     async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
-        under_way = asyncio.create_task(client.line(first).stand(groups(2), attempt=1))
+        under_way = asyncio.create_task(client.queue(first).score_groups(groups(2), attempt=1))
         await asyncio.to_thread(started.wait, 10)
-        in_line = asyncio.create_task(client.line(first).stand(groups(3), attempt=1))
+        in_line = asyncio.create_task(client.queue(first).score_groups(groups(3), attempt=1))
         await asyncio.sleep(0)
         client.follow({"e": second})
         assert rewards(await in_line) == [(0.75, 0.75)] * 3
-        assert client.figures(second).finishing == {"e@1": 2}
+        assert client.metrics(second).finishing == {"e@1": 2}
         release.set()
         outcomes = await under_way
         assert rewards(outcomes) == [(0.25, 0.25)] * 2
         assert [outcome.scorer for outcome in outcomes if isinstance(outcome, GroupScores)] == ["e@1"] * 2
-        assert client.figures(second).finishing == {}
+        assert client.metrics(second).finishing == {}
 
 
 async def test_who_waits_for_an_endpoint_that_is_unregistered_is_told(
@@ -282,9 +284,9 @@ async def test_who_waits_for_an_endpoint_that_is_unregistered_is_told(
 
     endpoint = Endpoint(name="e", url=serve(slow).url, concurrency=1, batch_size=1)
     async with EndpointClient(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=10_000) as client:
-        under_way = asyncio.create_task(client.line(endpoint).stand(groups(1), attempt=1))
+        under_way = asyncio.create_task(client.queue(endpoint).score_groups(groups(1), attempt=1))
         await asyncio.to_thread(started.wait, 10)
-        in_line = asyncio.create_task(client.line(endpoint).stand(groups(1), attempt=1))
+        in_line = asyncio.create_task(client.queue(endpoint).score_groups(groups(1), attempt=1))
         await asyncio.sleep(0)
         client.follow({})
         (outcome,) = await in_line

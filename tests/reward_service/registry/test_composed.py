@@ -21,9 +21,8 @@ from penstock.protocol.group_pack import GroupTexts
 from penstock.protocol.trajectory import Group
 from penstock.reward_service.errors import BadGroundTruth, EndpointBusy, EndpointFailed, GraderFailed, RewardError
 from penstock.reward_service.registry import definitions
-from penstock.reward_service.registry.built_in import BUILT_INS
+from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
 from penstock.reward_service.registry.composed import ComposedReward
-from penstock.reward_service.rewards.data_sources import BY_SOURCE
 from penstock.reward_service.scores import GroupScores, Outcome
 
 RIGHT, WRONG, BARE = "<think>t</think><answer>4</answer>", "<think>t</think><answer>5</answer>", "4"
@@ -168,7 +167,7 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
         ({"reward": "overlong", "parameters": {"longest": 5}}, r"parameters\.buffer: the reward overlong needs it"),
         (
             {"reward": "my_endpoint", "parameters": {"a": 1}},
-            "only built-in rewards take parameters, my_endpoint is none",
+            "only built-in rewards and your own code take parameters, my_endpoint is neither",
         ),
         ({"reward": "math_reasoning", "parameters": {"a": 1}}, "write math_flexible"),
         ({"reward": "gsm8k", "parameters": {"a": 1}}, "there are: none"),

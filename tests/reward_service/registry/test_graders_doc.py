@@ -7,9 +7,8 @@ import tomllib
 from pathlib import Path
 
 from penstock.protocol.config.reward_settings import RewardSettings
-from penstock.reward_service.registry import definitions
-from penstock.reward_service.registry.built_in import BUILT_INS
-from penstock.reward_service.rewards.data_sources import BY_SOURCE
+from penstock.reward_service.registry import definitions, reward_table
+from penstock.reward_service.registry.built_in import BUILT_INS, BY_SOURCE
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "graders.md").read_text(encoding="utf-8")
@@ -22,10 +21,15 @@ def _rows(heading: str) -> list[list[str]]:
     ]
 
 
+def test_the_tables_are_what_the_registry_says() -> None:
+    """The generated tables are up to date; the command in their markers renews them."""
+    assert reward_table.update(TEXT) == TEXT, "run: python -m penstock.reward_service rewards --write docs/graders.md"
+
+
 def test_every_reward_and_parameter_stands_in_the_table() -> None:
     """No built-in is missing, none is invented, and every parameter is named in its row."""
     listed = {name: row for row in _rows("The table") for name in re.findall(r"`(\w+)`", row[0])}
-    assert listed.keys() == BUILT_INS.keys() | {"auto"}
+    assert listed.keys() == BUILT_INS.keys()
     for name, built_in in BUILT_INS.items():
         named = set(re.findall(r"`(\w+)`", listed[name][1]))
         assert set(built_in.parameters.model_fields) <= named, name
@@ -38,16 +42,13 @@ def test_the_example_is_a_run_file() -> None:
     assert set(definitions.check(settings.define)["mine"]) == {"correct", "form", "length"}
 
 
-def test_the_data_sets_have_the_rewards_that_the_page_says() -> None:
-    """Names and patterns of the page are what the table of the code says."""
-    for sources, rewards in _rows("Data sets"):
-        for source in re.findall(r"`([^`]+)`", sources):
-            stem = source.removesuffix("*")
-            found = {
-                reward
-                for name, reward in BY_SOURCE.items()
-                if name == source or (stem != source and name.startswith(stem))
-            }
-            assert found == ({source} if rewards == "the same name" else {rewards.strip("`")}), source
+def test_every_data_set_is_listed_with_its_reward() -> None:
+    """Each data set of the code stands in one row, that of its reward, and the page counts the answers right."""
+    listed = {
+        source: rewards.strip("`")
+        for rewards, sources in _rows("Data sets")
+        for source in re.findall(r"`([^`]+)`", sources)
+    }
+    assert listed == BY_SOURCE
     num_answers = len((ROOT / "tests" / "data" / "answers.jsonl").read_text(encoding="utf-8").splitlines())
     assert f"{num_answers} answers" in TEXT

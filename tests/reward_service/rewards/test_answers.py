@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.protocol.facts import RewardRequest
 from penstock.protocol.group_pack import GroupTexts
 from penstock.reward_service.graders.grader_pool import GraderPool
-from penstock.reward_service.registry.built_in import BUILT_INS, Graders
+from penstock.reward_service.registry.built_in import BUILT_INS, Graders, scorer
 from penstock.reward_service.rewards import choice, classification, numeric
 from penstock.reward_service.rewards.math_answer import Graded
 from penstock.reward_service.rewards.parsing import quantity
@@ -61,9 +61,12 @@ async def _differing(
     name: str, given: dict[str, Any], rows: list[dict[str, Any]], graders: Graders
 ) -> list[tuple[Any, ...]]:
     built_in = BUILT_INS[name]
-    scorer = built_in.make(built_in.parameters.model_validate_json(json.dumps(given), strict=True), graders)
-    assert scorer is not None
-    outcomes = await scorer.score([_group(name, row) for row in rows], attempt=1)
+    parameters = built_in.parameters.model_validate_json(json.dumps(given), strict=True)
+    made = scorer(built_in, parameters, graders)
+    assert made is not None
+    outcomes = await made.score([_group(name, row) for row in rows], attempt=1)
+    for one in outcomes:
+        assert not isinstance(one, GroupScores) or one.parts.keys() == set(built_in.parts), name
     scores = [one.rewards[0] if isinstance(one, GroupScores) else repr(one) for one in outcomes]
     return [
         (name, given, row["answer"][:80], row["truth"], f"expected {row['score']}, got {score}", row["why"])
@@ -126,13 +129,12 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
     pool = cast("GraderPool", SimpleNamespace(equal=_grade))
     for name, built_in in PURE.items():
         for chosen in ({}, SET.get(name, {})):
-            scorer = built_in.make(
-                built_in.parameters.model_validate_json(json.dumps(chosen)), Graders(pool, pool, None)
-            )
-            assert scorer is not None
+            parameters = built_in.parameters.model_validate_json(json.dumps(chosen))
+            made = scorer(built_in, parameters, Graders(pool, pool, None))
+            assert made is not None
             row = {"answer": HOSTILE[attack], "truth": json.loads(_truth(name))}
             began = time.process_time()
-            (outcome,) = await scorer.score([_group(name, row)], attempt=1)
+            (outcome,) = await made.score([_group(name, row)], attempt=1)
             slow[name] = max(slow.get(name, 0.0), time.process_time() - began)
             assert isinstance(outcome, GroupScores), (name, outcome)
     assert {name: cost for name, cost in slow.items() if cost > 1.0} == {}

@@ -287,14 +287,13 @@ def test_nothing_outlives_a_killed_service(kind: Kind) -> None:
     if problem := canary.attack(kind):
         pytest.skip(f"{kind} does not hold on this machine: {problem}")
     script = (
-        "import asyncio\nfrom reward_service.sandbox.pool import *\nfrom reward_service.sandbox.tests_of_row import *\n"
-        f"pool = SandboxPool(Launch({str(kind)!r}), 1, Limits(cpu_s=60.0))\n"
+        "import asyncio\nfrom penstock.reward_service.sandbox.pool import *\n"
+        "from penstock.reward_service.sandbox.tests_of_row import *\n"
+        "from penstock.reward_service.sandbox.zygote_command import Kind\n"
+        f"pool = SandboxPool(Launch(Kind({str(kind)!r})), 1, Limits(cpu_s=60.0))\n"
         "asyncio.run(pool.grade('import time; time.sleep(300)', StdinTests(('',), ('',))))"
-    ).replace(
-        f"Launch({str(kind)!r})",
-        f"Launch(__import__('penstock.reward_service.sandbox.zygote_command').reward_service.sandbox.zygote_command.Kind({str(kind)!r}))",
     )
-    service = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    service = subprocess.Popen([sys.executable, "-c", script])
     try:
         wait_for(lambda: any(map(_is_sleeping_program, _descendants(service.pid))), "the program to run", 60.0)
         held = _descendants(service.pid)

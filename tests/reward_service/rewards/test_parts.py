@@ -1,4 +1,4 @@
-"""The small parts: what is remembered, how long is waited, what settings are refused."""
+"""Records of packs, waits before a redelivery, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.announce import hash_of
 from penstock.reward_service.endpoints.access import Role
 from penstock.reward_service.errors import BreakerOpen, EndpointBusy
-from penstock.reward_service.loop import Patience
 from penstock.reward_service.metrics import WINDOW, Timings
-from penstock.reward_service.pack_progress import PackProgress, Progress
+from penstock.reward_service.pack_progress import PackProgress, ProgressStore
+from penstock.reward_service.retry_policy import RetryPolicy
 from penstock.reward_service.rewards.verdict import Verdict
 from penstock.reward_service.scores import GroupScores
 from penstock.reward_service.settings import RewardSettings
 
 
-def test_a_delivery_at_which_nobody_was_asked_is_no_attempt() -> None:
-    """Attempts and patience are counted for each group: only deliveries at which somebody was asked count."""
+def test_a_delivery_without_a_call_does_not_count_as_an_attempt() -> None:
+    """Attempts and waits are counted for each group: only deliveries at which its reward was called count."""
     progress = PackProgress().settle(["a"]).excuse(["b", "c"]).excuse(["b"])
     assert progress.settled == {"a"}
     assert [progress.attempt(name, num_delivered=3) for name in ("b", "c", "d")] == [1, 2, 3]
-    waits = progress.refuse(["b"], now=10.0).refuse(["b", "c"], now=20.0)
+    waits = progress.not_called(["b"], now=10.0).not_called(["b", "c"], now=20.0)
     assert dict(waits.refused_since) == {"b": 10.0, "c": 20.0}
-    assert dict(waits.asked(["b"]).refused_since) == {"c": 20.0}
+    assert dict(waits.called(["b"]).refused_since) == {"c": 20.0}
     assert PackProgress.from_json(waits.to_json()) == waits
 
 
 def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, ring_streams: str) -> None:
-    """What one replica wrote down the next one reads at a redelivery, as long as the message is not forgotten."""
+    """A record that one replica saved is loaded by the next one at a redelivery, until it is deleted."""
     store = bus.key_value(streams.scoring_bucket(ring_streams).bucket).wait()
 
-    async def story() -> None:
-        first, second = Progress(store, max_messages=1), Progress(store)
+    async def scenario() -> None:
+        first, second = ProgressStore(store, max_messages=1), ProgressStore(store)
         assert await first.load(7, num_delivered=1) == PackProgress()
         await first.save(7, PackProgress().settle(["a"]).excuse(["b"]))
         await first.save(8, PackProgress().settle(["x"]))
@@ -49,31 +49,31 @@ def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, ring_streams: str)
         assert found.settled == {"a"}
         assert found.attempt("b", num_delivered=2) == 1
         await second.forget(7, num_delivered=2)
-        assert await Progress(store).load(7, num_delivered=3) == PackProgress()
+        assert await ProgressStore(store).load(7, num_delivered=3) == PackProgress()
         store_size = len(await store.entries())
         await first.save(9, PackProgress())
-        assert len(await store.entries()) == store_size, "nothing to remember is not written down"
+        assert len(await store.entries()) == store_size, "an empty record is not stored"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_the_wait_of_those_nobody_was_asked_about_grows_and_differs() -> None:
-    """Turned away again and again, a group comes back more and more seldom, and never in step with others."""
-    patience = Patience(attempts=5, delay_s=2.0, unasked_s=600.0)
-    waits = [patience.unasked_delay_s(EndpointBusy("busy", retry_in_s=0.5), excused) for excused in range(20)]
+def test_the_wait_of_groups_that_were_not_called_grows_and_has_jitter() -> None:
+    """A group that is rejected repeatedly comes back less and less often, and not in step with others."""
+    policy = RetryPolicy(attempts=5, delay_s=2.0, not_called_limit_s=600.0)
+    waits = [policy.delay_not_called(EndpointBusy("busy", retry_in_s=0.5), excused) for excused in range(20)]
     assert 0.3 <= waits[0] <= 0.7
     assert 6.0 <= waits[-1] <= 10.0
     assert len(set(waits)) == len(waits)
-    assert patience.unasked_delay_s(BreakerOpen("open", retry_in_s=30.0), 0) >= 22.5
+    assert policy.delay_not_called(BreakerOpen("open", retry_in_s=30.0), 0) >= 22.5
 
 
 @given(st.integers(1, 10**6), st.floats(0.01, 3600))
 def test_the_wait_grows_and_stays_bounded(attempt: int, delay_s: float) -> None:
     """Each redelivery waits at least as long as the one before, and at most a minute or the first wait."""
-    patience = Patience(attempts=5, delay_s=delay_s, unasked_s=600.0)
-    assert patience.next_delay_s(1) == delay_s
-    assert delay_s <= patience.next_delay_s(attempt) <= patience.next_delay_s(attempt + 1)
-    assert patience.next_delay_s(attempt) <= max(60.0, delay_s)
+    policy = RetryPolicy(attempts=5, delay_s=delay_s, not_called_limit_s=600.0)
+    assert policy.delay_after(1) == delay_s
+    assert delay_s <= policy.delay_after(attempt) <= policy.delay_after(attempt + 1)
+    assert policy.delay_after(attempt) <= max(60.0, delay_s)
 
 
 def test_the_name_of_a_set_of_groups_does_not_depend_on_their_order() -> None:
@@ -111,14 +111,14 @@ def test_parts_become_columns() -> None:
         ("reward_service.id=a b", "id"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(override: str, text: str) -> None:
+def test_wrong_settings_are_refused(override: str, text: str) -> None:
     """A wrong value is refused at the start, naming the setting."""
     with pytest.raises(ConfigError, match=text):
         load(RewardSettings, overrides=[override])
 
 
 def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
-    """A token file is read and trimmed; one that is missing or empty is an error, not an open door."""
+    """A token file is read and trimmed; one that is missing or empty is an error."""
     file = tmp_path / "token"
     settings = load(RewardSettings, overrides=[f"reward_service.token_file={file}"]).settings.reward_service
     with pytest.raises(ConfigError, match="not readable"):
@@ -134,7 +134,7 @@ def test_the_token_comes_from_its_file(tmp_path: Path) -> None:
 
 
 def test_the_roles_come_from_their_file(tmp_path: Path) -> None:
-    """A file of tokens opens doors by role; a wrong line is an error that names the file and the line."""
+    """A file of tokens gives roles; a wrong line is an error that names the file and the line."""
     file = tmp_path / "tokens"
     settings = load(RewardSettings, overrides=[f"reward_service.tokens_file={file}"]).settings.reward_service
     file.write_text("lab register 0123456789abcdef\n")

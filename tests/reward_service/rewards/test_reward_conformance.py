@@ -53,7 +53,7 @@ def test_question_answering_equals_verls(judge: str, output: str) -> None:
     """Right where verl gives 1; its 0.1 for a wrong answer in tags is our part has_answer."""
     case = recorded("verl/reward/qa_em")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
-        found = getattr(question_answer, judge)((text,), truth)[0]
+        found = getattr(question_answer, judge)(question_answer.Parameters(), (text,), truth)[0]
         assert (found.reward, found.parts["has_answer"]) == (float(score == 1.0), float(score > 0)), text
 
 

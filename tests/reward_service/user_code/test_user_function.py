@@ -8,7 +8,7 @@ import pytest
 
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
-from penstock.reward_service.hosting import user_file
+from penstock.reward_service.user_code import user_file
 
 GROUP = GroupToScore(
     group_id="g",

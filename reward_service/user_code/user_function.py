@@ -1,6 +1,6 @@
 """A user's own reward function, called in the way it was written for.
 
-| style          | told by the parameter   | called                                                        |
+| style          | recognised by           | called                                                        |
 |----------------|-------------------------|---------------------------------------------------------------|
 | verl, ROLL     | ``solution_str``        | once a completion: ``compute_score(data_source, solution_str, ground_truth, extra_info)`` |
 | verl, batch    | ``solution_strs``       | once a request: ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)`` |
@@ -28,11 +28,11 @@ from penstock.reward_service.endpoints.dialects.trl import columns_of
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 from penstock.reward_service.errors import UserFileError
 
-_MAX_TOLD = 20  # places in the file whose exceptions are shown in full
+_MAX_SHOWN = 20  # lines of the file whose exceptions are shown in full
 
 
 class Style(StrEnum):
-    """How a function wants to be called; the value is the parameter that tells it."""
+    """How a function is called; the value is the parameter that shows it."""
 
     COMPLETION = "solution_str"
     BATCH = "solution_strs"
@@ -51,7 +51,7 @@ class UserReward:
     style: Style
     file: Path
     conversational: bool = False  # TRL: texts as lists of messages
-    told: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
+    shown: set[str] = field(default_factory=set, compare=False)  # exceptions shown in full already
 
     @property
     def batched(self) -> bool:
@@ -79,7 +79,7 @@ class UserReward:
             await result
 
     async def score_all(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; what goes wrong is in the scores."""
+        """Return the scores of every group; failures are in the scores."""
         if not self.batched:
             return [await self.score(group) for group in groups]
         rows = [(group, text) for group in groups for text in group.completions]
@@ -88,7 +88,7 @@ class UserReward:
         return [[next(scores) for _ in group.completions] for group in groups]
 
     async def score(self, group: GroupToScore) -> list[Score]:
-        """Return one score for every completion; what goes wrong is in the scores."""
+        """Return one score for every completion; failures are in the scores."""
         if self.batched:
             return (await self.score_all([group]))[0]
         if self.style is Style.COMPLETION:
@@ -134,14 +134,14 @@ class UserReward:
         return await result if inspect.isawaitable(result) else result
 
     def _explain(self, err: BaseException) -> str:
-        """Say what was raised and where in the user's file; the whole traceback goes to stderr, once for each place."""
+        """Return what was raised, with file and line; the traceback goes to stderr once for each line."""
         frames = [frame for frame in traceback.extract_tb(err.__traceback__) if Path(frame.filename) == self.file]
         if not frames:
             return f"{type(err).__name__}: {err}"[:1000]
         where = f"{self.file.name}, line {frames[-1].lineno}, in {frames[-1].name}"
-        if len(self.told) < _MAX_TOLD and where not in self.told:
-            self.told.add(where)
-            sys.stderr.write(f"{self.name} could not score ({where}); the group waits and comes again:\n")
+        if len(self.shown) < _MAX_SHOWN and where not in self.shown:
+            self.shown.add(where)
+            sys.stderr.write(f"{self.name} could not score ({where}); the group is retried:\n")
             sys.stderr.write("".join(traceback.format_exception(err)))
             sys.stderr.flush()
         code = f": {frames[-1].line}" if frames[-1].line else ""

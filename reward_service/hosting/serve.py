@@ -1,6 +1,7 @@
 """``serve FILE.py``: a user's reward function as an HTTP endpoint, registered while it runs.
 
-This is the only place of Penstock where user code runs, in a process that its user started.
+User code runs here, in a process that its user started, or in the worker processes of a reward service
+(`user_code/worker.py`), and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
-from penstock.reward_service.hosting import served_reward, user_file
-from penstock.reward_service.hosting.user_function import UserReward
+from penstock.reward_service.hosting import served_reward
+from penstock.reward_service.user_code import user_file
+from penstock.reward_service.user_code.user_function import UserReward
 
-_TEACHES = """\
-The file holds one of these (or several, and you say which with --function); each may be async:
+_EPILOG = """\
+The file holds one of these (or several; choose one with --function); each may be async:
 
   def compute_score(data_source, solution_str, ground_truth, extra_info=None):      # verl, ROLL
       return 1.0                                    # or {"score": 1.0, "format": 0.5}: the rest are parts
@@ -27,18 +29,18 @@ The file holds one of these (or several, and you say which with --function); eac
       return [1.0, ...]                             # columns: the row's, each as a list
   def reward_func(queries, prompts, labels):                                        # OpenRLHF
       return {"rewards": [1.0, ...]}
-  class Judge:                                                                      # keeps what it loads
+  class Judge:                                                                      # keeps its state
       def setup(self): ...                          # once, before it is registered
       def __call__(self, completions, **columns): return [...]
 
-Raise when something cannot be judged: that is the error of its score, and its group waits and comes again.
-An error is never a 0. The traceback of the first of a kind is shown here.
+Raise when something cannot be judged: that is the error of its score, and its group is retried.
+An error is never a 0. The first traceback of each kind is shown here.
 
 Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
           penstock reward test my_reward
           penstock train run.toml reward.name=my_reward
 
-Ctrl-C unregisters it and lets calls under way end; a second Ctrl-C ends at once.
+Ctrl-C unregisters it and lets calls under way finish; a second Ctrl-C exits at once.
 """
 
 
@@ -66,7 +68,7 @@ class FileReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """A function has none."""
+        """No metrics."""
         return {}
 
     async def open(self) -> None:
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock reward serve",
         description="Serve a Python file with a reward function as an endpoint of a reward service.",
-        epilog=_TEACHES,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, help="the Python file")
@@ -101,6 +103,6 @@ def main(arguments: Sequence[str]) -> int:
     served_reward.add_options(parser, default_name="the file's name")
     options = parser.parse_args(arguments)
     reward = user_file.load(options.file, options.function, conversational=options.conversational)
-    where = served_reward.place(options, options.file.stem)
+    where = served_reward.address(options, options.file.stem)
     served_reward.serve(FileReward(reward, {"timeout_s": options.timeout_s}), where)
     return 0

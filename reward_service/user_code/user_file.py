@@ -1,4 +1,4 @@
-"""A user's own reward file: loaded, and the reward function in it found; what could never work is refused."""
+"""A user's own reward file: loads it and finds its reward function; refuses what could never work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.reward_service.errors import UserFileError
-from penstock.reward_service.hosting.user_function import Style, UserReward
+from penstock.reward_service.user_code.user_function import Style, UserReward
 
 _PREFERRED = ("compute_score", "reward_function", "reward_func", "reward")
 _GIVEN: dict[Style, tuple[str, ...]] = {
@@ -28,6 +28,14 @@ def load(file: Path, function: str | None = None, *, conversational: bool = Fals
     """
     module = _import(file.resolve())
     name, found = _choose(module, file, function)
+    return of(found, name, file, conversational=conversational)
+
+
+def of(found: Any, name: str, file: Path, *, conversational: bool = False) -> UserReward:
+    """Return what is called for a function, a callable object, or a class that is built without arguments.
+
+    Raises UserFileError when it has none of the signatures of a reward function.
+    """
     called = _built(found, file, name)
     parameters = inspect.signature(called).parameters
     style = next((style for style in Style if style in parameters), None)
@@ -60,7 +68,7 @@ def _import(file: Path) -> ModuleType:
         raise UserFileError(f"{file}: not a Python file (its name must end in .py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # dataclasses and pickling libraries look a class's module up there
-    sys.path.insert(0, str(file.parent))  # it may import its neighbours, as when run by hand
+    sys.path.insert(0, str(file.parent))  # it may import modules of its folder, as when it is run as a script
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as err:
@@ -100,7 +108,7 @@ def _built(found: Any, file: Path, name: str) -> Any:
 
 
 def _is_own(name: str, value: Any, module: ModuleType) -> bool:
-    """Say whether a name is a callable of this file: defined in it, or an object of a class defined in it."""
+    """Return True for a callable of this file: defined in it, or an object of a class defined in it."""
     home = (
         getattr(value, "__module__", None)
         if inspect.isroutine(value) or inspect.isclass(value)
@@ -119,7 +127,7 @@ def _fits(value: Any) -> bool:
 
 
 def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> None:
-    """Refuse at the start what could never be called; a TRL function's columns are known only row by row."""
+    """Raise UserFileError for parameters that are never given; a TRL function's columns are known only row by row."""
     empty = inspect.Parameter.empty
     needed = [
         p.name

@@ -1,0 +1,191 @@
+"""The scoring of one pack: each group is announced as scored, dead-lettered, or delivered again.
+
+fetch its texts ─▶ score its groups ─▶ announce those that are scored ─▶ dead-letter those without hope ─▶ ack or requeue
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from penstock.protocol.activity import Activity
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, PackError, PenstockError
+from penstock.protocol.facts import GeneratedGroup, GroupGenerated
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.delivery import Delivery
+from penstock.reward_service import pack_progress, pack_texts
+from penstock.reward_service.announce import Announcer
+from penstock.reward_service.errors import NotCalled, RewardCrashed
+from penstock.reward_service.metrics import ServiceMetrics
+from penstock.reward_service.pack_progress import PackProgress, ProgressStore
+from penstock.reward_service.registry.reward_registry import RewardRegistry
+from penstock.reward_service.retry_policy import RetryPolicy, is_permanent
+from penstock.reward_service.scores import Outcome
+from penstock.reward_service.scoring import as_scored
+
+log = structlog.get_logger("reward_service.pack_scoring")
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringContext:
+    """What the scoring of every pack works with."""
+
+    blobs: Blobs
+    reward_registry: RewardRegistry
+    announcer: Announcer
+    retry: RetryPolicy
+    progress: ProgressStore
+    metrics: ServiceMetrics
+    activity: Activity
+
+
+@dataclass(slots=True)
+class Pack:
+    """A message under way, and what is known of its groups."""
+
+    delivery: Delivery[GroupGenerated]
+    progress: PackProgress
+
+    @property
+    def unsettled(self) -> list[GeneratedGroup]:
+        """The groups that are neither scored nor dead-lettered yet."""
+        return [group for group in self.delivery.fact.groups if group.group_id not in self.progress.settled]
+
+    def attempts(self) -> dict[str, int]:
+        """Return which attempt at scoring each group this delivery is, from 1, by group id."""
+        num_delivered = self.delivery.num_delivered
+        ids = [group.group_id for group in self.delivery.fact.groups]
+        return {group_id: self.progress.attempt(group_id, num_delivered) for group_id in ids}
+
+
+async def score_pack(pack: Pack, context: ScoringContext, release_slot: Callable[[], None]) -> None:
+    """Score the unsettled groups of one message, announce them, and acknowledge or requeue the message.
+
+    ``release_slot`` is called when all that is left is waiting for other processes.
+    """
+    started = time.monotonic()
+    delivery, groups = pack.delivery, pack.unsettled
+    try:
+        failed = await _score(pack, groups, context, release_slot)
+    except PenstockError:
+        raise
+    except Exception as err:
+        log.exception("a pack could not be scored", pack_id=delivery.fact.pack_id)
+        crash = RewardCrashed(f"scoring pack {delivery.fact.pack_id} raised {type(err).__name__}: {err}")
+        failed = dict.fromkeys((group.group_id for group in pack.unsettled), crash)
+
+    dead = _final_failures(pack, failed, context.retry)
+    await _dead_letter(delivery, dead, context)
+    pack.progress = pack.progress.settle(dead)
+    waiting = {group_id: err for group_id, err in failed.items() if group_id not in dead}
+    context.metrics.packs.record(time.monotonic() - started, failed=bool(failed))
+    context.metrics.groups_waited(type(err).__name__ for err in waiting.values())
+    log.info(
+        "pack",
+        run_id=delivery.fact.run_id,
+        pack_id=delivery.fact.pack_id,
+        scored=len(groups) - len(failed),
+        waiting=len(waiting),
+        dead=len(dead),
+        num_delivered=delivery.num_delivered,
+        ms=round(1000 * (time.monotonic() - started), 1),
+    )
+    if waiting:
+        await _requeue(pack, waiting, context)
+    else:
+        await delivery.ack()
+        await context.progress.forget(delivery.sequence, delivery.num_delivered)
+
+
+async def _requeue(pack: Pack, waiting: Mapping[str, Exception], context: ScoringContext) -> None:
+    delivery = pack.delivery
+    delay_s = _delay_s(pack, waiting, context.retry)
+    pack.progress = pack.progress.excuse(name for name, err in waiting.items() if isinstance(err, NotCalled))
+    await context.progress.save(delivery.sequence, pack.progress)
+    await context.announcer.waiting(delivery, waiting, delay_s=delay_s)
+    await delivery.give_back(delay_s)
+
+
+def _final_failures(pack: Pack, failed: Mapping[str, Exception], retry: RetryPolicy) -> dict[str, Exception]:
+    """Return the failed groups to dead-letter, and record since when the others wait for an endpoint that is not called."""
+    clock = pack_progress.now()
+    not_called = {name for name, err in failed.items() if isinstance(err, NotCalled) and err.has_limit}
+    pack.progress = pack.progress.called(failed.keys() - not_called).not_called(not_called, clock)
+    attempts = pack.attempts()
+    return {
+        name: err
+        for name, err in failed.items()
+        if is_permanent(err)
+        or (not isinstance(err, NotCalled) and attempts[name] >= retry.attempts)
+        or (name in not_called and clock - pack.progress.refused_since[name] >= retry.not_called_limit_s)
+    }
+
+
+def _delay_s(pack: Pack, waiting: Mapping[str, Exception], retry: RetryPolicy) -> float:
+    """Return in how many seconds the message is delivered again: the longest delay among its groups."""
+    attempts = pack.attempts()
+    return max(
+        retry.delay_not_called(err, pack.progress.excused.get(name, 0))
+        if isinstance(err, NotCalled)
+        else retry.delay_after(attempts[name])
+        for name, err in waiting.items()
+    )
+
+
+async def _score(
+    pack: Pack, groups: Sequence[GeneratedGroup], context: ScoringContext, release_slot: Callable[[], None]
+) -> dict[str, Exception]:
+    """Score groups and announce them as they get ready; returns the errors of the others by group id."""
+    failed: dict[str, Exception] = {}
+    async for some in _outcomes(pack, groups, context, release_slot):
+        scored = [outcome.announce(group) for group, outcome in some if not isinstance(outcome, Exception)]
+        wrong: dict[str, Exception] = {
+            group.group_id: outcome for group, outcome in some if isinstance(outcome, Exception)
+        }
+        if scored:
+            wrong |= await context.announcer.scored(pack.delivery, scored)
+        context.metrics.groups_scored(group for group in scored if group.generated.group_id not in wrong)
+        pack.progress = pack.progress.settle({group.group_id for group, _ in some} - wrong.keys())
+        failed |= wrong
+    return failed
+
+
+async def _outcomes(
+    pack: Pack, groups: Sequence[GeneratedGroup], context: ScoringContext, release_slot: Callable[[], None]
+) -> AsyncIterator[list[tuple[GeneratedGroup, Outcome | PackError | BlobMissing | BlobCorrupt]]]:
+    """Yield groups with their outcomes; a pack that cannot be read is the same error for all of them."""
+    try:
+        texts = await asyncio.to_thread(pack_texts.fetch, context.blobs, pack.delivery.fact.pack, groups)
+    except (PackError, BlobMissing, BlobCorrupt) as err:
+        yield [(group, err) for group in groups]
+        return
+    attempts = pack.attempts()
+    scoring = as_scored(
+        context.reward_registry,
+        texts,
+        attempts=[attempts[group.group_id] for group in groups],
+        only_slow_left=release_slot,
+    )
+    async with contextlib.aclosing(scoring) as batches:
+        async for batch in batches:
+            yield [(groups[index], outcome) for index, outcome in sorted(batch.items(), key=lambda item: item[0])]
+
+
+async def _dead_letter(
+    delivery: Delivery[GroupGenerated], dead: Mapping[str, Exception], context: ScoringContext
+) -> None:
+    """Store one dead letter for each different error, with exactly the groups that have it."""
+    by_error: dict[tuple[str, str], list[GeneratedGroup]] = {}
+    for group in delivery.fact.groups:
+        if group.group_id in dead:
+            err = dead[group.group_id]
+            by_error.setdefault((type(err).__name__, str(err)), []).append(group)
+    for (reason, detail), groups in by_error.items():
+        await context.announcer.dead(delivery, groups, reason=reason, detail=detail)
+        context.metrics.groups_dead(reason, len(groups))
+        log.warning("dead", reason=reason, detail=detail, group_ids=[group.group_id for group in groups])

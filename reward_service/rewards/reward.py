@@ -1,0 +1,85 @@
+"""What a built-in reward is: an instance of one of these classes at the top level of a file of this package.
+
+Such a file holds all there is to a reward: the function that judges completions, the parameters that a run file may
+set, how it is scored, and the data sets it fits. `registry/built_in.py` finds it; nothing else needs to be edited.
+
+    def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+        return [Verdict(float(text.isupper())) for text in completions]
+
+    REWARD = PureReward(name="upper_case", description="1 when every letter is a capital", judge=judge)
+
+`judge` returns one `Verdict` for each completion, in order. It raises BadGroundTruth when the row's ground truth does not
+fit; any other exception is an error of the group. A reward with a ``parameters`` class gets its instance as the first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from penstock.protocol.config.connection import Section
+
+
+class NoParameters(Section):
+    """The parameters of a reward that has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A built-in reward.
+
+    Attributes:
+        name: What a run file asks for.
+        description: What it returns, in one line.
+        judge: The function; its arguments depend on the subclass.
+        parameters: Frozen settings class of what `reward.define` may set.
+        data_sources: Values of ``data_source`` whose rows it scores when their reward is ``auto``.
+        parts: Names of the parts of its verdicts.
+        notes: Cost and pitfalls, for the table in docs/graders.md.
+    """
+
+    name: str
+    description: str
+    judge: Callable[..., Any]
+    parameters: type[Section] = NoParameters
+    data_sources: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    notes: str = ""
+
+    @property
+    def default(self) -> Section | None:
+        """The parameters when none are given; None for a reward whose parameters must be set in `reward.define`."""
+        try:
+            return self.parameters()
+        except ValidationError:
+            return None
+
+    def bind(self, parameters: Section) -> Callable[..., Any]:
+        """Return `judge` with its parameters filled in."""
+        return self.judge if self.parameters is NoParameters else partial(self.judge, parameters)
+
+
+class PureReward(Reward):
+    """Scored in the service itself: ``judge(completions, truth)``, in time linear in the completions' length."""
+
+
+class LengthReward(Reward):
+    """Scored by lengths: ``judge(parameters, lengths)``; the parameters' ``unit`` says what is counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedReward(Reward):
+    """Scored with grader processes, which have a CPU limit: ``async judge(completions, truth, grade=...)``.
+
+    ``grader`` names the kind of process: ``graders/<grader>_grader.py``.
+    """
+
+    grader: Literal["math", "pattern"]
+
+
+class SandboxedReward(Reward):
+    """Runs programs in the sandbox: ``async judge(completions, truth, extra_info, grade, all_or_nothing=...)``."""

@@ -1,0 +1,160 @@
+"""A worker process of a user's reward: ``python -m penstock.reward_service.user_code.worker NAME PARAMETERS PARENT``.
+
+NAME is ``module:attribute`` or ``file.py:attribute``, PARAMETERS a JSON object, PARENT the process id of the service. One JSON text a line, on stdin and stdout:
+
+    ← {"digest": "0123456789abcdef"}          loaded; or {"refused": "..."} and exit code 1
+    → {"group_id": "g", "completions": [...], ...}       a `GroupToScore`
+    ← {"scores": [{"score": 1.0, "parts": {}}, ...]}     or {"bad_ground_truth": "..."}
+
+User code sees neither pipe: what it prints goes to stderr, and its stdin is empty. It runs with the rights of the service,
+without the environment variables ``PENSTOCK_*``, and ends with the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from pydantic import ValidationError
+
+from penstock.protocol.errors import ConfigError, PenstockError
+from penstock.protocol.extensions import Registry
+from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.reward import PureReward, Reward
+from penstock.reward_service.rewards.verdict import Verdict
+from penstock.reward_service.user_code import user_file
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Loaded(Protocol):
+    """User code that is ready to score."""
+
+    async def open(self) -> None:
+        """Get ready."""
+        ...
+
+    async def score(self, group: GroupToScore) -> list[Score]:
+        """Return a score for every completion; raises BadGroundTruth."""
+        ...
+
+    async def close(self) -> None:
+        """Release what `open` took."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeReward:
+    """A user's `PureReward`, with its parameters."""
+
+    judge: Callable[[tuple[str, ...], Any], list[Verdict]]
+
+    async def open(self) -> None:
+        """Nothing to do."""
+
+    async def score(self, group: GroupToScore) -> list[Score]:
+        """Call the reward's `judge`; what it raises, BadGroundTruth aside, is the error of every score."""
+        try:
+            verdicts = self.judge(tuple(group.completions), group.ground_truth)
+            return [Score(score=verdict.reward, parts=dict(verdict.parts)) for verdict in verdicts]
+        except BadGroundTruth:
+            raise
+        except Exception as err:  # noqa: BLE001 the user's code may raise anything; it becomes the score's error
+            return [Score(error=f"{type(err).__name__}: {err}"[:1000])] * len(group.completions)
+
+    async def close(self) -> None:
+        """Nothing to do."""
+
+
+def load(name: str, parameters: dict[str, Any]) -> tuple[Loaded, str]:
+    """Import a reward and return it with the digest of its source; raises PenstockError saying what is wrong."""
+    found = Registry("reward", object, package="penstock.reward_service.rewards", group="penstock.rewards").find(name)
+    if isinstance(found.value, Reward):
+        if not isinstance(found.value, PureReward):
+            raise ConfigError(
+                f"reward {name!r}: a reward of your own is a PureReward, got {type(found.value).__name__}"
+            )
+        try:
+            given = found.value.parameters.model_validate_json(json.dumps(parameters), strict=True)
+        except ValidationError as err:
+            first = err.errors()[0]
+            where = ".".join(["parameters", *map(str, first["loc"])])
+            raise ConfigError(f"reward {name!r}: {where}: {first['msg']}") from None
+        return JudgeReward(found.value.bind(given)), found.digest
+    if not callable(found.value):
+        raise ConfigError(
+            f"reward {name!r}: expected a function, a callable object or a PureReward, got {type(found.value).__name__}"
+        )
+    if parameters:
+        raise ConfigError(
+            f"reward {name!r} is a {type(found.value).__name__}, which takes no parameters; build a "
+            "penstock.reward_service.rewards.reward.PureReward with a parameters class"
+        )
+    return user_file.of(found.value, name.rpartition(":")[2], _file_of(found.value)), found.digest
+
+
+def _file_of(value: Any) -> Path:
+    """Return the file that defines a function, a class or the class of an object; a name where it is written in C."""
+    home: Any = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    try:
+        return Path(inspect.getfile(inspect.unwrap(home))).resolve()
+    except TypeError:
+        return Path(str(home))
+
+
+async def _serve(name: str, parameters: dict[str, Any], incoming: BinaryIO, outgoing: BinaryIO) -> int:
+    def reply(message: dict[str, Any]) -> None:
+        outgoing.write(json.dumps(message).encode() + b"\n")
+        outgoing.flush()
+
+    try:
+        reward, digest = load(name, parameters)
+        await reward.open()
+    except PenstockError as err:
+        reply({"refused": str(err)})
+        return 1
+    reply({"digest": digest})
+    while line := await asyncio.to_thread(incoming.readline):
+        try:
+            scores = await reward.score(GroupToScore.model_validate_json(line))
+            reply({"scores": [score.model_dump() for score in scores]})
+        except BadGroundTruth as err:
+            reply({"bad_ground_truth": str(err)})
+    await reward.close()
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when the service ends, however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve one reward until stdin ends; returns the exit code."""
+    name, parameters, parent = arguments
+    _end_with(int(parent))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes stdin
+    with os.fdopen(os.dup(0), "rb") as incoming, os.fdopen(os.dup(1), "wb") as outgoing:
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.dup2(2, 1)
+        sys.path.append(str(Path.cwd()))  # user code may import its neighbours, after everything that is installed
+        return asyncio.run(_serve(name, json.loads(parameters), incoming, outgoing))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""A reward is one file: added to a copy of the package, it is listed and scores through the real service."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from tests.groups import make_group
+from tests.reward_service.conftest import Wire
+from tests.reward_service.processes import ROOT, Service
+
+from penstock.protocol.facts import RewardRequest
+
+NEW_REWARD = '''"""factor times the share of capitals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from penstock.protocol.config.connection import Section
+from penstock.reward_service.rewards.reward import PureReward
+from penstock.reward_service.rewards.verdict import Verdict
+
+
+class Parameters(Section):
+    """What may be set of `capitals`."""
+
+    factor: float = Field(default=1.0, description="What all capitals are worth.")
+
+
+def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
+    shares = [sum(map(str.isupper, text)) / len(text) for text in completions]
+    return [Verdict(parameters.factor * share, {"share": share}) for share in shares]
+
+
+REWARD = PureReward(
+    name="capitals",
+    description="factor times the share of capitals",
+    judge=judge,
+    parameters=Parameters,
+    data_sources=("shouted",),
+    parts=("share",),
+)
+'''
+
+RUN_FILE = """
+[reward.define.loud.parts.big]
+reward = "capitals"
+parameters.factor = 4.0
+"""
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    """Copy what the reward service needs below ``folder``; returns what goes on PYTHONPATH."""
+    package = folder / "site" / "penstock"
+    for name in ("protocol", "reward_service"):
+        shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("__init__.py", "__main__.py"):
+        shutil.copy(ROOT / "src" / "penstock" / name, package / name)
+    return package.parent
+
+
+def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Service], tmp_path: Path) -> None:
+    """Nothing but the file is added: it is listed with its parameters, fits its data set, and takes part in definitions."""
+    site = copy_of_the_package(tmp_path)
+    (site / "penstock" / "reward_service" / "rewards" / "capitals.py").write_text(NEW_REWARD)
+    environ = {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-P", "-m", "penstock.reward_service", "rewards"]
+    listed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "capitals        factor times the share of capitals" in listed
+    assert "also as shouted" in listed
+    shown = subprocess.run(
+        [*command, "capitals"], env=environ, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert "factor       default 1.0: What all capitals are worth." in shown
+
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    start_service(str(tmp_path / "run.toml"), environ=environ)
+    group = make_group("x", size=2, texts=["AbCd", "abcd"])
+    auto = replace(group, reward=RewardRequest(name="auto", data_source="shouted"))
+    made = replace(make_group("y", size=2, texts=["AB", "aB"]), reward=RewardRequest(name="loud"))
+    wire.announce([auto, made])
+    scored = wire.wait_scored("x", "y")
+    assert (scored["x"][0].rewards, scored["x"][0].scorer) == ((0.5, 0.0), "capitals")
+    assert (scored["y"][0].rewards, scored["y"][0].scorer) == ((4.0, 2.0), "loud(capitals)")
+    assert scored["y"][0].parts["big.share"] == (1.0, 0.5)
