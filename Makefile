@@ -7,7 +7,7 @@ SGLANG ?= .venv-sglang
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: bench-plane
+.PHONY: bench-plane wheel-test
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
 
@@ -65,6 +65,9 @@ bench-plane: $(STAMP)  ## a worker's put to the trainer's acknowledgement, durab
 
 bench-reward: $(STAMP)  ## rewards by HTTP under load, beside a slow, a hung, a flaky, a dying and a lying endpoint
 	$(BIN)/python -m benchmarks.reward_load --rate 25
+
+wheel-test: $(STAMP)  ## install the wheel alone in an empty environment and run the quickstart there (two minutes)
+	$(BIN)/python -m tests.packaging.wheel_quickstart
 
 setup: $(STAMP)  ## only the virtual environment
 

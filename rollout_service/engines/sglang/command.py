@@ -32,9 +32,12 @@ def sglang_command(settings: SglangSettings, number: int = 0) -> LaunchCommand:
 
 
 def sglang_environ(settings: SglangSettings, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return a server's environment: ours without what belongs to this program, and what the settings add."""
+    """Return a server's environment: ours without what belongs to this program, and what the settings add.
+
+    The server imports nothing from our working directory: PYTHONSAFEPATH is ``-P``, which a Python 3.10 does not know.
+    """
     passed = {name: value for name, value in ours.items() if not name.startswith(_NOT_THEIRS)}
-    return passed | settings.environ
+    return passed | {"PYTHONSAFEPATH": "1"} | settings.environ
 
 
 def _flags(settings: SglangSettings, number: int) -> list[str]:
