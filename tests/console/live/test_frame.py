@@ -48,30 +48,30 @@ def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
         "2880 trained, 25% without signal",
         "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
         "0.0002 mean, 0.004 max",
-        "rollout-1 (life 2)",
+        "rollout-1 (start 2)",
         "v22 (-38)",
         "0:14 killed rollout-1 on purpose",
-        "0:18 rollout-1 is gone: silent for 4 s",
+        "0:18 rollout-1 is lost: no heartbeat for 4 s",
     ):
         assert expected in text
 
 
 def test_a_frame_of_nothing_is_still_a_frame():
-    """Before anybody has spoken the panel says whom it waits for."""
+    """Before the first message the panel shows what it waits for."""
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
     assert "waiting for the services" in text
 
 
-def test_a_frame_says_when_nats_is_away(snapshot: Snapshot):
-    """A panel that cannot see says so."""
-    assert "NATS has been away for 7 s" in drawn(replace(snapshot, bus_away_s=7.0))
+def test_a_frame_shows_that_nats_is_unreachable(snapshot: Snapshot):
+    """A panel without a connection shows for how long."""
+    assert "NATS unreachable for 7 s" in drawn(replace(snapshot, disconnected_s=7.0))
 
 
-def test_a_dead_worker_is_shown_as_gone(snapshot: Snapshot):
-    """A worker without a heartbeat keeps its line, with the time since its last sign of life."""
+def test_a_worker_without_heartbeat_is_shown_as_lost(snapshot: Snapshot):
+    """A worker without a heartbeat keeps its line, with the time since its last heartbeat."""
     services = tuple(replace(s, alive=s.service_id != "rollout-0", silent_s=65) for s in snapshot.services)
-    assert "gone, silent for 1:05" in drawn(replace(snapshot, services=services))
+    assert "lost, no heartbeat for 1:05" in drawn(replace(snapshot, services=services))
 
 
 def test_markup_in_a_service_name_is_text(snapshot: Snapshot):

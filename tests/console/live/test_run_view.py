@@ -55,14 +55,14 @@ def test_a_gauge_that_falls_is_no_new_life():
             )
         ]
         view.fold_heartbeats(beats, at)
-    assert view.snapshot(2.0).services[0].num_lives == 1
+    assert view.snapshot(2.0).services[0].num_starts == 1
     assert view.summary().cpu_s == 12.0
 
 
 def test_a_kill_and_a_return_are_incidents_in_order():
     """A worker whose heartbeat stands still is gone; one that beats again is back."""
     texts = [i.text for i in recorded.whole_run().incidents]
-    assert texts == ["killed rollout-1 on purpose", "rollout-1 is gone: silent for 4 s", "rollout-1 is back"]
+    assert texts == ["killed rollout-1 on purpose", "rollout-1 is lost: no heartbeat for 4 s", "rollout-1 is back"]
 
 
 def test_idle_shares_count_from_the_first_step():
@@ -149,7 +149,7 @@ def test_only_the_first_evaluated_split_is_before_and_after():
     assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.7)
 
 
-def test_nobody_is_lost_while_the_watcher_was_blind():
+def test_no_service_is_lost_while_the_watcher_was_disconnected():
     """After the broker was away for half a minute, services that beat again were never gone."""
     view = RunView(recorded.RUN)
     view.fold_heartbeats(recorded.fleet(1), recorded.START + 1)
@@ -190,7 +190,7 @@ def test_a_failing_reward_is_said_once_for_each_reason():
     view = RunView(recorded.RUN)
     for _ in range(1000):
         view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
-    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups come again"]
+    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups are retried"]
 
 
 def test_the_eta_follows_the_recent_steps():

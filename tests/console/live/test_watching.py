@@ -195,9 +195,9 @@ def test_the_panel_survives_the_death_of_nats(own_nats: Callable[[], NatsServer]
         with LivePanel("storm", bus, mode="quiet") as panel:
             assert panel.wait(lambda s: s.step == 1, deadline_s=DEADLINE_S)
             server.kill()
-            assert panel.wait(lambda s: s.bus_away_s > 0, deadline_s=DEADLINE_S)
+            assert panel.wait(lambda s: s.disconnected_s > 0, deadline_s=DEADLINE_S)
             server.restart()
-            assert panel.wait(lambda s: s.bus_away_s == 0, deadline_s=DEADLINE_S)
+            assert panel.wait(lambda s: s.disconnected_s == 0, deadline_s=DEADLINE_S)
             services.say(recorded.step(2, recorded.START + 1))
             assert panel.wait(lambda s: s.step == 2, deadline_s=DEADLINE_S)
         assert panel.summary().incidents == ()
@@ -231,8 +231,8 @@ def test_watching_ends_when_there_is_nothing_to_watch():
     assert has_ended(replace(snapshot, services=gone))
     assert not has_ended(snapshot)
     assert not has_ended(replace(snapshot, services=gone, step=59))
-    assert is_cut_off(replace(snapshot, bus_away_s=61.0))
-    assert not is_cut_off(replace(snapshot, bus_away_s=59.0))
+    assert is_cut_off(replace(snapshot, disconnected_s=61.0))
+    assert not is_cut_off(replace(snapshot, disconnected_s=59.0))
 
 
 def test_the_summary_counts_dead_letters_of_a_whole_run(bus: Bus, ring_streams: str, services: Services):

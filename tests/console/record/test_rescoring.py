@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 
-from penstock.console.record.rescoring import Asked, Rule, score_again, weigh
+from penstock.console.record.rescoring import GroupToScore, Rule, reweight, score_again
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.group_pack import GroupTexts
@@ -25,13 +25,13 @@ def scored(scorer: str) -> ScoredGroup:
 
 def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> None:
     """Only the weights that are named change; what a gate closed stays closed; a stranger is refused by its name."""
-    found = weigh(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
+    found = reweight(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
     assert isinstance(found, ScoredGroup)
     assert found.rewards == pytest.approx((1.5, 0.5, -0.5))
     assert found.scorer == "mine(numeric, tags) weighed form=0.5"
     assert found.parts == COLUMNS
     assert (
-        weigh(scored("mine(numeric, tags)"), {"fame": 1.0}, DEFINE)
+        reweight(scored("mine(numeric, tags)"), {"fame": 1.0}, DEFINE)
         == "the reward has no part fame; its parts are correct, form"
     )
 
@@ -42,11 +42,12 @@ def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None
         ("judge@2", {"form": 0.5}, (0.5, 0.5, 0.0)),
         ("mine(numeric, tags)", {"reward": 1.0, "correct": 1.0}, (2.2, 0.2, 0.5)),
     ):
-        found = weigh(scored(scorer), weights, DEFINE)
+        found = reweight(scored(scorer), weights, DEFINE)
         assert isinstance(found, ScoredGroup)
         assert found.rewards == pytest.approx(expected)
     assert (
-        weigh(scored("judge@2"), {"fame": 1.0}, DEFINE) == "it has no part fame; it has correct, form, form.x, reward"
+        reweight(scored("judge@2"), {"fame": 1.0}, DEFINE)
+        == "it has no part fame; it has correct, form, form.x, reward"
     )
 
 
@@ -62,7 +63,7 @@ def test_a_reward_of_length_is_told_the_lengths_of_stored_completions() -> None:
             score = {"score": 1.0, "parts": {}}
             return {"results": [{"group_id": "g", "scores": [score] * 3, "error": None, "scorer": "overlong"}]}
 
-    asked = Asked(member, BlobRef(key="k", size_bytes=1, sha256="0" * 64), text)
-    found = score_again([asked], Rule("overlong"), Service())
+    group = GroupToScore(member, BlobRef(key="k", size_bytes=1, sha256="0" * 64), text)
+    found = score_again([group], Rule("overlong"), Service())
     assert sent[0]["groups"][0]["completion_tokens"] == list(member.scored.generated.completion_tokens)
     assert isinstance(found["g"], ScoredGroup)

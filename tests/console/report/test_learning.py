@@ -12,9 +12,9 @@ from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxim
 def test_a_critic_is_shown_where_there_is_one() -> None:
     """Its explained variance stands in the panel's line, its loss in the report's table."""
     figures = learning.read({"explained_variance": 0.125, "value_loss": 0.0625, "baseline_mean": 0.5})
-    assert "critic explains 12%" in learning.in_words(figures)[0]
+    assert "explained variance 12%" in learning.panel_lines(figures)[0]
     table = {name: mean for name, mean, *_ in learning.rows(learning.spreads([figures]))}
-    assert table["critic's loss"] == "0.0625"
+    assert table["critic loss"] == "0.0625"
     assert table["reward of the greedy baselines"] == "0.5"
 
 
@@ -34,7 +34,7 @@ def test_the_trainers_figures_are_understood() -> None:
 def test_what_is_not_a_number_is_left_out() -> None:
     """A figure of a part that is off, or one that is not finite, is not shown."""
     assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
-    assert learning.in_words({}) == ("–", "–")
+    assert learning.panel_lines({}) == ("–", "–")
 
 
 def test_the_panel_shows_the_parts_of_the_reward() -> None:

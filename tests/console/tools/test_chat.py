@@ -103,7 +103,7 @@ def test_an_unknown_run_names_the_known_ones(runs: Path):
     """A wrong run gets the right ones."""
     answer = penstock("chat", "nosuch", "--prompt", "x", cwd=runs)
     assert answer.returncode == 1
-    assert "no run nosuch in runs/; there: tiny" in answer.stderr
+    assert "no run nosuch in runs/; found: tiny" in answer.stderr
 
 
 def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):

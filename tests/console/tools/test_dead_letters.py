@@ -10,7 +10,7 @@ import pytest
 from tests.console.cli.test_command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 
-from penstock.console.tools.resending import Letter, Standing, again, content, refusal
+from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, group_pack, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import (
@@ -30,7 +30,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-AT_4 = Standing(version=4, step=40, total_steps=100, max_staleness=2)
+AT_4 = RunProgress(version=4, step=40, total_steps=100, max_staleness=2)
 
 
 def letter(
@@ -52,39 +52,41 @@ TASKS = make_task_issued("r", "e0.p1.a0.n1.12345678", [make_task("e0.p1.a0")])
 
 def test_ids_of_groups_stay_and_everything_the_broker_knows_is_new():
     """The pack's name and the message id change with every sending; what is generated from it is never a repetition."""
-    first = again(letter("tasks", TASKS))
+    first = resent(letter("tasks", TASKS))
     assert first.subject == "penstock.r.tasks.train"
     assert isinstance(first.fact, TaskIssued)
     assert first.fact.tasks == TASKS.tasks
     assert (first.fact.pack_id, first.msg_id) == ("e0.p1.a0.n1.12345678.again7-1", "again:7:1")
-    second = again(letter("tasks", first.fact, times_sent=1))
+    second = resent(letter("tasks", first.fact, times_sent=1))
     assert (second.fact.pack_id, second.msg_id) == ("e0.p1.a0.n1.12345678.again7-2", "again:7:2")
 
 
 @pytest.mark.parametrize(
-    ("dead", "standing", "reason"),
+    ("dead", "progress", "reason"),
     [
-        (letter("generated", generated(1)), AT_4, "sampled by version 1 and the run is at 4: .* at most 2"),
+        (letter("generated", generated(1)), AT_4, "sampled by version 1 and the run is at 4: .* max_staleness is 2"),
         (letter("generated", generated(9)), AT_4, "sampled by version 9"),
-        (letter("tasks", TASKS), Standing(4, 100, 100, 2), "the run is over: 100 of 100"),
+        (letter("tasks", TASKS), RunProgress(4, 100, 100, 2), "the run has ended: 100 of 100"),
         (letter("tasks", TASKS, split="eval"), AT_4, "evaluation"),
-        (letter("scored", make_scored(generated(4))), AT_4, "issued its prompts again by itself"),
-        (letter("tasks", TASKS, times_sent=1, sent_at="noon"), AT_4, "sent again at noon; --once-more"),
+        (letter("scored", make_scored(generated(4))), AT_4, "already issued its prompts again"),
+        (letter("tasks", TASKS, times_sent=1, sent_at="noon"), AT_4, "sent again at noon; add --once-more"),
         (letter("tasks", generated(4)), AT_4, "cannot be read by this build: expected task_issued.v1"),
         (letter("weights", TASKS), AT_4, "stage 'weights' is none of"),
     ],
 )  # fmt: skip
-def test_what_would_be_in_vain_is_refused_with_the_reason(dead: Letter, standing: Standing, reason: str):
+def test_a_letter_that_would_have_no_effect_is_refused_with_the_reason(
+    dead: Letter, progress: RunProgress, reason: str
+):
     """Too old, from the future, over, held out, issued again, sent already, unreadable."""
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(refusal(dead, standing))
+        raise AssertionError(refusal(dead, progress))
 
 
 def test_what_can_still_be_used_is_not_refused():
     """Tasks have no age; samples within the window, and letters that once were poison, may go."""
     assert refusal(letter("tasks", TASKS), AT_4) is None
     assert refusal(letter("generated", generated(2)), AT_4) is None
-    assert refusal(letter("generated", generated(0)), Standing()) is None
+    assert refusal(letter("generated", generated(0)), RunProgress()) is None
     assert refusal(letter("scored", make_scored(generated(4)), ids=()), AT_4) is None
     assert refusal(letter("tasks", TASKS, times_sent=1), AT_4, once_more=True) is None
 
@@ -168,7 +170,7 @@ def test_how_far_the_run_is_comes_from_its_record(
     run = ring_streams
     bury(bus, run)
     answer = penstock("dead-letters", "resend", run, "2", *typed, cwd=tmp_path)
-    assert "no dead letter 2; there: 1 to 1" in answer.stderr
+    assert "no dead letter 2; known are 1 to 1" in answer.stderr
     commit(bus, blobs, run, version=9, steps=9)
     shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
     assert "no such object" in shown["unreadable"]

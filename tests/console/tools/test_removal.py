@@ -62,7 +62,7 @@ def test_rm_removes_one_run_and_asks_for_its_folder_apart(
     unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
     assert unasked.returncode == 1
     assert "3 objects" in unasked.stdout
-    assert "nobody is here to ask. Say --yes" in unasked.stderr
+    assert "stdin is not a terminal. Confirm with --yes" in unasked.stderr
     assert len(find_holdings(run, bus, blobs).objects) == 3
 
     removed = penstock("runs", "rm", run, "--yes", *typed, cwd=tmp_path)
@@ -79,7 +79,7 @@ def test_rm_removes_one_run_and_asks_for_its_folder_apart(
     assert len(theirs.streams) == len(streams.stream_names(neighbour)) + len(streams.run_buckets(neighbour))
 
 
-def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
+def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
     """A heartbeat protects it, and says whom to stop; --force does it all the same."""
     beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state="training")
     live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
@@ -98,7 +98,7 @@ def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, 
         over.set()
         heart.join()
     assert refused.returncode == 1
-    assert "is alive: trainer-7; stop these services first" in refused.stderr
+    assert "are running: trainer-7; stop them first" in refused.stderr
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
     assert penstock("runs", "rm", ring_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
     assert find_holdings(ring_streams, bus, blobs).is_empty
@@ -124,11 +124,11 @@ def test_an_interrupted_removal_is_repeated(
     assert find_holdings(ring_streams, bus, blobs).is_empty
 
 
-def test_a_run_that_nobody_placed_is_not_guessed(tmp_path: Path):
+def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
     """Without NATS and S3, and without a store in its folder, the command asks where the run is."""
     answer = penstock("runs", "rm", "nobody", "--yes", cwd=tmp_path)
     assert answer.returncode == 1
-    assert "nobody said where run nobody is stored" in answer.stderr
+    assert "run nobody has no local store and no server is configured" in answer.stderr
 
 
 def test_a_local_run_that_is_over_goes_with_its_folder(tmp_path: Path):
@@ -152,7 +152,7 @@ def test_what_other_runs_trained_on_is_not_removed(
     record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
     refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
     assert refused.returncode == 1
-    assert f"{name} is what {user} trained on" in refused.stderr
+    assert f"{user} trained on {name}" in refused.stderr
     assert "--force" in refused.stderr
     assert blobs.exists(f"runs/{name}/groups/v00000000/0")
     blobs.delete([record.key])
@@ -167,7 +167,7 @@ def test_a_local_store_with_other_runs_in_it_goes_only_by_force(tmp_path: Path):
         (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
     refused = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
     assert refused.returncode == 1
-    assert "holds mine-strict as well" in refused.stderr
+    assert "also holds mine-strict" in refused.stderr
     assert store.is_dir()
     assert penstock("runs", "rm", "mine", "--yes", "--folder", "--force", cwd=tmp_path).returncode == 0
     assert not store.exists()

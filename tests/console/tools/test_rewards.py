@@ -43,7 +43,7 @@ def test_list_test_and_remove(service: Service, tmp_path: Path):
     failed = penstock("reward", "test", "mine", "--url", service.url, cwd=tmp_path)
     assert failed.returncode == 1
     assert "mine could not score" in failed.stderr
-    assert "would wait and come again" in failed.stderr
+    assert "would wait and be retried" in failed.stderr
     assert penstock("reward", "remove", "mine", "--url", service.url, cwd=tmp_path).returncode == 0
     again = penstock("reward", "remove", "mine", "--url", service.url, cwd=tmp_path)
     assert again.returncode == 1
@@ -117,7 +117,7 @@ def test_an_endpoint_is_drained_and_resumed(service: Service, tmp_path: Path):
     """Two commands take an endpoint out of service and into it again."""
     service.register("drainable", "http://127.0.0.1:9/score")
     drained = penstock("reward", "drain", "drainable", "--url", service.url, cwd=tmp_path)
-    assert "drainable: EndpointDrained; 0 groups in its calls" in drained.stdout, drained.stderr
+    assert "drainable: EndpointDrained; 0 groups in running calls" in drained.stdout, drained.stderr
     resumed = penstock("reward", "resume", "drainable", "--url", service.url, cwd=tmp_path)
     assert "drainable: in service" in resumed.stdout
     assert penstock("reward", "remove", "drainable", "--url", service.url, cwd=tmp_path).returncode == 0
@@ -134,7 +134,7 @@ def test_the_errors_of_a_run_are_listed_by_reason(
     )
     asked = ("reward", "errors", ring_streams, *where)
     none = penstock(*asked, cwd=tmp_path)
-    assert "no group of run" in none.stdout, none.stderr
+    assert "has no reward errors" in none.stdout, none.stderr
     for number in range(2):
         event = RunEvent(
             run_id=ring_streams,

@@ -72,7 +72,7 @@ def test_show_of_an_unknown_run_names_the_known_ones(folder: Path):
     """A wrong name gets the right ones, and a name that cannot be one is refused."""
     answer = penstock("runs", "show", "nosuch", cwd=folder)
     assert answer.returncode == 1
-    assert "no run nosuch in runs/; there: sorting" in answer.stderr
+    assert "no run nosuch in runs/; found: sorting" in answer.stderr
     assert "run id '../x' must be" in penstock("runs", "show", "../x", cwd=folder).stderr
 
 
@@ -123,4 +123,4 @@ def test_a_broker_that_is_away_does_not_hide_the_folder(folder: Path):
     answer = penstock("runs", "--json", "nats.url=nats://127.0.0.1:1", cwd=folder)
     assert answer.returncode == 0
     assert [row["run"] for row in json.loads(answer.stdout)] == ["sorting"]
-    assert "the runs of the broker are missing here" in answer.stderr
+    assert "runs on NATS are not listed" in answer.stderr
