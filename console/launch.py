@@ -60,7 +60,7 @@ def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     return last.value
 
 
-def become(command: Sequence[str]) -> None:
+def replace_process(command: Sequence[str]) -> None:
     """Replace this process; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()

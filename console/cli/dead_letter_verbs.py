@@ -7,13 +7,13 @@ import sys
 
 from cyclopts import App
 
-from penstock.console.cli.verb_parts import LOOK, Flag, Raw
+from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
 
 app = App(
     name="dead-letters",
     help="Messages that could not be processed: list, show, send again.",
     help_format="plaintext",
-    group=LOOK,
+    group=INSPECT,
 )
 
 

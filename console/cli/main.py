@@ -15,7 +15,7 @@ from cyclopts import App
 
 from penstock.console import launch
 from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
-from penstock.console.cli.verb_parts import LOOK, SERVE, START, TRAIN, Flag, Raw
+from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
 from penstock.protocol.errors import PenstockError
 
 app = App(
@@ -46,7 +46,7 @@ def quickstart(*arguments: Raw) -> None:
               penstock quickstart --json        print one JSON object as the last line
     Then:     penstock chat quickstart
     """
-    launch.become(launch.module("penstock.deploy.quickstart", *arguments))
+    launch.replace_process(launch.module("penstock.deploy.quickstart", *arguments))
 
 
 @app.command(group=TRAIN)
@@ -60,7 +60,7 @@ def train(*arguments: Raw) -> None:
               penstock train run.toml trainer.lr=1e-6 --trainer.steps 200
     Then:     penstock watch RUN, in another terminal
     """
-    launch.become(launch.train(arguments, os.environ))
+    launch.replace_process(launch.train(arguments, os.environ))
 
 
 @app.command(group=TRAIN)
@@ -70,7 +70,7 @@ def sft(*arguments: Raw) -> None:
     Example:  penstock sft run.toml sft.steps=300
     Then:     penstock train run.toml model.path=FOLDER, with the folder it printed
     """
-    launch.become(launch.module("penstock.trainer", "sft", *arguments))
+    launch.replace_process(launch.module("penstock.trainer", "sft", *arguments))
 
 
 @config.command
@@ -80,7 +80,7 @@ def show(*arguments: Raw) -> None:
     Example:  penstock config show run.toml trainer.lr=1e-6
     Then:     penstock train run.toml
     """
-    launch.become(launch.module("penstock.trainer", "config", *arguments))
+    launch.replace_process(launch.module("penstock.trainer", "config", *arguments))
 
 
 @data.command
@@ -90,7 +90,7 @@ def check(*arguments: Raw) -> None:
     Example:  penstock data check train.parquet --model Qwen3-0.6B
     Then:     penstock train run.toml data.train=train.parquet
     """
-    launch.become(launch.module("penstock.trainer", "data-check", *arguments))
+    launch.replace_process(launch.module("penstock.trainer", "data-check", *arguments))
 
 
 @app.command(group=SERVE)
@@ -102,7 +102,7 @@ def rollout(*arguments: Raw) -> None:
     Example:  penstock rollout run.toml worker.device=cuda
     Then:     penstock watch RUN
     """
-    launch.become(launch.module("penstock.rollout_service", *arguments))
+    launch.replace_process(launch.module("penstock.rollout_service", *arguments))
 
 
 @app.command(group=SERVE)
@@ -112,7 +112,7 @@ def up(*arguments: Raw) -> None:
     Example:  penstock up --data runs/store
     Then:     paste the printed lines into another terminal, then: penstock train run.toml
     """
-    launch.become(launch.module("penstock.deploy.local", *arguments))
+    launch.replace_process(launch.module("penstock.deploy.local", *arguments))
 
 
 @app.command(group=START)
@@ -133,7 +133,7 @@ def doctor(*arguments: Raw, json: Flag = False) -> int:
     return report(arguments, os.environ, as_json=json)
 
 
-@app.command(group=LOOK)
+@app.command(group=INSPECT)
 def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) -> int:
     """Show a live panel of a run; Ctrl-C ends the panel, not the run.
 
@@ -157,7 +157,7 @@ def watch(run: str, *arguments: Raw, plain: Flag = False, json: Flag = False) ->
     return watch_run(run, arguments, os.environ, plain=plain, as_json=json)
 
 
-@app.command(group=LOOK)
+@app.command(group=INSPECT)
 def chat(
     run: str,
     *arguments: Raw,
@@ -191,15 +191,16 @@ def chat(
     max_tokens
         Maximum tokens of an answer; default 512, or half the context of a smaller model.
     """
-    from penstock.console.tools.chat import ChatOptions, talk
+    from penstock.console.tools.chat import ChatOptions
+    from penstock.console.tools.chat import chat as start_chat
 
     options = ChatOptions(
         model=model, prompt=prompt, keep=keep, device=device, temperature=temperature, max_tokens=max_tokens
     )
-    return talk(run, arguments, os.environ, options)
+    return start_chat(run, arguments, os.environ, options)
 
 
-@app.command(group=LOOK)
+@app.command(group=INSPECT)
 def version() -> None:
     """Print the versions that a bug report needs.
 

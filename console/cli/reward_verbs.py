@@ -22,7 +22,7 @@ def service(*arguments: Raw) -> None:
     Example:  penstock reward service run.toml reward_service.port=8700
     Then:     penstock reward list
     """
-    launch.become(launch.module("penstock.reward_service", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", *arguments))
 
 
 @app.command(help_flags=OWN_HELP)
@@ -32,7 +32,7 @@ def serve(*arguments: Raw) -> None:
     Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
     Then:     penstock reward test my_reward
     """
-    launch.become(launch.module("penstock.reward_service", "serve", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", "serve", *arguments))
 
 
 @app.command(name="serve-judge", help_flags=OWN_HELP)
@@ -42,7 +42,7 @@ def serve_judge(*arguments: Raw) -> None:
     Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
     Then:     penstock reward test judge
     """
-    launch.become(launch.module("penstock.reward_service", "serve-judge", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", "serve-judge", *arguments))
 
 
 @app.command(name="serve-grader", help_flags=OWN_HELP)
@@ -52,7 +52,7 @@ def serve_grader(*arguments: Raw) -> None:
     Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
     Then:     penstock reward test grader
     """
-    launch.become(launch.module("penstock.reward_service", "serve-grader", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", "serve-grader", *arguments))
 
 
 @app.command(name="serve-model", help_flags=OWN_HELP)
@@ -62,7 +62,7 @@ def serve_model(*arguments: Raw) -> None:
     Example:  penstock reward serve-model rm/ --register http://127.0.0.1:8700
     Then:     penstock reward test rm
     """
-    launch.become(launch.module("penstock.reward_model", *arguments))
+    launch.replace_process(launch.module("penstock.reward_model", *arguments))
 
 
 @app.command(name="list")

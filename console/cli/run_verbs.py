@@ -9,11 +9,11 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from penstock.console.cli.verb_parts import LOOK, REWARD_URL, TRAIN, Flag, Raw, ServiceUrl, TokenFile
+from penstock.console.cli.verb_parts import INSPECT, REWARD_URL, TRAIN, Flag, Raw, ServiceUrl, TokenFile
 
-runs = App(name="runs", help="List runs, print their reports, remove them.", help_format="plaintext", group=LOOK)
+runs = App(name="runs", help="List runs, print their reports, remove them.", help_format="plaintext", group=INSPECT)
 weights = App(
-    name="weights", help="List the weight versions of a run, export one.", help_format="plaintext", group=LOOK
+    name="weights", help="List the weight versions of a run, export one.", help_format="plaintext", group=INSPECT
 )
 record = App(help_format="plaintext")  # its verbs are top-level verbs of `penstock`
 
@@ -129,7 +129,7 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
     return remove_it(run, arguments, os.environ, yes=yes, folder=folder, force=force)
 
 
-@record.command(group=LOOK)
+@record.command(group=INSPECT)
 def replay(
     run: str,
     *arguments: Raw,
@@ -166,7 +166,9 @@ def replay(
 
     given = {"--from": first, "--to": last, "--model": model}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    stored_run.become(run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json))
+    stored_run.replace_process(
+        run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json)
+    )
 
 
 @record.command(group=TRAIN)
@@ -216,7 +218,7 @@ def rescore(
     return rescore(run, arguments, os.environ, options, as_json=json)
 
 
-@record.command(group=LOOK)
+@record.command(group=INSPECT)
 def lineage(
     run: str,
     *arguments: Raw,
@@ -253,7 +255,7 @@ def lineage(
     return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
 
 
-@record.command(group=LOOK)
+@record.command(group=INSPECT)
 def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> int:
     """Check that every group of a run was counted exactly once, and list those that were not.
 

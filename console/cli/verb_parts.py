@@ -16,7 +16,7 @@ Endpoint = Annotated[str, Parameter(help="Name of the endpoint.")]
 START = Group("Start here", sort_key=0)
 TRAIN = Group("Train", sort_key=1)
 SERVE = Group("Services", sort_key=2)
-LOOK = Group("Inspect", sort_key=3)
+INSPECT = Group("Inspect", sort_key=3)
 
-OWN_HELP = ()  # --help is passed to the process that the command becomes, which lists its own options
+OWN_HELP = ()  # --help is passed to the process that replaces the command, which lists its own options
 REWARD_URL = "http://127.0.0.1:8700"

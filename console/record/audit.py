@@ -68,8 +68,8 @@ def _table(lines: Sequence[SplitLine]) -> Table:
             (line.dropped.get(reason, 0), line.dropped_tokens.get(reason, 0)) for line in lines
         ]
     rows["dead letters"] = [(line.dead, None) for line in lines]
-    for place in sorted({place for line in lines for place in line.in_flight}):
-        rows[f"in flight: {place}"] = [(line.in_flight.get(place, 0), None) for line in lines]
+    for location in sorted({location for line in lines for location in line.in_flight}):
+        rows[f"in flight: {location}"] = [(line.in_flight.get(location, 0), None) for line in lines]
     rows["in flight"] = [(sum(line.in_flight.values()), line.in_flight_tokens) for line in lines]
     for name, figures in rows.items():
         cells = [cell for groups, tokens in figures for cell in (str(groups), "" if tokens is None else str(tokens))]

@@ -93,7 +93,7 @@ def _groups_to_score(chapter: LineageChapter, blobs: Blobs) -> Iterator[GroupToS
         rows = [group.scored.generated.row_group for group in groups]
         for group, text in zip(groups, group_pack.decode_texts(blobs.get(pack), rows), strict=True):
             if text.group_id != group.group_id:
-                raise PackError(f"{pack.key} holds group {text.group_id} where the record says {group.group_id}")
+                raise PackError(f"{pack.key} holds group {text.group_id} where the record has {group.group_id}")
             yield GroupToScore(group, pack, text)
 
 

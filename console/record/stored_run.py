@@ -26,18 +26,18 @@ def replay(
     try:
         ranks = int(json.loads(path.read_bytes())["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
     except (ValueError, KeyError, TypeError) as err:
-        raise ConfigError(f"{path} does not say how many ranks the run had ({type(err).__name__}: {err})") from None
+        raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
     return launch.trainer(ranks, "replay", run, *arguments, *options, *(["--json"] if as_json else []))
 
 
-def become(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
+def replace_process(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
     """Replace this process by a command that reads a run's stores; does not return. Raises ConfigError."""
     store = _own_store(run, arguments, environ)
     if store is not None and is_locked(store / "lock"):
         os.environ.update(connections.store_environment(store))
     elif store is not None:
         command = launch.module("penstock.deploy.stored", str(store), "--", *command)
-    launch.become(command)
+    launch.replace_process(command)
 
 
 def ensure_servers(run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str]) -> None:
@@ -48,7 +48,9 @@ def ensure_servers(run: str, arguments: Sequence[str], environ: Mapping[str, str
     check_run_id(run)
     store = _own_store(run, arguments, environ)
     if store is not None and not is_locked(store / "lock"):
-        launch.become(launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed)))
+        launch.replace_process(
+            launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))
+        )
 
 
 def ensure_local_servers(

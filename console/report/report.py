@@ -21,7 +21,7 @@ def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) 
     """Write the report into a run folder and return the path of report.md.
 
     ``next_steps`` are commands to print at the end. The plot needs matplotlib (the extra ``report``);
-    without it report.md says how to install it and has only the text curve.
+    without it report.md explains how to install it and has only the text curve.
     """
     points = curves.read(folder)
     folder.mkdir(parents=True, exist_ok=True)

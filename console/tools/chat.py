@@ -31,7 +31,7 @@ class ChatOptions:
     max_tokens: int | None = None
 
 
-def talk(run: str, arguments: Sequence[str], environ: Mapping[str, str], options: ChatOptions) -> int:
+def chat(run: str, arguments: Sequence[str], environ: Mapping[str, str], options: ChatOptions) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
     Each line is sent alone, as in single-turn training; ``options.keep`` sends the whole conversation.

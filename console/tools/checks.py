@@ -129,8 +129,10 @@ def sandbox() -> Finding:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=False)
     except (OSError, subprocess.SubprocessError) as err:
         return Finding("sandbox", "warn", f"the probe did not finish: {err}", fix)
-    said = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe printed nothing"]
-    return Finding("sandbox", "warn" if answer.returncode else "ok", said[-1][:500], fix if answer.returncode else "")
+    printed = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe printed nothing"]
+    return Finding(
+        "sandbox", "warn" if answer.returncode else "ok", printed[-1][:500], fix if answer.returncode else ""
+    )
 
 
 def gpu() -> Finding:

@@ -55,7 +55,7 @@ def test_every_command_exists_with_its_flags(line: str, monkeypatch: pytest.Monk
     known = {name for argument in verb.assemble_argument_collection() for name in argument.names}
     unknown = [flag for flag in _flags(rest) if flag not in known and "." not in flag and flag != launch.LOCAL]
     started: list[list[str]] = []
-    monkeypatch.setattr(launch, "become", lambda command: started.append(list(command)))
+    monkeypatch.setattr(launch, "replace_process", lambda command: started.append(list(command)))
     if unknown:
         verb.default_command()
         text = subprocess.run([*started[0], "--help"], capture_output=True, text=True, timeout=120, check=True).stdout

@@ -1,4 +1,4 @@
-"""What the panel shows, and the lines that stand for it where there is no terminal."""
+"""The panel, and the plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def drawn(snapshot: Snapshot, width: int = 100) -> str:
     return console.export_text()
 
 
-def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
-    """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are there."""
+def test_a_frame_shows_everything(snapshot: Snapshot):
+    """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are shown."""
     text = drawn(snapshot)
     for expected in (
         "step 60/60",
@@ -56,7 +56,7 @@ def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
         assert expected in text
 
 
-def test_a_frame_of_nothing_is_still_a_frame():
+def test_a_frame_of_a_run_without_events():
     """Before the first message the panel shows what it waits for."""
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
@@ -75,18 +75,18 @@ def test_a_worker_without_heartbeat_is_shown_as_lost(snapshot: Snapshot):
 
 
 def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
-    """What a service calls its state cannot colour or break the panel."""
+    """Markup in a service's state is shown as text."""
     services = tuple(replace(s, state="[bold]x[/nonsense]") for s in snapshot.services)
     assert "[bold]x[/nonsense]" in drawn(replace(snapshot, services=services))
 
 
-def test_no_line_of_a_frame_is_cut(snapshot: Snapshot):
-    """On a terminal of 100 columns nothing ends in an ellipsis."""
+def test_no_line_of_a_frame_is_truncated(snapshot: Snapshot):
+    """On a terminal of 100 columns no cell ends in an ellipsis."""
     assert "…" not in drawn(snapshot)
 
 
-def test_plain_lines_say_each_thing_once(snapshot: Snapshot):
-    """Steps come every so many, evaluations and incidents once, whatever is shown how often."""
+def test_plain_lines_print_each_event_once(snapshot: Snapshot):
+    """Steps are printed at the interval, evaluations and incidents once, however often a snapshot is shown."""
     lines: list[str] = []
     plain = PlainLines(lines.append, every=10)
     for step in (1, 2, 9, 10, 10, 25, 60):
@@ -100,7 +100,7 @@ def test_plain_lines_say_each_thing_once(snapshot: Snapshot):
 
 
 def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
-    """A run that ends between two lines still says where it ended."""
+    """A run that ends between two lines prints its last step."""
     lines: list[str] = []
     plain = PlainLines(lines.append, every=50)
     plain.show(replace(snapshot, step=1))
@@ -128,6 +128,6 @@ def test_a_curve_has_its_size_whatever_the_values(values: list[float]):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3661, "1:01:01"), (-1, "0:00")]
 )
-def test_durations_read_like_a_clock(seconds: float, text: str):
-    """Minutes and seconds, and hours when there are any."""
+def test_durations_are_formatted(seconds: float, text: str):
+    """Minutes and seconds, and hours from one hour."""
     assert clock(seconds) == text

@@ -1,4 +1,4 @@
-"""Every way in which a run's account can be broken is named, with the group that breaks it."""
+"""Every violation of a run's accounting is listed, with its group."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TOKENS = recorded(A).num_tokens
 
 def chapters() -> list[LineageChapter]:
     """Two steps of two groups; one group dropped as dead, one in flight; one evaluated."""
-    life = RecordedLife(
+    session = RecordedLife(
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=PACK
     )
     first = SplitTotals(issued=3, used=1, used_tokens=TOKENS, in_flight=2)
@@ -66,7 +66,7 @@ def chapters() -> list[LineageChapter]:
             parent=None,
             step=1,
             version=1,
-            lives=(life,),
+            lives=(session,),
             steps=(step(1, A),),
             issued={"train": (A, B, C)},
             account=AccountState(totals={"train": first}, in_flight={"train": (B, C)}),
@@ -95,8 +95,8 @@ def breaches(result: AuditResult) -> set[tuple[str, str]]:
     return {(breach.kind, breach.group_id) for breach in result.breaches}
 
 
-def test_a_whole_account_closes():
-    """In groups and tokens, by split; what the record does not know yet, or not any more, is in motion."""
+def test_a_complete_accounting_balances():
+    """In groups and tokens, by split; queued groups that are not in flight by the record are in motion."""
     result = check_record(audit_inputs())
     assert result.closes, result.breaches
     train, held_out = result.splits
@@ -106,8 +106,8 @@ def test_a_whole_account_closes():
     assert result.moving == {"issued after the checkpoint": 1, "closed, waiting for their acknowledgement": 1}
 
 
-def test_nothing_committed_is_no_breach():
-    """Before the first checkpoint everything is in motion."""
+def test_a_run_without_checkpoint_has_no_violation():
+    """Before the first checkpoint every group is in motion."""
     result = check_record(AuditInputs("r", waiting={"tasks": {A: 0}}))
     assert result.closes
     assert result.moving == {"issued after the checkpoint": 1}
@@ -115,7 +115,7 @@ def test_nothing_committed_is_no_breach():
 
 
 def test_a_dead_group_that_was_sent_again_may_be_trained():
-    """A chapter that revives it takes its death back; without that it is trained and also a dead letter."""
+    """A chapter that reopens it undoes the drop; without that it is trained and also a dead letter."""
     totals = SplitTotals(issued=4, used=3, used_tokens=3 * TOKENS, in_flight=1)
     third = LineageChapter(
         run_id="r", epoch=1, weights_digest="a" * 64, number=3, parent=PACK, step=3, version=3, steps=(step(3, C),),
@@ -127,15 +127,15 @@ def test_a_dead_group_that_was_sent_again_may_be_trained():
     assert check_record(seen).closes, check_record(seen).breaches
     untold = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": ()})])
     assert ("trained and also a dead letter", C) in breaches(check_record(untold))
-    alive = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": (B, C)})])
-    assert ("revived but not dead", B) in breaches(check_record(alive))
+    reopened_twice = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": (B, C)})])
+    assert ("revived but not dead", B) in breaches(check_record(reopened_twice))
 
 
-def test_a_pack_that_was_to_expire_is_no_breach():
-    """A run that was told to remove trained packs loses its replay, not its account; an altered pack breaks it still."""
-    gone = replace(audit_inputs(), pack_faults={PACK.key: "missing"})
-    assert ("pack missing", A) in breaches(check_record(gone))
-    result = check_record(replace(gone, packs_expire=True))
+def test_an_expired_pack_is_no_violation():
+    """A run set to remove trained packs cannot be replayed but balances; an altered pack is a violation."""
+    missing = replace(audit_inputs(), pack_faults={PACK.key: "missing"})
+    assert ("pack missing", A) in breaches(check_record(missing))
+    result = check_record(replace(missing, packs_expire=True))
     assert result.closes
     assert any("1 packs were removed by retention.trained_packs_h" in note for note in result.notes)
     assert not check_record(replace(audit_inputs(), pack_faults={PACK.key: "altered"}, packs_expire=True)).closes
@@ -170,13 +170,13 @@ def changed(**second: object) -> AuditInputs:
         (replace(audit_inputs(), chapters=chapters()[1:]), ("trained but never issued", B)),
     ],
 )
-def test_every_breach_is_named(broken: AuditInputs, expected: tuple[str, str]):
-    """The audit fails and names the group."""
+def test_every_violation_is_listed(broken: AuditInputs, expected: tuple[str, str]):
+    """The audit fails and lists the group."""
     assert expected in breaches(check_record(broken))
 
 
-def test_a_second_use_by_design_closes():
-    """A group that a later step uses again, and says so, counts once in the account, however many uses were planned."""
+def test_a_planned_second_use_balances():
+    """A group that a later step marks as a second use counts once, however many uses were planned."""
     again = changed(steps=(step(2, B, again={A: 2}),))
     for planned in (2, 3, None):
         result = check_record(replace(again, max_uses=planned))
@@ -194,13 +194,13 @@ def test_a_second_use_by_design_closes():
         ({E: 1}, 3, ("trained but never issued", E)),
     ],
 )
-def test_a_second_use_that_was_not_planned_is_named(again: dict[str, int], planned: int, expected: tuple[str, str]):
+def test_an_unplanned_second_use_is_listed(again: dict[str, int], planned: int, expected: tuple[str, str]):
     """More uses than the settings allow, a use that is missing, a first use that is a second, a use of nothing trained."""
     assert expected in breaches(check_record(replace(changed(steps=(step(2, B, again=again),)), max_uses=planned)))
 
 
-def test_a_repetition_that_died_is_a_note():
-    """A trained group whose second delivery went to the dead letters has its effect once."""
+def test_a_dead_lettered_duplicate_is_a_note():
+    """A trained group whose duplicate was dead-lettered was trained once."""
     result = check_record(replace(audit_inputs(), dead={C: "x", A: "RewardFailed"}))
     assert result.closes
     assert A in result.notes[-1]

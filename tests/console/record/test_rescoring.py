@@ -1,4 +1,4 @@
-"""Stored parts weighed again: by the rule that made the reward, or as a plain sum."""
+"""Stored parts with new weights: by the rule of the reward, or as a plain sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scored(scorer: str) -> ScoredGroup:
 
 
 def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> None:
-    """Only the weights that are named change; what a gate closed stays closed; a stranger is refused by its name."""
+    """Only the named weights change; closed gates stay closed; an unknown part is refused by name."""
     found = reweight(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
     assert isinstance(found, ScoredGroup)
     assert found.rewards == pytest.approx((1.5, 0.5, -0.5))
@@ -37,7 +37,7 @@ def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> N
 
 
 def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None:
-    """So it is for rewards that were not made by the run file, and wherever the reward itself is weighed."""
+    """For rewards that the run file does not define, and wherever the reward itself has a weight."""
     for scorer, weights, expected in (
         ("judge@2", {"form": 0.5}, (0.5, 0.5, 0.0)),
         ("mine(numeric, tags)", {"reward": 1.0, "correct": 1.0}, (2.2, 0.2, 0.5)),
@@ -51,8 +51,8 @@ def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None
     )
 
 
-def test_a_reward_of_length_is_told_the_lengths_of_stored_completions() -> None:
-    """What the service is sent holds the token counts of the record, so that it may count them again."""
+def test_a_length_reward_gets_the_lengths_of_stored_completions() -> None:
+    """The request has the token counts of the record."""
     member = RecordedGroup(prompt=0, pack=0, scored=scored("mine(numeric, tags)"))
     text = GroupTexts("g", "p", ("a", "b", "c"), ("stop",) * 3, GROUP.reward)
     sent: list[dict[str, Any]] = []
