@@ -39,7 +39,7 @@ sglang-env: $(SGLANG)/.installed  ## SGLang for CPUs, in an environment of its o
 bench-staleness: $(STAMP)  ## which corrections learn from stale samples: the missing runs, the table and the plot (hours)
 	$(BIN)/python -m benchmarks.staleness --all --report
 
-fuzz-patches: $(STAMP)  ## 200,000 malformed weight patches, manifests and layouts, under a memory limit (minutes)
+fuzz-patches: $(STAMP)  ## hostile weight patches, manifests and layouts: 200,000 of them, under a memory limit (minutes)
 	$(BIN)/python -m tests.protocol.fuzz_patches --mutations 200000
 
 bench-patches: $(STAMP)  ## sparse weight patches compared with memcpy, full safetensors and XOR + zstd, at five densities (minutes)
