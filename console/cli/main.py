@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App
 
+from penstock import __version__
 from penstock.console import launch
 from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
@@ -21,7 +22,7 @@ from penstock.protocol.errors import PenstockError
 app = App(
     name="penstock",
     help_format="plaintext",
-    version_flags=[],
+    version=__version__,
     help="""Train language models with reinforcement learning, with services that communicate only through NATS and S3.
 
 New here? Type: penstock quickstart
@@ -35,7 +36,7 @@ data = App(name="data", help="Check data files.", help_format="plaintext", group
 for part in (config, data, reward_verbs.app, run_verbs.runs, run_verbs.weights, dead_letter_verbs.app):
     app.command(part)
 app.update(run_verbs.record)
-app["--help"].show = False  # the text above names it
+app["--help"].show = app["--version"].show = False  # the text above and the verb say the same
 
 
 @app.command(group=START)

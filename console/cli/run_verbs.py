@@ -15,7 +15,7 @@ runs = App(name="runs", help="List runs, print their reports, remove them.", hel
 weights = App(
     name="weights", help="List the weight versions of a run, export one.", help_format="plaintext", group=INSPECT
 )
-record = App(help_format="plaintext")  # its verbs are top-level verbs of `penstock`
+record = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
 
 
 @runs.default

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import __version__
 from penstock.console import launch
 from penstock.protocol.errors import ConfigError
 
@@ -120,6 +121,12 @@ def test_version_names_what_a_bug_report_needs():
     """Version, interpreter, platform and the libraries that matter."""
     answer = penstock("version")
     assert [line.split()[0] for line in answer.stdout.splitlines()][:4] == ["penstock", "python", "platform", "torch"]
+
+
+def test_the_version_flag_prints_the_version():
+    """``--version`` is one line, without a traceback."""
+    answer = penstock("--version")
+    assert (answer.returncode, answer.stdout.strip()) == (0, __version__)
 
 
 def test_arguments_arrive_unchanged_and_in_order():
