@@ -1,5 +1,5 @@
-"""What people touch: the `penstock` command, the live panel, the report, `doctor`, `chat` and `runs`.
+"""The `penstock` command: start services, watch, report on, audit and replay runs.
 
-The console imports `protocol` and no service: it starts services as processes of the same
-interpreter, and watches a run through NATS like any other reader.
+The console imports `protocol` and no service. It starts services as processes of the same
+interpreter and reads a run through NATS and S3 like any other client.
 """

@@ -1,4 +1,4 @@
-"""A curve of braille dots for a terminal: two columns and four rows of dots in every character."""
+"""Draw a curve with braille characters, each two columns and four rows of dots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def curve(values: Sequence[float], *, width: int, height: int, low: float, high:
 
 
 def _between(previous: int | None, row: int) -> range:
-    """Rows to set so that a steep curve stays one line."""
+    """Return the rows to set so that a steep curve stays connected."""
     if previous is None or abs(previous - row) <= 1:
         return range(row, row + 1)
     return range(previous + 1, row + 1) if row > previous else range(row, previous)
@@ -44,7 +44,7 @@ def _resample(values: Sequence[float], columns: int) -> list[float]:
         return [values[0]]
     found = []
     for column in range(columns):
-        place = column * (len(values) - 1) / (columns - 1)
-        left = min(int(place), len(values) - 2)
-        found.append(values[left] + (values[left + 1] - values[left]) * (place - left))
+        position = column * (len(values) - 1) / (columns - 1)
+        left = min(int(position), len(values) - 2)
+        found.append(values[left] + (values[left + 1] - values[left]) * (position - left))
     return found

@@ -1,7 +1,7 @@
-"""Where a run's NATS and S3 are: what was typed, else the environment, else the run's own local store.
+"""The addresses of a run's NATS and S3: from arguments, the environment, or the run's own local store.
 
-A run that this machine started with its own NATS and S3 keeps their addresses in
-``<run folder>/store/environment``, in the same PENSTOCK_ variables that every service reads.
+A run that this machine started with its own NATS and S3 stores their addresses in
+``<run folder>/store/environment``, as the PENSTOCK_ variables that every service reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ConsoleSettings(BaseModel):
 
 
 def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | None = None) -> Loaded[ConsoleSettings]:
-    """Load the console's settings; of a run of this machine also from its store. Raises ConfigError."""
+    """Load the console's settings; for a run of this machine also from its store. Raises ConfigError."""
     files, overrides = split_arguments(arguments)
     if run_id is not None:
         overrides = [*overrides, f"run.id={run_id}"]
@@ -42,12 +42,12 @@ def find(arguments: Sequence[str], environ: Mapping[str, str], *, run_id: str | 
 
 
 def is_configured(loaded: Loaded[ConsoleSettings]) -> bool:
-    """Say whether anybody said where NATS is; the default address is only a guess."""
+    """Return True if the address of NATS was configured; the default address does not count."""
     return loaded.origins["nats.url"] != "default"
 
 
 def store_environment(store: Path) -> dict[str, str]:
-    """Return the variables a local stack wrote into its data folder; empty when there are none."""
+    """Return the variables that local servers wrote to their data folder; empty when there are none."""
     try:
         text = (store / "environment").read_text(encoding="utf-8")
     except OSError:

@@ -1,7 +1,7 @@
-"""Which process a command becomes: the command line of the service's own module, in this interpreter.
+"""The command line of the process that a verb starts: a service's own module, in this interpreter.
 
-The console imports no service. It replaces itself by the service's process, so signals, exit code
-and terminal are the service's own, and what was typed arrives there unchanged.
+The console imports no service. It replaces its own process by the service's, so signals, exit code
+and terminal belong to the service, and its arguments arrive unchanged.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ LOCAL = "--local"
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """Return the command line of a module of ours."""
+    """Return the command line of a module; -P keeps the working directory out of its import path."""
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the command line of a training run: one process, several ranks, or the whole ring.
+    """Return the command line of a training run: one process, several ranks, or all services.
 
     With ``--local`` NATS, S3, the reward service and the workers are started too, by
     ``penstock.deploy.train_local``. Otherwise the trainer alone starts, under torchrun when ``trainer.num_ranks``
-    is above 1; torchrun would take the script's own flags for its own, hence the ``--``.
+    is above 1. The ``--`` keeps torchrun from reading the trainer's flags as its own.
     Raises ConfigError when the run file or num_ranks cannot be read.
     """
     if LOCAL in arguments:
@@ -35,7 +35,7 @@ def train(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
 
 
 def trainer(ranks: int, *arguments: str) -> list[str]:
-    """Return the command line of a trainer's command on so many ranks."""
+    """Return the command line of a command of the trainer on ``ranks`` ranks."""
     if ranks == 1:
         return module("penstock.trainer", *arguments)
     torchrun = ("--standalone", f"--nproc-per-node={ranks}", "--no-python", "--")
@@ -43,22 +43,24 @@ def trainer(ranks: int, *arguments: str) -> list[str]:
 
 
 def num_ranks(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Return ``trainer.num_ranks`` as the trainer itself will see it."""
+    """Return ``trainer.num_ranks`` as the trainer itself will read it."""
     files, overrides = split_arguments(arguments)
-    mistakes: list[str] = []
-    given = [*from_files(files, mistakes), *from_environment(environ), *from_overrides(overrides, mistakes)]
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
+    problems: list[str] = []
+    given = [*from_files(files, problems), *from_environment(environ), *from_overrides(overrides, problems)]
+    if problems:
+        raise ConfigError("\n".join(problems))
     chosen = [one for one in given if _is_num_ranks(one)]
     if not chosen:
         return 1
     last = chosen[-1]
     if not isinstance(last.value, int) or isinstance(last.value, bool) or last.value < 1:
-        raise ConfigError(f"{last.origin}: trainer.num_ranks: expected a whole number from 1 on, got {last.value!r}")
+        raise ConfigError(
+            f"{last.origin}: trainer.num_ranks: expected a whole number of at least 1, got {last.value!r}"
+        )
     return last.value
 
 
-def become(command: Sequence[str]) -> None:
+def replace_process(command: Sequence[str]) -> None:
     """Replace this process; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()

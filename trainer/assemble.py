@@ -1,7 +1,7 @@
 """Builds one session of a run from its settings, runs it, and closes it.
 
 A session is the time from one start of the trainer on a run to its exit. The record and checkpoints store the sessions of
-a run as ``lives`` (`RecordedLife`).
+a run as ``lives`` (`RecordedSession`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from benchmarks.chaos.watch import Observer, Seen
 from safetensors.torch import load_file
 
 from penstock.console.live.panel import LivePanel
-from penstock.console.record.audit_checks import Proof, prove
+from penstock.console.record.audit_checks import AuditResult, check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.deploy import quickstart_task
 from penstock.deploy.child import DeployError, wait_until
@@ -148,7 +148,7 @@ class ChaosRun:
                 if code:
                     raise DeployError(f"the trainer ended with exit code {code}:\n{run.log_tail(TRAINER)}")
                 blobs = Blobs(run.s3)
-                proof = prove(gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
+                proof = check_record(gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
                 state = committed(run.folder / "checkpoints")[-1][1]
                 told = list(chapters(state.record, blobs.get))
             events, incidents = run.events, panel.snapshot().incidents
@@ -247,7 +247,7 @@ def _num_issued_again(told: Sequence[LineageChapter]) -> int:
     return sum(not group_id.endswith(".a0") for group_id in ids)
 
 
-def _failures(run: ChaosRun, outcome: Outcome, proof: Proof) -> list[str]:
+def _failures(run: ChaosRun, outcome: Outcome, proof: AuditResult) -> list[str]:
     failures = [f"{breach.kind}: {breach.group_id} {breach.detail}" for breach in proof.breaches]
     if not proof.closes:
         failures.append("the account does not close")
@@ -264,7 +264,7 @@ def _failures(run: ChaosRun, outcome: Outcome, proof: Proof) -> list[str]:
     return failures
 
 
-def _control_failures(proof: Proof) -> list[str]:
+def _control_failures(proof: AuditResult) -> list[str]:
     """The control holds when the audit names groups that were trained twice."""
     kinds = Counter(breach.kind for breach in proof.breaches)
     return [] if kinds["trained twice"] else [f"without ids nothing was trained twice, by the audit: {dict(kinds)}"]

@@ -1,1 +1,1 @@
-"""The `penstock` command: its verbs as they are typed; may import every package of the console."""
+"""The `penstock` command: verbs, options and help texts; may import every package of the console."""

@@ -1,4 +1,4 @@
-"""`penstock dead-letters …`, as it is typed; what it does is in `console/tools/dead_letters.py`."""
+"""The verbs of `penstock dead-letters`; `console/tools/dead_letters.py` does the work."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 from cyclopts import App
 
-from penstock.console.cli.verb_parts import LOOK, Flag, Raw
+from penstock.console.cli.verb_parts import INSPECT, Flag, Raw
 
 app = App(
     name="dead-letters",
-    help="What nobody could process: list, read, send again.",
+    help="Messages that could not be processed: list, show, send again.",
     help_format="plaintext",
-    group=LOOK,
+    group=INSPECT,
 )
 
 
@@ -31,16 +31,16 @@ def list_dead_letters(run: str, *arguments: Raw, json: Flag = False) -> int:
     json
         Print one JSON array instead of the table.
     """
-    from penstock.console.record.stored_run import reach
+    from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import print_list
 
-    reach(run, arguments, os.environ, sys.argv[1:])
+    ensure_servers(run, arguments, os.environ, sys.argv[1:])
     return print_list(run, arguments, os.environ, as_json=json)
 
 
 @app.command(name="show")
 def show_dead_letter(run: str, number: int, *arguments: Raw, json: Flag = False) -> int:
-    """Print a dead letter with its prompts, and its answers when there are any.
+    """Print a dead letter with its prompts, and its completions if it has any.
 
     Example:  penstock dead-letters show quickstart 3
     Then:     penstock dead-letters resend RUN ID
@@ -54,18 +54,18 @@ def show_dead_letter(run: str, number: int, *arguments: Raw, json: Flag = False)
     json
         Print one JSON object instead of the text.
     """
-    from penstock.console.record.stored_run import reach
+    from penstock.console.record.stored_run import ensure_servers
     from penstock.console.tools.dead_letters import print_one
 
-    reach(run, arguments, os.environ, sys.argv[1:])
+    ensure_servers(run, arguments, os.environ, sys.argv[1:])
     return print_one(run, number, arguments, os.environ, as_json=json)
 
 
 @app.command(name="resend")
 def resend_dead_letters(run: str, *arguments: Raw, all: Flag = False, once_more: Flag = False) -> int:
-    """Send dead letters again, to the stage they died in: the trainer counts their groups as alive when they come.
+    """Send dead letters again, to the stage that gave them up; on arrival the trainer counts their groups as outstanding.
 
-    What would be in vain is refused, with the reason: the run is over, or the samples are too old by now.
+    Refused, with the reason, when it would have no effect: the run has ended, or the samples are too old by now.
 
     Example:  penstock dead-letters resend quickstart 3 4
               penstock dead-letters resend quickstart --all
@@ -76,9 +76,9 @@ def resend_dead_letters(run: str, *arguments: Raw, all: Flag = False, once_more:
     run
         Name of the run.
     all
-        All of them, instead of those that are named.
+        Send all of them, instead of those named.
     once_more
-        Also those that were sent again before.
+        Include those that were sent again before.
     """
     from penstock.console.tools.dead_letters import resend
 

@@ -1,4 +1,4 @@
-"""`penstock reward …`, as it is typed: serve, list, try and steer rewards."""
+"""The verbs of `penstock reward`: serve, list, test, drain and remove rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from penstock.console import launch
 from penstock.console.cli.verb_parts import OWN_HELP, REWARD_URL, SERVE, Endpoint, Flag, Raw, ServiceUrl, TokenFile
 
-app = App(name="reward", help="Serve, list and try rewards.", help_format="plaintext", group=SERVE)
+app = App(name="reward", help="Serve, list and test rewards.", help_format="plaintext", group=SERVE)
 
 
 @app.command
@@ -22,47 +22,47 @@ def service(*arguments: Raw) -> None:
     Example:  penstock reward service run.toml reward_service.port=8700
     Then:     penstock reward list
     """
-    launch.become(launch.module("penstock.reward_service", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", *arguments))
 
 
 @app.command(help_flags=OWN_HELP)
 def serve(*arguments: Raw) -> None:
-    """Turn a Python file with a reward function (verl's, TRL's, OpenRLHF's, a class) into a registered endpoint.
+    """Serve the reward function or class of a Python file (verl, TRL, OpenRLHF) as a reward endpoint.
 
     Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
     Then:     penstock reward test my_reward
     """
-    launch.become(launch.module("penstock.reward_service", "serve", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", "serve", *arguments))
 
 
 @app.command(name="serve-judge", help_flags=OWN_HELP)
 def serve_judge(*arguments: Raw) -> None:
-    """Turn a language model into a registered reward endpoint: a judge, by score or by pairs.
+    """Serve a language model as a judge endpoint, scoring single answers or comparing pairs.
 
     Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
     Then:     penstock reward test judge
     """
-    launch.become(launch.module("penstock.reward_service", "serve-judge", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", "serve-judge", *arguments))
 
 
 @app.command(name="serve-grader", help_flags=OWN_HELP)
 def serve_grader(*arguments: Raw) -> None:
-    """Turn a grader in OpenAI's JSON form into a registered reward endpoint.
+    """Serve a grader in OpenAI's JSON format as a reward endpoint.
 
     Example:  penstock reward serve-grader grader.json --register http://127.0.0.1:8700
     Then:     penstock reward test grader
     """
-    launch.become(launch.module("penstock.reward_service", "serve-grader", *arguments))
+    launch.replace_process(launch.module("penstock.reward_service", "serve-grader", *arguments))
 
 
 @app.command(name="serve-model", help_flags=OWN_HELP)
 def serve_model(*arguments: Raw) -> None:
-    """Turn a reward model's folder into a registered reward endpoint.
+    """Serve a reward model from its folder as a reward endpoint.
 
     Example:  penstock reward serve-model rm/ --register http://127.0.0.1:8700
     Then:     penstock reward test rm
     """
-    launch.become(launch.module("penstock.reward_model", *arguments))
+    launch.replace_process(launch.module("penstock.reward_model", *arguments))
 
 
 @app.command(name="list")
@@ -96,7 +96,7 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     data_source: str = "example",
     json: Flag = False,
 ) -> int:
-    """Score completions with a reward, as a run would, or see how its scores lie on rows of a data file.
+    """Score completions with a reward as a run would, or show its score distribution on rows of a data file.
 
     Example:  penstock reward test gsm8k
               penstock reward test gsm8k "#### 7" "it is 8" --ground-truth 7
@@ -108,19 +108,19 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
     name
         Name of the reward.
     completions
-        Texts to score; an example when there are none.
+        Texts to score; without any an example is scored.
     data
-        Data file; its rows are tried with right and wrong answers, and equal scores are warned of.
+        Data file; its rows are scored with right and wrong answers, with a warning when all scores are equal.
     number
-        How many rows of the data file.
+        Number of rows of the data file.
     map
-        Columns of other names, as OURS=THEIRS; with --data.
+        Column names that differ, as OURS=THEIRS; with --data.
     prompt
-        The prompt that the texts answer.
+        Prompt of the completions.
     ground_truth
-        The row's right answer.
+        Reference answer.
     data_source
-        The row's data set.
+        Name of the data set.
     json
         Print one JSON object instead of the table; with --data.
     """
@@ -128,16 +128,16 @@ def try_reward(  # noqa: PLR0913 - each is an option of the command
         from penstock.console.tools.reward_trial import try_data
 
         return try_data(name, data, number, map, url, token_file, as_json=json)
-    from penstock.console.tools.rewards import try_out
+    from penstock.console.tools.rewards import score_texts
 
-    return try_out(
+    return score_texts(
         name, completions, url, token_file, prompt=prompt, ground_truth=ground_truth, data_source=data_source
     )
 
 
 @app.command
 def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
-    """Say which groups of a run got no reward, why, and what became of them.
+    """List the groups of a run that got no reward, with the reason and their state.
 
     Example:  penstock reward errors gsm8k
               penstock reward errors gsm8k nats.url=nats://gpu-1:4222 nats.user=me
@@ -146,20 +146,20 @@ def errors(run: str, *arguments: Raw, json: Flag = False) -> int:
     Parameters
     ----------
     run
-        Id of the run.
+        Name of the run.
     json
         Print one JSON array instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.reward_errors import print_errors
 
-    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
     return print_errors(run, arguments, os.environ, as_json=json)
 
 
 @app.command
 def drain(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
-    """Take an endpoint out of service: calls under way end, its other groups wait.
+    """Take an endpoint out of service: running calls finish, other groups wait.
 
     Example:  penstock reward drain my_reward
     Then:     penstock reward resume my_reward
@@ -171,7 +171,7 @@ def drain(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile
 
 @app.command
 def resume(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
-    """Take a drained endpoint into service again.
+    """Return a drained endpoint to service.
 
     Example:  penstock reward resume my_reward
     Then:     penstock reward list
@@ -183,7 +183,7 @@ def resume(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFil
 
 @app.command
 def remove(name: Endpoint, *, url: ServiceUrl = REWARD_URL, token_file: TokenFile = None) -> int:
-    """Unregister an endpoint; groups that ask for it wait until it is back.
+    """Unregister an endpoint; groups that need it wait until it is registered again.
 
     Example:  penstock reward remove my_reward
     Then:     penstock reward list

@@ -1,4 +1,4 @@
-"""`penstock runs …`, `penstock weights …` and the verbs that read what a run has left, as they are typed."""
+"""The verbs of `penstock runs` and `penstock weights`, and the verbs that read the record of a run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from penstock.console.cli.verb_parts import LOOK, REWARD_URL, TRAIN, Flag, Raw, ServiceUrl, TokenFile
+from penstock.console.cli.verb_parts import INSPECT, REWARD_URL, TRAIN, Flag, Raw, ServiceUrl, TokenFile
 
-runs = App(name="runs", help="List runs and print their reports.", help_format="plaintext", group=LOOK)
+runs = App(name="runs", help="List runs, print their reports, remove them.", help_format="plaintext", group=INSPECT)
 weights = App(
-    name="weights", help="List the versions of a run, write one to disk.", help_format="plaintext", group=LOOK
+    name="weights", help="List the weight versions of a run, export one.", help_format="plaintext", group=INSPECT
 )
-record = App(help_format="plaintext")  # its verbs stand beside those of `penstock` itself
+record = App(help_format="plaintext", version_flags=[])  # its verbs are top-level verbs of `penstock`
 
 
 @runs.default
 @runs.command(name="list")
 def list_runs(*arguments: Raw, json: Flag = False) -> int:
-    """List the runs of this machine, and those of the broker when one is configured.
+    """List the runs of this machine, and those on NATS when its address is configured.
 
     Example:  penstock runs
     Then:     penstock runs show RUN
@@ -55,7 +55,7 @@ def show_run(run: str, *arguments: Raw) -> int:
 
 @weights.default
 def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
-    """List the stored versions of a run: parent, kind and base, what changed, bytes, seconds, and who serves which.
+    """List the stored versions of a run: parent, kind, base, changed share, bytes, seconds and the workers serving each.
 
     Example:  penstock weights quickstart
     Then:     penstock weights export RUN --version V --to FOLDER
@@ -70,15 +70,15 @@ def list_weights(run: str, *arguments: Raw, json: Flag = False) -> int:
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import print_versions
 
-    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
     return print_versions(run, arguments, os.environ, as_json=json)
 
 
 @weights.command(name="export")
 def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: Flag = False) -> int:
-    """Write a version as a Hugging Face model folder, from its anchor and the patches that follow.
+    """Write a version as a Hugging Face model folder, from its full snapshot and the patches that follow.
 
-    An adapter is merged into the model that it sits upon, or with --adapter written as it is, in PEFT's format.
+    An adapter is merged into its base model, or with --adapter written unmerged in PEFT's format.
 
     Example:  penstock weights export quickstart --version 12 --to models/v12
     Then:     penstock chat RUN --model models/v12
@@ -88,25 +88,26 @@ def export_weights(run: str, *arguments: Raw, version: int, to: Path, adapter: F
     run
         Name of the run.
     version
-        Which version.
+        Version to write.
     to
-        Folder that does not exist yet.
+        Folder to create; it must not exist.
     adapter
-        Write adapter_config.json and adapter_model.safetensors alone.
+        Write only adapter_config.json and adapter_model.safetensors.
     """
     from penstock.console.record import stored_run
     from penstock.console.tools.weights import export
 
-    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
     return export(run, version, to, arguments, os.environ, adapter=adapter)
 
 
 @runs.command(name="rm")
 def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = False, force: Flag = False) -> int:
-    """Remove a run: its objects, streams and buckets, and, asked separately, its folder on this machine.
+    """Remove a run: its objects, streams and buckets, and, after a second question, its folder on this machine.
 
-    It says what and how much, and asks first. What lives is not removed, nor a rescored input that another run
-    trained on, nor a local store that holds other runs. An interrupted removal is repeated as it was typed.
+    Prints what will be removed and how large it is, and asks for confirmation. Refuses when services of the run are
+    running, when another run trained on its rescored input, and when its local store holds other runs. To continue an
+    interrupted removal, repeat the command.
 
     Example:  penstock runs rm quickstart
               penstock runs rm my-run nats.url=nats://gpu-1:4222 s3.endpoint=http://gpu-1:9000 --yes
@@ -117,18 +118,18 @@ def remove_run(run: str, *arguments: Raw, yes: Flag = False, folder: Flag = Fals
     run
         Name of the run.
     yes
-        Do not ask; the folder is kept, unless --folder is given too.
+        Do not ask for confirmation; keep the folder unless --folder is given too.
     folder
-        Remove the folder without asking.
+        Remove the folder without confirmation.
     force
-        Remove it although services of it are alive, or other runs stand on it.
+        Remove it even if its services are running or other runs depend on it.
     """
     from penstock.console.tools.removal import remove_run as remove_it
 
     return remove_it(run, arguments, os.environ, yes=yes, folder=folder, force=force)
 
 
-@record.command(group=LOOK)
+@record.command(group=INSPECT)
 def replay(
     run: str,
     *arguments: Raw,
@@ -137,12 +138,12 @@ def replay(
     model: Path | None = None,
     json: Flag = False,
 ) -> None:
-    """Train a run again from its stored groups, and compare the weights of every version, hash by hash.
+    """Train a run again from its stored groups and compare the hash of every version.
 
-    No worker, reward or queue is needed: only the object store, and the model that the run began with. Groups,
-    their order and all settings come from the run's record. On the same kind of machine every version comes
-    out the same, and the exit code is 0; otherwise it is 1, and the first version that differs is named, with
-    all that is not as it was: packs, settings, libraries, machine.
+    Needs only the object store and the initial model: no workers, rewards or queues. Groups, their order and all
+    settings come from the run's record. On the same kind of machine every version is identical and the exit code
+    is 0. Otherwise it is 1, and the first version that differs is printed with every difference in packs, settings,
+    libraries and machine.
 
     Example:  penstock replay quickstart
               penstock replay my-run run.toml --from 40 --to 60
@@ -153,11 +154,11 @@ def replay(
     run
         Name of the run.
     first
-        Begin with the newest stored checkpoint at or before this version, not with the initial model.
+        Start from the newest stored checkpoint at or before this version instead of the initial model.
     last
-        The last version to make.
+        Last version to train.
     model
-        Folder of the initial model, when it is no longer where the run had it.
+        Folder of the initial model, if it has moved since the run.
     json
         Print one JSON object.
     """
@@ -165,7 +166,9 @@ def replay(
 
     given = {"--from": first, "--to": last, "--model": model}
     options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    stored_run.become(run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json))
+    stored_run.replace_process(
+        run, arguments, os.environ, stored_run.replay(run, arguments, os.environ, options, as_json=json)
+    )
 
 
 @record.command(group=TRAIN)
@@ -180,12 +183,11 @@ def rescore(
     leave_out_failed: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Score a run's groups again, by another reward or other weights of its parts, for a run without engines.
+    """Score a run's groups again, with another reward or other part weights, as input of a run without engines.
 
-    The groups that the run trained are scored by the reward service; packs, new rewards and their order become the
-    input of another run, which trains on them with the corrections for samples of other policies. Only groups that
-    a step trained on are covered: those that were dropped or are in flight are counted, and not in it; nor are held-out
-    ones. A group that cannot be scored is an error, never a 0.
+    The reward service scores the groups that the run trained on. Packs, new rewards and order become the input of
+    another run, which trains on them with the off-policy corrections. Dropped groups and groups in flight are not
+    included, only counted; held-out groups are not included. A group that cannot be scored is an error, never a 0.
 
     Example:  penstock rescore my-run --reward my_reward
               penstock rescore my-run --weights correct=1,format=0.2 --into my-run-format
@@ -196,27 +198,27 @@ def rescore(
     run
         Name of the run.
     reward
-        Reward to score by; none: the stored rewards, weighed anew.
+        Reward to score with; without it the stored part scores are weighted again.
     weights
-        What each named part counts, part=NUMBER, comma-separated; "reward" is the reward itself. In a reward that the
-        run file made of parts the other weights and the gates stay.
+        Weight of each named part, as part=NUMBER, comma-separated; "reward" is the reward itself. For a reward defined
+        by parts in the run file, other weights and gates are kept.
     into
-        Name of the input; made of the run's and the reward's by default.
+        Name of the input; by default made from the names of run and reward.
     leave_out_failed
-        Go on without the groups that could not be scored; they are listed in the input.
+        Continue without the groups that could not be scored; the input lists them.
     json
         Print one JSON object.
     """
     from penstock.console.record import stored_run
-    from penstock.console.record.rescore import How, rescore
+    from penstock.console.record.rescore import RescoreOptions, rescore
     from penstock.console.record.rescoring import Rule, parse_weights
 
-    stored_run.reach(run, arguments, os.environ, sys.argv[1:])
-    how = How(Rule(reward, parse_weights(weights)), into, url, token_file, leave_out_failed)
-    return rescore(run, arguments, os.environ, how, as_json=json)
+    stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
+    options = RescoreOptions(Rule(reward, parse_weights(weights)), into, url, token_file, leave_out_failed)
+    return rescore(run, arguments, os.environ, options, as_json=json)
 
 
-@record.command(group=LOOK)
+@record.command(group=INSPECT)
 def lineage(
     run: str,
     *arguments: Raw,
@@ -225,9 +227,9 @@ def lineage(
     full: Flag = False,
     json: Flag = False,
 ) -> int:
-    """Say what a version was made of: groups, prompts, rewards, who scored them, and every version before it.
+    """Show what a version was trained on: groups, prompts, rewards, scorers, and all earlier versions.
 
-    With --group: what became of one group, from its issue to the versions it is in.
+    With --group: the history of one group, from its issue to the versions trained on it.
 
     Example:  penstock lineage quickstart --version 12
               penstock lineage quickstart --group e0.p17.a0 --full
@@ -238,27 +240,27 @@ def lineage(
     run
         Name of the run.
     version
-        The version; the last one by default.
+        The version; default the last one.
     group
         Id of a group.
     full
-        Also every completion with its reward, and the whole chain.
+        Also print every completion with its reward, and the whole chain of versions.
     json
         Print one JSON object.
     """
     from penstock.console.record import stored_run
     from penstock.console.record.lineage import print_lineage
 
-    stored_run.reach(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_servers(run, arguments, os.environ, sys.argv[1:])
     return print_lineage(run, arguments, os.environ, version=version, group=group, full=full, as_json=json)
 
 
-@record.command(group=LOOK)
+@record.command(group=INSPECT)
 def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> int:
-    """Prove that every group of a run counts once, or name those that do not.
+    """Check that every group of a run was counted exactly once, and list those that were not.
 
-    Reads the streams, the checkpoint and the object store, of a run that goes on or is over; takes nothing from it.
-    The exit code is 0 when issued = trained + dropped + dead letters + in flight, group by group, else 1.
+    Reads streams, checkpoint and object store of a running or finished run, and consumes no message.
+    The exit code is 0 when issued = trained + dropped + dead letters + in flight for every group, else 1.
 
     Example:  penstock audit my-run
               penstock audit my-run nats.url=nats://gpu-1:4222 run.dir=/shared/runs
@@ -269,12 +271,12 @@ def audit(run: str, *arguments: Raw, fast: Flag = False, json: Flag = False) -> 
     run
         Name of the run.
     fast
-        Do not fetch the packs of trained groups to verify their hash; see only whether they are there.
+        Do not fetch the packs of trained groups to verify their hash; check only that they exist.
     json
         Print one JSON object instead of the table.
     """
     from penstock.console.record import stored_run
     from penstock.console.record.audit import audit_run
 
-    stored_run.beside(run, arguments, os.environ, sys.argv[1:])
+    stored_run.ensure_local_servers(run, arguments, os.environ, sys.argv[1:])
     return audit_run(run, arguments, os.environ, fast=fast, as_json=json)

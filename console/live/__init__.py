@@ -1,1 +1,1 @@
-"""The live panel of a run: heartbeats and events folded into snapshots, and drawn; may import report."""
+"""The live panel of a run: fold heartbeats and events into snapshots and draw them; may import report."""

@@ -1,6 +1,6 @@
-"""The services of a run, known by their heartbeats: who lives, who waits, what they did together.
+"""The services of a run, from their heartbeats: which are alive, how long each waits, and when they overlap.
 
-Pure: heartbeats and clock readings go in; lines, shares and incidents come out.
+Pure: a function of heartbeats and clock readings.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _Key = tuple[str, str]  # role, service id
 
 
 class Fleet:
-    """All services of one run, dead ones included."""
+    """All services of one run, including those that have exited."""
 
     def __init__(self) -> None:
-        """Begin with nobody."""
+        """Start without services."""
         self.both_working_s = 0.0
         self._services: dict[_Key, ServiceHistory] = {}
         self._polled_at: float | None = None
@@ -28,11 +28,12 @@ class Fleet:
         self._final_shares: dict[str, float] | None = None
 
     def fold(self, beats: Sequence[Heartbeat], now: float) -> list[Incident]:
-        """Take everything the live bucket holds; returns who was lost, came back or joined.
+        """Take all heartbeats of the live bucket; return incidents for services that were lost, came back or joined.
 
-        ``now`` is the reader's clock: silence is measured by it, never across two clocks.
+        ``now`` is the reader's clock: missing heartbeats are timed by it, so the clocks of two machines are never
+        compared.
         """
-        self._forgive_blindness(now)
+        self._skip_unread_time(now)
         incidents: list[Incident] = []
         spans: dict[_Key, Span | None] = {}
         for beat in beats:
@@ -43,18 +44,18 @@ class Fleet:
                 if self._window_open:
                     incidents.append(Incident(now, f"{service_name(*key)} joined", "back"))
                 continue
-            num_lives, was_alive = history.num_lives, history.alive
+            num_starts, was_alive = history.num_starts, history.alive
             spans[key] = history.fold(beat, now)
             history.alive = was_alive or history.seen_at == now
-            if history.num_lives > num_lives or (history.alive and not was_alive):
+            if history.num_starts > num_starts or (history.alive and not was_alive):
                 incidents.append(Incident(now, f"{service_name(*key)} is back", "back"))
-        incidents += self._notice_silence({(b.role, b.service_id) for b in beats}, now)
+        incidents += self._find_lost({(b.role, b.service_id) for b in beats}, now)
         if self._window_open and self._final_shares is None:
             self._add_overlap(spans)
         return incidents
 
     def open_window(self) -> None:
-        """Count busy and idle seconds from the first optimizer step on; a closed window is open again."""
+        """Count busy and idle seconds from now on; reopens a closed window. Called at the first optimizer step."""
         self._final_shares = None
         if self._window_open:
             return
@@ -63,33 +64,33 @@ class Fleet:
             history.open_window()
 
     def close_window(self) -> None:
-        """Stop the account of who waits: after the last step everybody does. Later calls change nothing."""
+        """Freeze the idle shares: after the last step all services wait. Later calls change nothing."""
         if self._window_open and self._final_shares is None:
             self._final_shares = self.idle_shares()
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated per second by all living workers."""
+        """Tokens generated per second by all running workers."""
         return sum(history.tokens_per_s for history in self._services.values())
 
     def count(self, figure: str) -> int:
-        """Return a counter summed over all services and all their lives."""
+        """Return a counter summed over all services and all their starts."""
         return sum(history.count(figure) for history in self._services.values())
 
-    def num_lives(self, role: str, service_id: str) -> int:
-        """Return how often a service was started, as far as its heartbeats tell."""
+    def num_starts(self, role: str, service_id: str) -> int:
+        """Return how often a service was started, as far as its heartbeats show."""
         history = self._services.get((role, service_id))
-        return history.num_lives if history else 1
+        return history.num_starts if history else 1
 
     def cpu_s_per_role(self) -> dict[str, float]:
-        """Return CPU seconds by role, killed services included."""
+        """Return CPU seconds by role, including those of killed processes."""
         total: dict[str, float] = {}
         for (role, _), history in self._services.items():
             total[role] = total.get(role, 0.0) + history.cpu_s
         return total
 
     def lines(self, now: float) -> tuple[ServiceLine, ...]:
-        """Return one line a service, workers first."""
+        """Return one line per service, workers first."""
         lines = []
         for (role, service_id), history in self._services.items():
             whole = history.busy_s + history.idle_s
@@ -103,13 +104,13 @@ class Fleet:
                     version=history.beat.version,
                     tokens_per_s=history.tokens_per_s,
                     idle_share=history.idle_s / whole if whole > 0 else None,
-                    num_lives=history.num_lives,
+                    num_starts=history.num_starts,
                 )
             )
         return tuple(sorted(lines, key=lambda s: (ROLES.index(s.role), s.service_id)))
 
     def idle_shares(self) -> dict[str, float]:
-        """Return the share of its time each role waited for others, mean over its services."""
+        """Return each role's share of time spent waiting for others, over all its services."""
         if self._final_shares is not None:
             return self._final_shares
         shares = {}
@@ -121,31 +122,31 @@ class Fleet:
                 shares[role] = idle / whole
         return shares
 
-    def _forgive_blindness(self, now: float) -> None:
-        """Nobody is lost because the reader itself could not look (the broker was away)."""
+    def _skip_unread_time(self, now: float) -> None:
+        """Exclude time in which the reader could not read heartbeats (NATS unreachable) from every silence."""
         if self._polled_at is not None and now - self._polled_at > LOST_AFTER_S:
             for history in self._services.values():
                 history.seen_at += now - self._polled_at
         self._polled_at = now
 
-    def _notice_silence(self, present: set[_Key], now: float) -> list[Incident]:
+    def _find_lost(self, present: set[_Key], now: float) -> list[Incident]:
         incidents = []
         for key, history in self._services.items():
             if not history.alive:
                 continue
             silent_s = now - history.seen_at
             if key not in present and silent_s < LOST_AFTER_S:
-                history.alive = False  # it took its key away: a clean end
+                history.alive = False  # it deleted its key: a regular exit
             elif silent_s >= LOST_AFTER_S:
                 history.alive = False
-                if self._final_shares is None:  # after the last step everybody may go
+                if self._final_shares is None:  # after the last step services may exit
                     incidents.append(
-                        Incident(now, f"{service_name(*key)} is gone: silent for {silent_s:.0f} s", "lost")
+                        Incident(now, f"{service_name(*key)} is lost: no heartbeat for {silent_s:.0f} s", "lost")
                     )
         return incidents
 
     def _add_overlap(self, spans: Mapping[_Key, Span | None]) -> None:
-        """Both worked at least busy + busy − wall of a second; of several workers the busiest counts."""
+        """Add the least overlap of trainer and busiest worker: busy + busy − wall seconds."""
         shares: dict[str, float] = {}
         wall_s = 0.0
         for (role, _), span in spans.items():

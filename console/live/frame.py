@@ -1,4 +1,4 @@
-"""One frame of the terminal panel: a snapshot in, a rich renderable out; nothing else happens here."""
+"""Draw one frame of the terminal panel: a snapshot in, a rich renderable out."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def render(snapshot: Snapshot) -> RenderableType:
         parts += [Text(), _services(snapshot)]
     if snapshot.incidents:
         parts += [Text(), _incidents(snapshot)]
-    if snapshot.bus_away_s > 0:
-        parts.append(Text(f"NATS has been away for {snapshot.bus_away_s:.0f} s; waiting for it", style="bold red"))
+    if snapshot.disconnected_s > 0:
+        parts.append(Text(f"NATS unreachable for {snapshot.disconnected_s:.0f} s; reconnecting", style="bold red"))
     return Panel(
         Group(*parts),
         title=f"[bold]penstock[/] · {snapshot.run_id}",
@@ -40,7 +40,7 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 
 def rate(per_s: float) -> str:
-    """Return tokens per second in four characters or so."""
+    """Return tokens per second in about four characters."""
     return f"{per_s / 1000:.1f}k" if per_s >= 1000 else f"{per_s:.0f}"
 
 
@@ -99,7 +99,7 @@ def _figures(s: Snapshot) -> RenderableType:
     groups = f"{s.groups_trained} trained"
     if s.no_signal_share:
         groups += f", {share(s.no_signal_share)} without signal"
-    off_policy, engine = learning.in_words(s.learning)
+    off_policy, engine = learning.panel_lines(s.learning)
     pairs = (
         ("reward", Text.assemble((figure(s.reward_now), "bold"), f" ({figure(gain, signed=True)})")),
         ("held-out", Text.assemble(f"{figure(s.accuracy_before)} → ", (figure(s.accuracy_now), "bold"))),
@@ -139,11 +139,11 @@ def _services(s: Snapshot) -> RenderableType:
 def _service(line: ServiceLine, newest_version: int) -> tuple[Text, ...]:
     behind = "" if line.version is None or line.role != "rollout" else f" ({line.version - newest_version:+d})"
     version = "" if line.version is None else f"v{line.version}{behind if line.version != newest_version else ''}"
-    lives = f" (life {line.num_lives})" if line.num_lives > 1 else ""
+    starts = f" (start {line.num_starts})" if line.num_starts > 1 else ""
     style = "" if line.alive else "red"
-    state = line.state if line.alive else f"gone, silent for {clock(line.silent_s)}"
+    state = line.state if line.alive else f"lost, no heartbeat for {clock(line.silent_s)}"
     speed = rate(line.tokens_per_s) if line.role == "rollout" else ""
-    cells = (line.name + lives, version, speed, share(line.idle_share), state)
+    cells = (line.name + starts, version, speed, share(line.idle_share), state)
     return tuple(Text(cell, style=style, overflow="ellipsis") for cell in cells)
 
 

@@ -2,10 +2,10 @@
 
     with LivePanel("quickstart", bus, total_steps=150) as panel:
         panel.note("killed rollout-1 on purpose")
-        ...                                   # the run goes on; the panel lives in its own thread
+        ...                                   # the panel is drawn by a thread of its own
     print(panel.summary().to_line())
 
-Watching never harms a run: whatever goes wrong in here is shown, and the run does not notice.
+Watching never affects a run: errors of the panel are shown in the panel.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from penstock.protocol.transport.bus import Bus
 Mode = Literal["auto", "rich", "plain", "quiet"]
 _TICK_S = 0.25
 _FRAME_S = 1.0
-_FRAME_SHARE = 0.01  # of a core: where a frame is dear, frames are rarer
+_FRAME_SHARE = 0.01  # of a core: slower frames are drawn less often
 
 
 class LivePanel:
-    """Watches one run and shows it while the block runs; `summary` tells at the end what it amounted to."""
+    """Watches one run and shows it while the block runs; `summary` has the totals at the end."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LivePanel:
         stream: TextIO | None = None,
         lines_every: int = 10,
     ) -> None:
-        """Prepare; nothing is watched before the block is entered.
+        """Prepare; watching starts when the block is entered.
 
         ``mode`` auto draws the panel on a terminal and writes a line every ``lines_every`` steps
         elsewhere; quiet only watches. ``stream`` is where it is written, stdout by default.
@@ -60,14 +60,14 @@ class LivePanel:
         self._mode: Mode = ("rich" if self._stream.isatty() else "plain") if mode == "auto" else mode
         self._lines = PlainLines(self._write, every=lines_every)
         self._notes: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # the view belongs to the panel's thread; readers take turns
+        self._lock = threading.Lock()  # guards the view: the panel's thread folds, others read
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
         self._watcher: Watcher | None = None
 
     def __enter__(self) -> LivePanel:
-        """Begin to watch; raises MissingStream when the run was never bootstrapped."""
+        """Start watching; raises MissingStream when the run was never bootstrapped."""
         self._watcher = Watcher(self._bus, self._view)
         if self._mode == "rich":
             self._live = Live(console=Console(file=self._stream), auto_refresh=False)
@@ -79,7 +79,7 @@ class LivePanel:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Fold what was said last, draw the last frame, stop watching."""
+        """Fold the last messages, draw the last frame, stop watching."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(30.0)
@@ -90,16 +90,16 @@ class LivePanel:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Add a remark to the incidents, from any thread."""
+        """Add a note to the incidents, from any thread."""
         self._notes.put((time.time(), text))
 
     def snapshot(self) -> Snapshot:
-        """Return one look at the run."""
+        """Return the current snapshot."""
         with self._lock:
             return self._view.snapshot(time.time())
 
     def summary(self) -> RunSummary:
-        """Return what the run amounted to so far; complete after the block has ended."""
+        """Return the totals so far; complete after the block has ended."""
         with self._lock:
             return self._view.summary()
 
@@ -119,7 +119,7 @@ class LivePanel:
                 with self._lock:
                     self._fold()
             except PenstockError as err:
-                self.note(f"the panel could not look: {err}")
+                self.note(f"the panel could not read the run: {err}")
             if time.monotonic() >= next_frame:
                 before_s = time.thread_time()
                 self._show()
@@ -148,10 +148,10 @@ class LivePanel:
 
 
 class PlainLines:
-    """The same for logs and pipes: a line every so many steps, one for each evaluation and incident."""
+    """Plain text for logs and pipes: a line every ``every`` steps, one for each evaluation and incident."""
 
     def __init__(self, write: Callable[[str], None], *, every: int) -> None:
-        """Write through ``write``, one line a call."""
+        """Write through ``write``, one line per call."""
         self._write = write
         self._every = every
         self._next_step = 1

@@ -1,4 +1,4 @@
-"""One look at a run: what the panel draws, as plain frozen values."""
+"""The state of a run at one moment, as plain frozen values: what the panel draws."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StepPoint:
     loss: float | None = None
     tokens_trained: int = 0
     staleness_tokens: dict[int, int] = field(default_factory=dict)
-    no_signal_share: float | None = None  # groups whose rewards are all equal: nothing to learn from
+    no_signal_share: float | None = None  # share of groups whose rewards are all equal
     learning: dict[str, float] = field(default_factory=dict)  # by the names of `console/report/learning.py`
     skipped: dict[str, int] = field(default_factory=dict)  # trajectories left out by filters, by reason
-    scored_by: dict[str, int] = field(default_factory=dict)  # groups by who gave their rewards, with version
+    scored_by: dict[str, int] = field(default_factory=dict)  # groups by scorer, with its version
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,23 @@ class ServiceLine:
     version: int | None
     tokens_per_s: float
     idle_share: float | None
-    num_lives: int
+    num_starts: int
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name shown: an id that contains its role."""
         return service_name(self.role, self.service_id)
 
 
 def service_name(role: str, service_id: str) -> str:
-    """Return an id that says its role, whether or not it does so by itself."""
-    speaks = service_id.startswith((role, "worker") if role == "rollout" else role)
-    return service_id if speaks else f"{role} {service_id}"
+    """Return the id, with the role in front unless the id already begins with it."""
+    has_role = service_id.startswith((role, "worker") if role == "rollout" else role)
+    return service_id if has_role else f"{role} {service_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something broke, or came back; ``at`` is wall-clock seconds."""
+    """A failure, a recovery or a note; ``at`` is wall-clock seconds."""
 
     at: float
     text: str
@@ -71,7 +71,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class QueueDepths:
-    """What the broker holds between the services: messages not yet taken, and taken but not done."""
+    """Messages in the work queues by stage: not yet delivered, and delivered but not acknowledged."""
 
     waiting: dict[str, int] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
@@ -110,15 +110,15 @@ class Snapshot:
     learning: dict[str, float]  # of the last step, by the names of `console/report/learning.py`
     incidents: tuple[Incident, ...]  # the newest
     num_incidents: int  # of the whole run
-    bus_away_s: float
+    disconnected_s: float  # since the connection to NATS was lost; 0.0 while connected
     finished: bool
 
     @property
     def waiting_for(self) -> str:
-        """Say in words who waits for whom; empty while nothing is known."""
+        """Return which side is the bottleneck, in words; empty while unknown."""
         trainer, rollout = self.idle_share.get("trainer"), self.idle_share.get("rollout")
         if trainer is None or rollout is None:
             return ""
         if max(trainer, rollout) < 0.05:
-            return "nobody waits"
+            return "no bottleneck"
         return "generation is the bottleneck" if trainer > rollout else "training is the bottleneck"

@@ -1,7 +1,7 @@
-"""A run as seen from outside: folds what the services say into snapshots and, at the end, a summary.
+"""Fold the messages of a run's services into snapshots and a summary.
 
-Pure: facts and clock readings go in, values come out. Steps are kept by number, so a trainer that
-resumes from a checkpoint and takes a step again replaces it instead of counting it twice.
+Pure: a function of facts and clock readings. Steps are kept by number: a step that a resumed trainer
+takes again replaces the first instead of being counted twice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.console.report.run_summary import GroupCounts, Overlap, RunSummary
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
 _SPEED_STEPS = 12  # the ETA and the training rate are means over this many steps
-_NUM_INCIDENTS = 200  # the newest are kept; a worker that dies every minute must not fill the memory
+_NUM_INCIDENTS = 200  # newest kept; a worker that restarts every minute must not fill the memory
 
 
 class RunView:
     """Everything known about one run; not thread-safe, one thread folds and reads."""
 
     def __init__(self, run_id: str, *, total_steps: int | None = None) -> None:
-        """Begin with nothing known; ``total_steps`` may also arrive with the trainer's events."""
+        """Start empty; ``total_steps`` may also arrive with the trainer's events."""
         self.run_id = run_id
         self.total_steps = total_steps
         self.steps: dict[int, StepPoint] = {}
@@ -36,7 +36,7 @@ class RunView:
         self._num_incidents = 0
         self.queues = QueueDepths()
         self.state = "waiting for the services"
-        self.bus_away_s = 0.0
+        self.disconnected_s = 0.0
         self.finished = False
         self._fleet = Fleet()
         self._groups: dict[str, Any] = {}
@@ -50,10 +50,10 @@ class RunView:
         self._first_at: float | None = None
         self._last_at = 0.0
 
-    # ── what goes in ──────────────────────────────────────────────────────────────────────────
+    # ── input ─────────────────────────────────────────────────────────────────────────────────
 
     def fold_event(self, event: RunEvent) -> None:
-        """Take one event of a service; kinds that nothing here shows are ignored."""
+        """Take one event of a service; other kinds are ignored."""
         self._saw(event.at)
         if event.kind == "step":
             self._fold_step(event.at, event.data)
@@ -72,45 +72,43 @@ class RunView:
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
         """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
-        if not self.finished:  # afterwards services only wait for the next run
+        if not self.finished:  # after the run services only wait
             for beat in beats:
                 self._saw(beat.at)
         self._remember(self._fleet.fold(beats, now))
 
     def fold_published(self, fact: WeightsPublished) -> None:
-        """Take the news of a complete version."""
+        """Take the announcement of a version."""
         self.published.add(fact.version)
 
     def fold_applied(self, fact: WeightsApplied) -> None:
-        """Take a worker's word that its engine serves a version."""
+        """Take a worker's report that its engine serves a version."""
         self._applied.setdefault(fact.worker_id, []).append(fact)
         self.weights.fold_applied(fact)
 
     def fold_refused(self, fact: WeightsRefused, now: float) -> None:
-        """Take a worker's word that it cannot use a version."""
+        """Take a worker's report that it cannot use a version."""
         self._remember([Incident(now, self.weights.fold_refused(fact), "lost")])
 
     def fold_dead_letter(self, letter: DeadLetter, now: float) -> None:
-        """Take a message that nobody could process."""
+        """Take a dead letter."""
         self._dead[letter.reason] += max(len(letter.group_ids), 1)
         what = f"{len(letter.group_ids)} groups" if letter.group_ids else "a message"
-        self._remember(
-            [Incident(now, f"{what} of {letter.stage} went to the dead letters: {letter.reason}", "dead_letter")]
-        )
+        self._remember([Incident(now, f"{what} of {letter.stage} dead-lettered: {letter.reason}", "dead_letter")])
 
     def fold_queues(self, queues: QueueDepths) -> None:
-        """Take what the broker holds now."""
+        """Take the current depths of the queues."""
         self.queues = queues
 
     def note(self, at: float, text: str) -> None:
-        """Add a remark of the person or script that drives the run."""
+        """Add a note of the script that drives the run."""
         self._saw(at)
         self._remember([Incident(at, text, "note")])
 
-    # ── what comes out ────────────────────────────────────────────────────────────────────────
+    # ── output ────────────────────────────────────────────────────────────────────────────────
 
     def snapshot(self, now: float) -> Snapshot:
-        """Return one look at the run at ``now``."""
+        """Return the state of the run at ``now``."""
         points = self.points()
         rewards = tuple(p.reward_mean for p in points if p.reward_mean is not None)
         primary = self._primary_evals()
@@ -146,12 +144,12 @@ class RunView:
             learning=points[-1].learning if points else {},
             incidents=tuple(self.incidents),
             num_incidents=self._num_incidents,
-            bus_away_s=self.bus_away_s,
+            disconnected_s=self.disconnected_s,
             finished=self.finished,
         )
 
     def summary(self) -> RunSummary:
-        """Return what the run amounted to so far."""
+        """Return the totals of the run so far."""
         points = self.points()
         rewards = [p.reward_mean for p in points if p.reward_mean is not None]
         tenth = max(len(rewards) // 10, 1)
@@ -202,11 +200,11 @@ class RunView:
         """Return the steps in order."""
         return list(self.steps.values())
 
-    # ── how ───────────────────────────────────────────────────────────────────────────────────
+    # ── folding ───────────────────────────────────────────────────────────────────────────────
 
     def _fold_step(self, at: float, data: Mapping[str, Any]) -> None:
         step = int(data.get("step", len(self.steps) + 1))
-        if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these are taken again
+        if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these steps are repeated
             for later in [s for s in self.steps if s >= step]:
                 self._staleness.subtract(self.steps.pop(later).staleness_tokens)
         histogram = {int(k): int(v) for k, v in (data.get("staleness_tokens") or {}).items()}
@@ -226,7 +224,7 @@ class RunView:
         self._staleness.update(histogram)
         self._groups = dict(data.get("groups") or self._groups)
         self.state = "training"
-        self.finished = False  # a run that had ended goes on with more steps
+        self.finished = False  # a run that had ended was resumed with more steps
         self._fleet.open_window()
         if self.total_steps and step >= self.total_steps:
             self._fleet.close_window()
@@ -249,8 +247,8 @@ class RunView:
 
     def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
         reason = str(data.get("reason") or "unknown")
-        if reason not in self._reward_errors:  # every group of a failing endpoint says so; once is news
-            self._remember([Incident(at, f"rewards fail ({reason}); their groups come again", "dead_letter")])
+        if reason not in self._reward_errors:  # one incident per reason, not per group
+            self._remember([Incident(at, f"rewards fail ({reason}); their groups are retried", "dead_letter")])
         self._reward_errors[reason] += 1
 
     def _fold_state(self, source: str, data: Mapping[str, Any]) -> None:
@@ -273,7 +271,7 @@ class RunView:
         )
 
     def _generated(self) -> int:
-        """Groups of the training split; what a worker did in its last second before a kill is known by its scores."""
+        """Return the generated groups of the training split, at least those scored: a killed worker's last heartbeat is old."""
         by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
         return max(by_heartbeats, int(self._groups.get("scored", 0)))
 
@@ -285,7 +283,7 @@ class RunView:
                 newest_version=max(f.version for f in facts),
                 mean_pause_s=_mean([f.pause_s for f in facts]) or 0.0,
                 mean_fetch_s=_mean([f.fetch_s for f in facts]) or 0.0,
-                num_lives=self._fleet.num_lives("rollout", worker),
+                num_lives=self._fleet.num_starts("rollout", worker),
             )
         return found
 

@@ -1,4 +1,4 @@
-"""`penstock watch`: the live panel on a run that somebody else started."""
+"""`penstock watch`: the live panel of a run that another process started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.console.live.run_snapshot import Snapshot
 from penstock.protocol import logs
 from penstock.protocol.transport.bus import Bus
 
-_PATIENCE_S = 60.0  # a restart of NATS takes seconds
+_MAX_DISCONNECTED_S = 60.0  # a restart of NATS takes seconds
 
 
 def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, plain: bool, as_json: bool) -> int:
@@ -21,7 +21,7 @@ def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
     Raises ConfigError, BusUnreachable or MissingStream.
     """
     settings = connections.find(arguments, environ, run_id=run).settings
-    logs.configure("watch", level="error")  # the panel itself says when NATS is away
+    logs.configure("watch", level="error")  # the panel shows when NATS is unreachable
     mode: Mode = "plain" if plain or as_json else "auto"
     code = 0
     with Bus.connect(settings.nats, name="watch", deadline_s=5.0) as bus:
@@ -30,12 +30,12 @@ def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
             with panel:
                 panel.wait(lambda snapshot: has_ended(snapshot) or is_cut_off(snapshot))
         except KeyboardInterrupt:
-            print(f"stopped watching; the run goes on. Again: penstock watch {run}", file=sys.stderr)
+            print(f"stopped watching; the run continues. To watch again: penstock watch {run}", file=sys.stderr)
         if not has_ended(panel.snapshot()) and is_cut_off(panel.snapshot()):
             code = 1
             print(
-                f"penstock: NATS at {bus.url} has been away for {_PATIENCE_S:.0f} s; the run may have ended with it. "
-                f"Its report: penstock runs show {run}",
+                f"penstock: NATS at {bus.url} unreachable for {_MAX_DISCONNECTED_S:.0f} s; the run may have ended. "
+                f"See its report: penstock runs show {run}",
                 file=sys.stderr,
             )
         if as_json:
@@ -44,7 +44,7 @@ def watch_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
 
 
 def has_ended(snapshot: Snapshot) -> bool:
-    """Say whether the trainer said that it is over, or took its last step and left."""
+    """Return True if the trainer reported the end, or took the last step and exited."""
     if snapshot.finished:
         return True
     trainers = [line for line in snapshot.services if line.role == "trainer"]
@@ -53,5 +53,5 @@ def has_ended(snapshot: Snapshot) -> bool:
 
 
 def is_cut_off(snapshot: Snapshot) -> bool:
-    """Say whether there is nothing to watch any more: NATS has been away for too long."""
-    return snapshot.bus_away_s > _PATIENCE_S
+    """Return True if NATS has been unreachable for too long to continue watching."""
+    return snapshot.disconnected_s > _MAX_DISCONNECTED_S

@@ -1,7 +1,7 @@
-"""Feeds a `RunView` from NATS: tails the streams, reads heartbeats and queue depths once a second.
+"""Feed a `RunView` from NATS: tail the streams, read heartbeats and queue depths once a second.
 
-A watcher owns nothing and acknowledges nothing: any number may watch a run, and a run does not
-notice. While NATS is away the view says so, and goes on by itself when it is back.
+A watcher acknowledges nothing: any number may watch a run without affecting it. While NATS is unreachable
+the view shows it; watching continues when the connection is back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLL_S = 1.0
 
 
 class Watcher:
-    """One run, watched over one bus; used by one thread, while facts arrive on the bus's own."""
+    """Watches one run over one bus; used by one thread, while facts arrive on the bus's thread."""
 
     def __init__(self, bus: Bus, view: RunView, *, clock: Callable[[], float] = time.time) -> None:
         """Tail the run from its beginning; raises MissingStream when it was never bootstrapped."""
@@ -46,7 +46,7 @@ class Watcher:
         self._arrived: queue.SimpleQueue[Fact] = queue.SimpleQueue()
         self._num_arrived: dict[str, int] = {}
         self._polled_at = 0.0
-        self._beats: Pending[list[Entry]] | None = None
+        self._heartbeats: Pending[list[Entry]] | None = None
         self._depths: dict[str, list[Pending[Any]]] = {}
         run = view.run_id
         self._tail(f"{run}-events", subjects.events(run), RunEvent)
@@ -57,22 +57,22 @@ class Watcher:
         self._live: KeyValue = bus.key_value(streams.live_bucket(run).bucket).wait()
 
     def step(self) -> None:
-        """Fold whatever has arrived, and ask for the next look; never waits."""
+        """Fold what has arrived and send the next requests; never waits."""
         now = self._clock()
-        self.view.bus_away_s = self._bus.down_s
+        self.view.disconnected_s = self._bus.down_s
         self._fold_arrived(now)
-        if self._beats is not None and self._beats.done():
-            self._fold_beats(now)
+        if self._heartbeats is not None and self._heartbeats.done():
+            self._fold_heartbeats(now)
         if self._depths and all(p.done() for pair in self._depths.values() for p in pair):
             self._fold_depths()
-        if now - self._polled_at >= _POLL_S and self._beats is None and not self._depths and not self._bus.down_s:
+        if now - self._polled_at >= _POLL_S and self._heartbeats is None and not self._depths and not self._bus.down_s:
             self._polled_at = now
-            self._ask()
+            self._request()
 
     def catch_up(self, deadline_s: float = 5.0) -> None:
-        """Fold everything the streams hold now and the last heartbeats; gives up quietly at the deadline.
+        """Fold everything the streams hold now and the last heartbeats; stops without an error at the deadline.
 
-        Called at the end of a run, so that the summary misses nothing that was already said.
+        Called at the end of a run, so that the summary includes every message sent.
         """
         give_up = time.monotonic() + deadline_s
         try:
@@ -97,8 +97,8 @@ class Watcher:
 
         self._bus.tail(stream, subject, fact, arrived, from_start=True).wait()
 
-    def _ask(self) -> None:
-        self._beats = self._live.entries()
+    def _request(self) -> None:
+        self._heartbeats = self._live.entries()
         for spec in streams.consumers(self.view.run_id):
             self._depths.setdefault(spec.stage, []).append(self._bus.consumer_state(spec))
 
@@ -120,12 +120,12 @@ class Watcher:
                 case DeadLetter():
                     self.view.fold_dead_letter(fact, now)
 
-    def _fold_beats(self, now: float) -> None:
-        pending, self._beats = self._beats, None
+    def _fold_heartbeats(self, now: float) -> None:
+        pending, self._heartbeats = self._heartbeats, None
         try:
             entries = pending.wait() if pending else []
         except BusError:
-            return  # the next look is a second away, and bus_away_s says why this one failed
+            return  # the next attempt is a second later; disconnected_s shows the reason
         self.view.fold_heartbeats(_heartbeats(entries), now)
 
     def _fold_depths(self) -> None:
@@ -147,6 +147,6 @@ def _heartbeats(entries: list[Entry]) -> list[Heartbeat]:
     for entry in entries:
         try:
             beats.append(decode(entry.value, Heartbeat))
-        except WireError as err:  # a service of another build: shown by its own logs, not by this panel
+        except WireError as err:  # of another build; its own log shows it
             log.debug("unreadable heartbeat", key=entry.key, error=str(err))
     return beats

@@ -1,4 +1,4 @@
-"""The weights of a run as seen from outside: what was published, what it cost, who applied or refused it. Pure."""
+"""Fold what is published, applied and refused of a run's weights into totals; pure."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class WeightsView:
     num_refused: int = 0
 
     def fold_publication(self, data: Mapping[str, Any]) -> None:
-        """Take the trainer's figures of one version."""
+        """Take the trainer's metrics of one version."""
         if "version" in data:
             self.publications[int(data["version"])] = data
 
     def fold_applied(self, fact: WeightsApplied) -> None:
-        """Take a worker's word that its engine serves a version."""
+        """Take a worker's report that its engine serves a version."""
         self.fetched_bytes += fact.num_bytes
         if fact.previous_version is not None:
             self.pauses_s.append(fact.pause_s)
 
     def fold_refused(self, fact: WeightsRefused) -> str:
-        """Take a worker's refusal; returns it in words."""
+        """Take a worker's refusal; return it as text."""
         self.num_refused += 1
         return f"{fact.worker_id} cannot use version {fact.version}: {fact.reason}"
 
     def summary(self) -> WeightsSummary:
-        """Return what all versions together came to."""
+        """Return the totals of all versions."""
         patches = [p for p in self.publications.values() if p.get("kind") == "patch"]
         pauses = sorted(self.pauses_s)
         return WeightsSummary(

@@ -1,4 +1,4 @@
-"""Where a version comes from and where a group went, told from the record of a run; pure."""
+"""The history of a version and of a group, from the record of a run; pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.protocol.record.stored_record import StoredRecord
 
 @dataclass(slots=True)
 class Member:
-    """One group as it was trained; texts are there when somebody read its pack."""
+    """One group as it was trained; texts are empty until its pack has been read. Its fields are keys of `--json`."""
 
     group_id: str
     prompt: int  # number in the training data
     use: int
     rewards: tuple[float, ...]
     parts: dict[str, tuple[float, ...]]
-    scorer: str  # who gave the rewards, with its version
+    scorer: str  # of the rewards, with its version
     oldest_version: int  # that sampled it
     newest_version: int
     num_tokens: int
@@ -34,10 +34,10 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A version and what made it; ``step`` is None for a life that published weights under a new number."""
+    """A version and the step that made it; ``step`` is None where a session published weights under a new number."""
 
     version: int
-    parent: int | None  # None: the model that the run began with
+    parent: int | None  # None: the initial model
     step: int | None
     weights_digest: str
     num_groups: int = 0
@@ -46,18 +46,18 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Ancestry:
-    """One version: who made it of which groups, and every version that it goes back to."""
+class VersionLineage:
+    """One version: its trainer, its groups and all versions before it; its fields are keys of `--json`."""
 
     run_id: str
     version: int
-    epoch: int  # of the life that made it
+    epoch: int  # of the session that made it
     holder: str
     environment: dict[str, str]
     skipped: dict[str, int]  # trajectories that filters left out of the loss
     groups: list[Member]
     chain: list[Link]  # from the version itself back to the first
-    scorers: dict[str, int]  # groups of the whole chain, by who scored them
+    scorers: dict[str, int]  # groups of the whole chain, by scorer
     num_prompts: int  # of the whole chain
 
     @property
@@ -67,8 +67,11 @@ class Ancestry:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """What became of one group; exactly one of ``uses``, ``dropped``, ``evaluated`` says so, none: it is in flight."""
+class GroupHistory:
+    """The history of one group: at most one of ``uses``, ``dropped``, ``evaluated`` is set, none while it is in flight.
+
+    Its fields are keys of `--json`.
+    """
 
     run_id: str
     group_id: str
@@ -79,19 +82,19 @@ class Passage:
     evaluated: bool = False
 
 
-def ancestry(record: StoredRecord, version: int) -> Ancestry:
-    """Tell a version's story; raises RecordBroken for one that the record does not have."""
+def version_lineage(record: StoredRecord, version: int) -> VersionLineage:
+    """Return the lineage of a version; raises RecordBroken for one that is not in the record."""
     chain, steps = _chain(record, version)
     maker = record.maker_of(version)
-    life = maker if isinstance(maker, RecordedSession) else record.session_of(maker)
+    session = maker if isinstance(maker, RecordedSession) else record.session_of(maker)
     own = maker if isinstance(maker, RecordedStep) else None
     groups = [group for step in steps for group in step.groups]
-    return Ancestry(
+    return VersionLineage(
         run_id=record.run_id,
         version=version,
-        epoch=life.epoch,
-        holder=life.holder,
-        environment=life.environment,
+        epoch=session.epoch,
+        holder=session.holder,
+        environment=session.environment,
         skipped=dict(own.skipped) if own else {},
         groups=[_member(group, own.packs) for group in own.groups] if own else [],
         chain=chain,
@@ -105,16 +108,16 @@ def packs_of(record: StoredRecord) -> dict[str, BlobRef]:
     return {pack.key: pack for step in record.steps for pack in step.packs}
 
 
-def passage(record: StoredRecord, group_id: str) -> Passage:
-    """Tell what became of a group; raises RecordBroken for one that the record does not have."""
+def group_history(record: StoredRecord, group_id: str) -> GroupHistory:
+    """Return the history of a group; raises RecordBroken for one that is not in the record."""
     issued = [c.number for c in record.chapters if any(group_id in ids for ids in c.issued.values())]
     if not issued:
         raise RecordBroken(
-            f"run {record.run_id} has no group {group_id} in its record; training groups are called "
+            f"run {record.run_id} has no group {group_id} in its record; training groups are named "
             "e<epoch>.p<prompt>.a<attempt>, held-out ones eval.v<version>.p<prompt>"
         )
     uses = record.uses_of(group_id)
-    return Passage(
+    return GroupHistory(
         run_id=record.run_id,
         group_id=group_id,
         issued_in=issued[0],

@@ -1,4 +1,4 @@
-"""`penstock audit`: prove from the outside that every group of a run counts once, or name those that do not."""
+"""`penstock audit`: check that every group of a run was counted exactly once, and list those that were not."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.record.audit_checks import Proof, SplitLine, prove
+from penstock.console.record.audit_checks import AuditResult, SplitLine, check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.protocol import logs
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
-_SHOWN = 40  # breaches of the table; --json has all
+_SHOWN = 40  # violations printed; --json has all
 
 
 def audit_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, fast: bool, as_json: bool) -> int:
-    """Audit a run, running or not; returns 0 when its account closes, 1 when it does not.
+    """Audit a running or finished run; return 0 when its accounting balances, else 1.
 
     Raises ConfigError, BusUnreachable, MissingStream, BlobStoreUnreachable or BlobStoreRefused.
     """
@@ -30,29 +30,29 @@ def audit_run(run: str, arguments: Sequence[str], environ: Mapping[str, str], *,
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="audit", deadline_s=5.0) as bus:
         audit_inputs = gather(run, bus, blobs, settings.run.folder / "checkpoints", reads_packs=not fast)
-    proof = prove(audit_inputs)
+    result = check_record(audit_inputs)
     if as_json:
-        print(json.dumps(proof.to_document()), flush=True)
+        print(json.dumps(result.to_document()), flush=True)
     else:
-        show(proof, Console())
-    return 0 if proof.closes else 1
+        show(result, Console())
+    return 0 if result.closes else 1
 
 
-def show(proof: Proof, console: Console) -> None:
-    """Print the account, what is in motion, and every breach."""
-    at = "nothing committed" if proof.step is None else f"checkpoint of step {proof.step}, version {proof.version}"
-    console.print(f"run {proof.run_id}: {at}, {proof.chapters} chapters\n")
-    console.print(_table(proof.splits))
-    for kind, count in proof.moving.items():
+def show(result: AuditResult, console: Console) -> None:
+    """Print the accounting, groups in motion, and every violation."""
+    at = "nothing committed" if result.step is None else f"checkpoint of step {result.step}, version {result.version}"
+    console.print(f"run {result.run_id}: {at}, {result.chapters} chapters\n")
+    console.print(_table(result.splits))
+    for kind, count in result.moving.items():
         console.print(f"in motion: {count} groups {kind}")
-    for note in proof.notes:
+    for note in result.notes:
         console.print(f"note: {note}")
-    for breach in proof.breaches[:_SHOWN]:
+    for breach in result.breaches[:_SHOWN]:
         console.print(f"[red]✗[/] {breach.kind}: {breach.group_id or '–'}: {breach.detail}", highlight=False)
-    if len(proof.breaches) > _SHOWN:
-        console.print(f"[red]✗[/] and {len(proof.breaches) - _SHOWN} more; --json lists all")
-    verdict = "[green]the account closes[/]" if proof.closes else "[red]THE ACCOUNT DOES NOT CLOSE[/]"
-    console.print(f"\n{verdict}: every group is issued once, and used, dropped or in flight once")
+    if len(result.breaches) > _SHOWN:
+        console.print(f"[red]✗[/] and {len(result.breaches) - _SHOWN} more; --json lists all")
+    verdict = "[green]the accounting balances[/]" if result.closes else "[red]THE ACCOUNTING DOES NOT BALANCE[/]"
+    console.print(f"\n{verdict}; rule: every group is issued once, and used, dropped or in flight once")
 
 
 def _table(lines: Sequence[SplitLine]) -> Table:
@@ -68,8 +68,8 @@ def _table(lines: Sequence[SplitLine]) -> Table:
             (line.dropped.get(reason, 0), line.dropped_tokens.get(reason, 0)) for line in lines
         ]
     rows["dead letters"] = [(line.dead, None) for line in lines]
-    for place in sorted({place for line in lines for place in line.in_flight}):
-        rows[f"in flight: {place}"] = [(line.in_flight.get(place, 0), None) for line in lines]
+    for location in sorted({location for line in lines for location in line.in_flight}):
+        rows[f"in flight: {location}"] = [(line.in_flight.get(location, 0), None) for line in lines]
     rows["in flight"] = [(sum(line.in_flight.values()), line.in_flight_tokens) for line in lines]
     for name, figures in rows.items():
         cells = [cell for groups, tokens in figures for cell in (str(groups), "" if tokens is None else str(tokens))]

@@ -1,8 +1,8 @@
-"""Hold a run's record against everything else that can be seen: checkpoint, streams, dead letters, objects; pure.
+"""Compare a run's record with its checkpoint, streams, dead letters and objects; pure.
 
-| seen                         | must agree with the record in                                                    |
+| compared                     | must agree with the record in                                                    |
 |------------------------------|-----------------------------------------------------------------------------------|
-| the checkpoint's state.json  | what it names as its record, its ledger, its account, what dispatch has outstanding |
+| the checkpoint's state.json  | the end of the record, the ledger, the totals, the outstanding groups             |
 | the three work queues        | every group in flight is in one of them (or dead, or not sent yet)                |
 | the dead letters             | every group dropped as dead has one                                               |
 | the object store             | every pack of a trained group is there, with its size and sha256                  |
@@ -27,24 +27,24 @@ _DEAD = "dead"
 
 @dataclass(frozen=True, slots=True)
 class AuditInputs:
-    """Everything that was seen of a run, at one moment of its record."""
+    """The state of a run's stores at one moment of its record."""
 
     run_id: str
     chapters: Sequence[LineageChapter] = ()  # the oldest first
-    state: CheckpointState | None = None  # None: its folder is not here
+    state: CheckpointState | None = None  # None: its folder is not on this machine
     waiting: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # stage -> group id -> sampled tokens
     dead: Mapping[str, str] = field(default_factory=dict)  # group id -> reason
-    all_letters: bool = True  # whether no letter was discarded, and none was too long to name all its groups
+    all_letters: bool = True  # whether no letter was discarded or has a truncated list of groups
     pack_faults: Mapping[str, str] = field(default_factory=dict)  # key -> what is wrong with the object
-    max_uses: int | None = None  # largest max_trained_count of the run's lives; None: not known
-    packs_expire: bool = False  # whether a life of the run was told to remove packs of trained groups
-    window: int | None = None  # smallest max_staleness of the run's lives; None: not known
+    max_uses: int | None = None  # largest max_trained_count of the run's sessions; None: unknown
+    packs_expire: bool = False  # whether a session of the run was set to remove packs of trained groups
+    window: int | None = None  # smallest max_staleness of the run's sessions; None: unknown
     faults: Sequence[Breach] = ()  # found while reading
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLine:
-    """One split of the account, in groups and, where tokens exist, in sampled tokens."""
+    """The accounting of one split, in groups and, where known, in sampled tokens; its fields are keys of `--json`."""
 
     split: Split
     issued: int
@@ -58,26 +58,26 @@ class SplitLine:
 
     @property
     def closes(self) -> bool:
-        """Whether issued = used + dropped + dead + in flight."""
+        """True if issued = used + dropped + dead + in flight."""
         return self.issued == self.used + sum(self.dropped.values()) + self.dead + sum(self.in_flight.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What an audit found."""
+class AuditResult:
+    """The result of an audit; its fields are keys of `--json`."""
 
     run_id: str
-    step: int | None  # of the newest checkpoint; None: nothing is committed yet
+    step: int | None  # of the newest checkpoint; None: none is committed yet
     version: int | None
     chapters: int
     splits: tuple[SplitLine, ...]
-    moving: dict[str, int]  # what the record does not know yet, or not any more, by kind
+    moving: dict[str, int]  # groups in queues that are not in flight by the record, by kind
     breaches: tuple[Breach, ...]
     notes: tuple[str, ...]
 
     @property
     def closes(self) -> bool:
-        """Whether nothing breaks the account."""
+        """True if there is no violation and every split balances."""
         return not self.breaches and all(line.closes for line in self.splits)
 
     def to_document(self) -> dict[str, Any]:
@@ -85,16 +85,16 @@ class Proof:
         return {**asdict(self), "closes": self.closes}
 
 
-def prove(audit_inputs: AuditInputs) -> Proof:
-    """Return the account of a run and every group that breaks it."""
+def check_record(audit_inputs: AuditInputs) -> AuditResult:
+    """Return the accounting of a run and every violation."""
     fold = RecordFold(audit_inputs.chapters)
     breaches = [*audit_inputs.faults, *fold.breaches]
-    places: dict[Split, dict[str, str]] = {split: _places(fold, audit_inputs, split) for split in SPLITS}
-    for found in places.values():
+    locations: dict[Split, dict[str, str]] = {split: _locations(fold, audit_inputs, split) for split in SPLITS}
+    for found in locations.values():
         breaches += [
             Breach("issued and nowhere", group_id, "in flight, but in no queue and not among the dead letters")
-            for group_id, place in found.items()
-            if place == "nowhere"
+            for group_id, location in found.items()
+            if location == "nowhere"
         ]
     breaches += _too_many_uses(fold, audit_inputs.max_uses)
     breaches += _checkpoint_faults(fold, audit_inputs)
@@ -105,12 +105,12 @@ def prove(audit_inputs: AuditInputs) -> Proof:
     for stage in STAGES[1:]:
         tokens.update(audit_inputs.waiting.get(stage, {}))
     last = fold.last
-    return Proof(
+    return AuditResult(
         run_id=audit_inputs.run_id,
         step=last.step if last else None,
         version=last.version if last else None,
         chapters=len(audit_inputs.chapters),
-        splits=tuple(_line(split, fold, found, tokens) for split, found in places.items()),
+        splits=tuple(_line(split, fold, found, tokens) for split, found in locations.items()),
         moving=_moving(fold, audit_inputs),
         breaches=tuple(breaches),
         notes=_notes(fold, audit_inputs),
@@ -118,7 +118,7 @@ def prove(audit_inputs: AuditInputs) -> Proof:
 
 
 def _pack_faults(audit_inputs: AuditInputs) -> dict[str, str]:
-    """Return what is wrong with packs; where they may expire, one that is gone is no fault."""
+    """Return the faults of packs by key; a missing pack is no fault where packs may expire."""
     return {
         k: fault
         for k, fault in audit_inputs.pack_faults.items()
@@ -126,11 +126,11 @@ def _pack_faults(audit_inputs: AuditInputs) -> dict[str, str]:
     }
 
 
-def _places(fold: RecordFold, audit_inputs: AuditInputs, split: Split) -> dict[str, str]:
-    """Return where each group in flight is; the furthest stage counts, for a message moves before it is removed."""
+def _locations(fold: RecordFold, audit_inputs: AuditInputs, split: Split) -> dict[str, str]:
+    """Return where each group in flight is; of several stages the last, as a message is published before the ack."""
     unsent = {group_id for pack in (audit_inputs.state.unsent if audit_inputs.state else ()) for group_id in pack}
     found = {}
-    for group_id in sorted(fold.books[split].in_flight):
+    for group_id in sorted(fold.accounts[split].in_flight):
         stages = [stage for stage in STAGES if group_id in audit_inputs.waiting.get(stage, {})]
         if stages:
             found[group_id] = stages[-1]
@@ -141,25 +141,25 @@ def _places(fold: RecordFold, audit_inputs: AuditInputs, split: Split) -> dict[s
     return found
 
 
-def _line(split: Split, fold: RecordFold, places: Mapping[str, str], tokens: Mapping[str, int]) -> SplitLine:
-    book = fold.books[split]
-    dropped = Counter(book.dropped.values())
+def _line(split: Split, fold: RecordFold, locations: Mapping[str, str], tokens: Mapping[str, int]) -> SplitLine:
+    account = fold.accounts[split]
+    dropped = Counter(account.dropped.values())
     dead = dropped.pop(_DEAD, 0)
     return SplitLine(
         split=split,
-        issued=len(book.issued),
-        used=len(book.used),
-        used_tokens=book.used_tokens,
+        issued=len(account.issued),
+        used=len(account.used),
+        used_tokens=account.used_tokens,
         dropped=dict(dropped),
-        dropped_tokens={reason: n for reason, n in book.dropped_tokens.items() if reason != _DEAD},
+        dropped_tokens={reason: n for reason, n in account.dropped_tokens.items() if reason != _DEAD},
         dead=dead,
-        in_flight=dict(Counter(places.values())),
-        in_flight_tokens=sum(tokens.get(group_id, 0) for group_id in places),
+        in_flight=dict(Counter(locations.values())),
+        in_flight_tokens=sum(tokens.get(group_id, 0) for group_id in locations),
     )
 
 
 def _too_many_uses(fold: RecordFold, allowed: int | None) -> list[Breach]:
-    """A group may be trained on again by design: as often as the run's settings said, and no more."""
+    """Return groups trained more often than the run's max_trained_count allows."""
     if allowed is None:
         return []
     return [
@@ -175,19 +175,19 @@ def _checkpoint_faults(fold: RecordFold, audit_inputs: AuditInputs) -> list[Brea
         return []
     what = f"checkpoint of step {state.step}"
     faults = [
-        Breach("checkpoint differs", "", f"{what}: {name} is {said}, its record says {recorded}")
-        for name, said, recorded in (
+        Breach("checkpoint differs", "", f"{what}: {name} is {stated}, its record has {recorded}")
+        for name, stated, recorded in (
             ("step", state.step, last.step),
             ("version", state.version, last.version),
             ("weights_digest", state.weights_digest, last.weights_digest),
             ("chapter", state.chapter, last.number),
         )
-        if said != recorded
+        if stated != recorded
     ]
     if state.account != last.account:
-        faults.append(Breach("checkpoint differs", "", f"{what}: its account is not the one of its record"))
+        faults.append(Breach("checkpoint differs", "", f"{what}: its totals are not those of its record"))
     outstanding = set(state.dispatch.get("outstanding", ()))
-    recorded = fold.books["train"].in_flight
+    recorded = fold.accounts["train"].in_flight
     faults += [
         Breach("checkpoint differs", group_id, f"{what}: outstanding there or in the record, not in both")
         for group_id in sorted(outstanding ^ recorded)
@@ -196,7 +196,7 @@ def _checkpoint_faults(fold: RecordFold, audit_inputs: AuditInputs) -> list[Brea
 
 
 def _ledger_faults(fold: RecordFold, state: CheckpointState, window: int | None) -> list[Breach]:
-    """Every row of the ledger must be what was trained at its version, and the window must be whole."""
+    """Return differences between the ledger and the record: each row within the staleness window must be complete."""
     trained = {step.trained_version: tuple(group.group_id for group in step.groups) for step in fold.steps}
     ledger = {version: tuple(ids) for version, ids in state.ledger}
     needed = set(ledger)
@@ -205,8 +205,8 @@ def _ledger_faults(fold: RecordFold, state: CheckpointState, window: int | None)
         needed |= {v for v in trained if is_fresh(newest, PolicyVersion(v), window)}
     faults = []
     for version in sorted(needed):
-        there, recorded = ledger.get(version, ()), trained.get(version, ())
-        missing, extra = set(recorded) - set(there), set(there) - set(recorded)
+        listed, recorded = ledger.get(version, ()), trained.get(version, ())
+        missing, extra = set(recorded) - set(listed), set(listed) - set(recorded)
         faults += [
             Breach("not in the ledger", group_id, f"trained at version {version}; a redelivery would be trained again")
             for group_id in sorted(missing)
@@ -222,40 +222,44 @@ def _dead_faults(fold: RecordFold, audit_inputs: AuditInputs) -> list[Breach]:
         return []
     return [
         Breach("dropped as dead, without a dead letter", group_id, split)
-        for split, book in fold.books.items()
-        for group_id, reason in book.dropped.items()
+        for split, account in fold.accounts.items()
+        for group_id, reason in account.dropped.items()
         if reason == _DEAD and group_id not in audit_inputs.dead
     ]
 
 
 def _moving(fold: RecordFold, audit_inputs: AuditInputs) -> dict[str, int]:
-    """Count what is in the queues beside the groups in flight: younger than the checkpoint, or done with."""
-    issued = set().union(*(book.issued for book in fold.books.values()))
-    open_ids = set().union(*(book.in_flight for book in fold.books.values()))
+    """Count queued groups that are not in flight by the record: issued after the checkpoint, or already closed."""
+    issued = set().union(*(account.issued for account in fold.accounts.values()))
+    open_ids = set().union(*(account.in_flight for account in fold.accounts.values()))
     seen = set().union(*(audit_inputs.waiting.get(stage, {}) for stage in STAGES))
     closed_scored = set(audit_inputs.waiting.get("scored", {})) & (issued - open_ids)
-    figures = {
+    counts = {
         "issued after the checkpoint": len(seen - issued),
         "closed, waiting for their acknowledgement": len(closed_scored),
-        "closed, a repetition is still on its way": len((seen & (issued - open_ids)) - closed_scored),
+        "closed, with a duplicate still queued": len((seen & (issued - open_ids)) - closed_scored),
     }
-    return {kind: count for kind, count in figures.items() if count}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def _notes(fold: RecordFold, audit_inputs: AuditInputs) -> tuple[str, ...]:
     notes = []
-    trained_and_dead = sorted(fold.books["train"].used.keys() & audit_inputs.dead.keys())
+    trained_and_dead = sorted(fold.accounts["train"].used.keys() & audit_inputs.dead.keys())
     if fold.last is None:
-        notes.append("nothing is committed yet: every group is issued after the newest checkpoint")
+        notes.append("no checkpoint is committed yet: every group counts as issued after it")
     if audit_inputs.state is None and fold.last is not None:
-        notes.append("the run's folder is not here: the checkpoint's own ledger and account were not looked at")
+        notes.append(
+            "the run's folder is not on this machine: the ledger and totals of the checkpoint were not checked"
+        )
     if trained_and_dead:
         notes.append(
-            f"a repetition of {len(trained_and_dead)} trained groups went to the dead letters "
-            f"({', '.join(trained_and_dead[:3])}{'…' if len(trained_and_dead) > 3 else ''}): their effect is there once"
+            f"duplicates of {len(trained_and_dead)} trained groups were dead-lettered "
+            f"({', '.join(trained_and_dead[:3])}{'…' if len(trained_and_dead) > 3 else ''}); each was trained once"
         )
     if num_expired := len(audit_inputs.pack_faults) - len(_pack_faults(audit_inputs)):
-        notes.append(f"{num_expired} packs are gone, as retention.trained_packs_h says: their steps cannot be replayed")
+        notes.append(f"{num_expired} packs were removed by retention.trained_packs_h: their steps cannot be replayed")
     if not audit_inputs.all_letters:
-        notes.append("old dead letters are discarded or cut short: dropped as dead is taken from the record alone")
+        notes.append(
+            "old dead letters were discarded or truncated: groups dropped as dead were not checked against them"
+        )
     return tuple(notes)

@@ -1,8 +1,8 @@
-"""Look at everything an audit needs: checkpoint, record, queues, dead letters, objects; takes nothing from a run.
+"""Read everything an audit needs: checkpoint, record, queues, dead letters, objects; consumes no message.
 
-A living run moves while it is looked at. Queues are read in the order in which a group travels, and a service
-publishes onwards before it acknowledges, so no group can slip past. When another checkpoint was committed
-meanwhile, everything is looked at again.
+A running run changes while it is read. Queues are read in the order in which a group passes them, and a service
+publishes a result before it acknowledges its input, so no group is missed. When another checkpoint is committed
+in the meantime, everything is read again.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import MAX_LETTER_IDS
 
-_LOOKS = 5  # at a run that commits faster than it can be read
+_MAX_READS = 5  # of a run that commits faster than it can be read
 
 
 def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_packs: bool) -> AuditInputs:
-    """Look at a run until two readings of its newest checkpoint agree.
+    """Read a run until its newest checkpoint is the same before and after.
 
     Args:
         run_id: The run.
         bus: Its NATS.
         blobs: Its object store.
-        checkpoints: The folder of its checkpoints; it need not be here.
-        reads_packs: Fetch and hash every pack; otherwise only look whether it is there, with its size.
+        checkpoints: The folder of its checkpoints; it may be missing.
+        reads_packs: Fetch and hash every pack; otherwise check only that it exists with its size.
 
     Raises:
-        MissingStream, BusUnreachable, BlobStoreUnreachable: Something cannot be seen.
+        MissingStream, BusUnreachable, BlobStoreUnreachable: A store cannot be read.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_MAX_READS):
         pointer = _pointer(run_id, bus)
-        audit_inputs = _look(run_id, bus, blobs, checkpoints, pointer)
+        audit_inputs = _read(run_id, bus, blobs, checkpoints, pointer)
         if _pointer(run_id, bus) == pointer:
             return replace(
                 audit_inputs, pack_faults=_pack_faults(run_id, blobs, audit_inputs.chapters, reads_packs=reads_packs)
             )
     raise MalformedFact(
-        f"run {run_id} committed a checkpoint during each of {_LOOKS} looks; audit it between two checkpoints, or when it is over"
+        f"run {run_id} committed a checkpoint during each of {_MAX_READS} reads; audit it between two checkpoints, or after it has ended"
     )
 
 
@@ -57,18 +57,18 @@ def _pointer(run_id: str, bus: Bus) -> CheckpointCommitted | None:
     return None if entry is None else decode(entry.value, CheckpointCommitted)
 
 
-def _look(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCommitted | None) -> AuditInputs:
+def _read(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCommitted | None) -> AuditInputs:
     faults: list[Breach] = []
     state = _newest_state(root, pointer, faults)
     last = state.record if state else (pointer.record if pointer else None)
-    told = _chapters(last, blobs, faults)
+    recorded = _chapters(last, blobs, faults)
     waiting = {stage: _waiting(bus, blobs, run_id, stage) for stage in STAGES}
     letters = [decode(message.data, DeadLetter) for message in bus.read_stream(f"{run_id}-dead").wait()]
-    window, max_uses, packs_expire = _limits(told, blobs, faults)
+    window, max_uses, packs_expire = _limits(recorded, blobs, faults)
     discarded = bus.stream_state(f"{run_id}-dead").wait().first_sequence > 1
     return AuditInputs(
         run_id=run_id,
-        chapters=told,
+        chapters=recorded,
         state=state,
         waiting=waiting,
         dead={group_id: letter.reason for letter in letters for group_id in letter.group_ids},
@@ -81,7 +81,7 @@ def _look(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCo
 
 
 def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[Breach]) -> CheckpointState | None:
-    """Return the newest checkpoint's state; the folder may be one ahead of NATS, for a crash can come in between."""
+    """Return the newest checkpoint's state; the folder may be one ahead of NATS after a crash between the two."""
     try:
         found = committed(root)
     except (OSError, MalformedFact) as err:
@@ -107,14 +107,14 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
 
 
 def _chapters(last: BlobRef | None, blobs: Blobs, faults: list[Breach]) -> list[LineageChapter]:
-    told: list[LineageChapter] = []
+    recorded: list[LineageChapter] = []
     try:
-        told.extend(chapters(last, blobs.get))
+        recorded.extend(chapters(last, blobs.get))
     except BlobMissing as err:
         faults.append(Breach("record missing", "", str(err)))
     except (BlobCorrupt, WireError) as err:
         faults.append(Breach("record altered", "", str(err)))
-    return told[::-1]
+    return recorded[::-1]
 
 
 def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str) -> dict[str, int]:
@@ -136,13 +136,13 @@ def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str) -> dict[str, int]:
                     scored = decode(message.data, GroupScored).groups
                     found |= {g.generated.group_id: sum(g.generated.completion_tokens) for g in scored}
         except (WireError, BlobMissing, BlobCorrupt):
-            continue  # its reader will write a dead letter
+            continue  # its consumer will dead-letter it
     return found
 
 
-def _pack_faults(run_id: str, blobs: Blobs, told: Iterable[LineageChapter], *, reads_packs: bool) -> dict[str, str]:
-    packs = {pack.key: pack for chapter in told for step in chapter.steps for pack in step.packs}
-    owners = {run_id, *(blob_keys.owner_of_pack(key) for key in packs)}  # a run may train on another one's input
+def _pack_faults(run_id: str, blobs: Blobs, recorded: Iterable[LineageChapter], *, reads_packs: bool) -> dict[str, str]:
+    packs = {pack.key: pack for chapter in recorded for step in chapter.steps for pack in step.packs}
+    owners = {run_id, *(blob_keys.owner_of_pack(key) for key in packs)}  # a run may train on the input of another
     stored = {f.key: f.size_bytes for owner in sorted(owners) for f in blobs.list(blob_keys.groups_prefix(owner))}
     faults = {key: "missing" for key in packs if key not in stored}
     faults |= {key: "altered" for key, pack in packs.items() if key in stored and stored[key] != pack.size_bytes}
@@ -157,13 +157,16 @@ def _pack_faults(run_id: str, blobs: Blobs, told: Iterable[LineageChapter], *, r
     return faults
 
 
-def _limits(told: Iterable[LineageChapter], blobs: Blobs, faults: list[Breach]) -> tuple[int | None, int | None, bool]:
-    """Return the smallest max_staleness that any life of the run had, the largest max_trained_count, and if packs expire.
+def _limits(
+    recorded: Iterable[LineageChapter], blobs: Blobs, faults: list[Breach]
+) -> tuple[int | None, int | None, bool]:
+    """Return the smallest max_staleness and largest max_trained_count of any session, and whether packs may expire.
 
-    So far back must its ledger reach, so often may a group be trained on; and a pack that is gone may be in order.
+    They bound how far back the ledger must reach, how often a group may be trained on, and whether a missing pack is
+    a fault.
     """
     windows, uses, packs_expire = [], [], False
-    for config in {life.config.key: life.config for chapter in told for life in chapter.lives}.values():
+    for config in {session.config.key: session.config for chapter in recorded for session in chapter.lives}.values():
         try:
             sections = json.loads(blobs.get(config))["settings"]
             windows.append(int(sections["rollout"]["max_staleness"]))

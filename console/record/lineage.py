@@ -1,4 +1,4 @@
-"""`penstock lineage`: the groups, rewards, prompts and parents of a version, or what became of a group."""
+"""`penstock lineage`: the groups, rewards, prompts and parents of a version, or the history of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
-from penstock.console.record.ancestry import Ancestry, Member, Passage, ancestry, packs_of, passage
+from penstock.console.record.ancestry import (
+    GroupHistory,
+    Member,
+    VersionLineage,
+    group_history,
+    packs_of,
+    version_lineage,
+)
 from penstock.protocol import group_pack, logs, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.stored_record import StoredRecord, end_of_record
@@ -33,25 +40,25 @@ def print_lineage(
     full: bool,
     as_json: bool,
 ) -> int:
-    """Print a version's lineage (the last one's when nothing is named) or a group's passage; returns the exit code.
+    """Print the lineage of a version (default the last) or the history of a group; return the exit code.
 
-    Raises RecordBroken for what the record does not have, and the errors of NATS and the object store.
+    Raises RecordBroken for what is not in the record, and the errors of NATS and the object store.
     """
     logs.configure("lineage", level="error")
     record, blobs = open_record(run, arguments, environ)
     if group is not None:
-        found = passage(record, group)
+        found = group_history(record, group)
         read_texts([found.trained] if found.trained else [], packs_of(record), blobs)
         _print(found, Console(), full=full, as_json=as_json)
         return 0
-    told = ancestry(record, record.last_version if version is None else version)
-    read_texts(told.groups, packs_of(record), blobs)
-    _print(told, Console(), full=full, as_json=as_json)
+    found = version_lineage(record, record.last_version if version is None else version)
+    read_texts(found.groups, packs_of(record), blobs)
+    _print(found, Console(), full=full, as_json=as_json)
     return 0
 
 
 def open_record(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[StoredRecord, Blobs]:
-    """Read a run's record; the broker is asked only when no checkpoint of the run is on this machine."""
+    """Read a run's record; NATS is needed only when no checkpoint of the run is on this machine."""
     settings = connections.find(arguments, environ, run_id=run).settings
     blobs = Blobs(settings.s3, deadline_s=30.0)
     blobs.check()
@@ -75,65 +82,65 @@ def read_texts(members: Iterable[Member], packs: Mapping[str, BlobRef], blobs: B
             member.prompt_text, member.completions = text.prompt_text, text.completions
 
 
-def _print(told: Ancestry | Passage, console: Console, *, full: bool, as_json: bool) -> None:
+def _print(found: VersionLineage | GroupHistory, console: Console, *, full: bool, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(told)))
-    elif isinstance(told, Ancestry):
-        _show_version(told, console, full=full)
+        print(json.dumps(asdict(found)))
+    elif isinstance(found, VersionLineage):
+        _show_version(found, console, full=full)
     else:
-        _show_group(told, console, full=full)
+        _show_group(found, console, full=full)
 
 
-def _show_version(told: Ancestry, console: Console, *, full: bool) -> None:
-    link = told.link
-    made = f"step {link.step} on version {link.parent}" if link.step is not None else _unmade(link.parent)
-    console.print(f"run {told.run_id}, version {told.version}: {made}, by {told.holder} (epoch {told.epoch})")
+def _show_version(found: VersionLineage, console: Console, *, full: bool) -> None:
+    link = found.link
+    made = f"step {link.step} on version {link.parent}" if link.step is not None else _origin(link.parent)
+    console.print(f"run {found.run_id}, version {found.version}: {made}, by {found.holder} (epoch {found.epoch})")
     console.print(f"weights {link.weights_digest}", highlight=False)
-    if told.environment:
-        console.print("made with " + ", ".join(f"{k} {v}" for k, v in told.environment.items()), highlight=False)
-    if told.skipped:
-        console.print("left out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in told.skipped.items()))
-    if told.groups:
+    if found.environment:
+        console.print("made with " + ", ".join(f"{k} {v}" for k, v in found.environment.items()), highlight=False)
+    if found.skipped:
+        console.print("filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in found.skipped.items()))
+    if found.groups:
         console.print()
-        console.print(_groups_table(told.groups))
-    for member in told.groups if full else ():
+        console.print(_groups_table(found.groups))
+    for member in found.groups if full else ():
         _show_texts(member, console)
-    console.print("\ngoes back to:")
-    shown = told.chain if full or len(told.chain) <= _LINKS + 1 else [*told.chain[:_LINKS], told.chain[-1]]
+    console.print("\nearlier versions:")
+    shown = found.chain if full or len(found.chain) <= _LINKS + 1 else [*found.chain[:_LINKS], found.chain[-1]]
     for one in shown:
-        if one is shown[-1] and len(shown) < len(told.chain):
-            console.print(f"  … {len(told.chain) - len(shown)} more, --full shows them")
-        what = _unmade(one.parent) if one.step is None else f"step {one.step}, {one.num_groups} groups"
+        if one is shown[-1] and len(shown) < len(found.chain):
+            console.print(f"  … {len(found.chain) - len(shown)} more, --full shows them")
+        what = _origin(one.parent) if one.step is None else f"step {one.step}, {one.num_groups} groups"
         reward = "" if one.reward is None else f", reward {one.reward:.3f}"
         console.print(f"  version {one.version}: {what}{reward}, {one.weights_digest[:12]}…", highlight=False)
-    groups, tokens = sum(one.num_groups for one in told.chain), sum(one.num_tokens for one in told.chain)
-    by = ", ".join(f"{n} by {name}" for name, n in told.scorers.items()) or "none"
+    groups, tokens = sum(one.num_groups for one in found.chain), sum(one.num_tokens for one in found.chain)
+    by = ", ".join(f"{n} by {name}" for name, n in found.scorers.items()) or "none"
     console.print(
-        f"in all {groups} groups of {told.num_prompts} prompts, {tokens} tokens; scored: {by}", highlight=False
+        f"in total {groups} groups of {found.num_prompts} prompts, {tokens} tokens; scored: {by}", highlight=False
     )
 
 
-def _unmade(parent: int | None) -> str:
-    return "the model that the run began with" if parent is None else f"the weights of version {parent} again"
+def _origin(parent: int | None) -> str:
+    return "the initial model" if parent is None else f"the weights of version {parent} again"
 
 
-def _show_group(told: Passage, console: Console, *, full: bool) -> None:
-    console.print(f"run {told.run_id}, group {told.group_id}: issued in chapter {told.issued_in}")
-    for use in told.uses:
+def _show_group(found: GroupHistory, console: Console, *, full: bool) -> None:
+    console.print(f"run {found.run_id}, group {found.group_id}: issued in chapter {found.issued_in}")
+    for use in found.uses:
         console.print(
             f"trained in step {use['step']}, on version {use['trained_version']}: version {use['made_version']}"
         )
-    if told.dropped:
-        console.print(f"dropped: {told.dropped}")
-    elif told.evaluated:
+    if found.dropped:
+        console.print(f"dropped: {found.dropped}")
+    elif found.evaluated:
         console.print("evaluated")
-    elif not told.uses:
+    elif not found.uses:
         console.print("in flight at the last checkpoint")
-    if told.trained is not None:
+    if found.trained is not None:
         console.print()
-        console.print(_groups_table([told.trained]))
+        console.print(_groups_table([found.trained]))
         if full:
-            _show_texts(told.trained, console)
+            _show_texts(found.trained, console)
 
 
 def _groups_table(members: Sequence[Member]) -> Table:
@@ -146,9 +153,9 @@ def _groups_table(members: Sequence[Member]) -> Table:
         versions = f"{member.oldest_version}" + (
             f" to {member.newest_version}" if member.newest_version != member.oldest_version else ""
         )
-        again = f" (use {member.use})" if member.use > 1 else ""
+        reuse = f" (use {member.use})" if member.use > 1 else ""
         cells = (
-            member.group_id + again,
+            member.group_id + reuse,
             short(member.prompt_text),
             f"{fmean(member.rewards):.3f}",
             parts,
@@ -166,6 +173,6 @@ def _show_texts(member: Member, console: Console) -> None:
 
 
 def short(text: str) -> str:
-    """Return a text on one line, cut where it would be too long."""
+    """Return a text on one line, truncated to the column."""
     line = " ".join(text.split())
     return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"

@@ -1,4 +1,4 @@
-"""`penstock rescore`: other rewards for the groups of a run, as the input of a run that needs no engine."""
+"""`penstock rescore`: new rewards for the groups of a run, stored as the input of a run without engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.console import connections
 from penstock.console.record.lineage import open_record
-from penstock.console.record.rescoring import Asked, Outcome, Rule, score_again
+from penstock.console.record.rescoring import GroupToScore, Outcome, Rule, score_again
 from penstock.console.tools.rewards import RewardService
 from penstock.protocol import blob_keys, group_pack
 from penstock.protocol.config.reward_settings import RewardDefinition, RewardSettings
@@ -26,48 +26,50 @@ from penstock.protocol.transport.blobs import Blobs
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """What is asked for."""
+class RescoreOptions:
+    """Options of `penstock rescore`."""
 
     rule: Rule
-    into: str | None  # id of the input; None: chosen
+    into: str | None  # id of the input; None: made from run and reward
     url: str
     token_file: Path | None
-    leave_out: bool  # groups that could not be scored, instead of giving up
+    leave_out: bool  # continue without groups that could not be scored
 
 
-def rescore(run: str, arguments: Sequence[str], environ: Mapping[str, str], how: How, *, as_json: bool) -> int:
-    """Score a run's trained groups again and store them as an input; returns 1 when a group could not be scored.
+def rescore(
+    run: str, arguments: Sequence[str], environ: Mapping[str, str], options: RescoreOptions, *, as_json: bool
+) -> int:
+    """Score a run's trained groups again and store them as an input; return 1 when a group could not be scored.
 
     Raises ConfigError, RecordBroken, RewardServiceError, PackError, and the errors of the object store.
     """
-    into = check_run_id(how.into or _name(run, how.rule))
+    into = check_run_id(options.into or _name(run, options.rule))
     record, blobs = open_record(run, arguments, environ)
     if any(blobs.list(blob_keys.run_prefix(into))):
-        raise ConfigError(f"runs/{into}/ holds objects already, and nothing is overwritten; choose another --into")
-    service = RewardService(how.url, how.token_file)
-    rule = replace(how.rule, define=_definitions(record, blobs)) if how.rule.weights else how.rule
+        raise ConfigError(f"runs/{into}/ already holds objects, which are not overwritten; choose another --into")
+    service = RewardService(options.url, options.token_file)
+    rule = replace(options.rule, define=_definitions(record, blobs)) if options.rule.weights else options.rule
     outcomes: dict[str, Outcome] = {}
     for chapter in record.chapters:
-        outcomes |= score_again(list(_asked(chapter, blobs)), rule, service)
+        outcomes |= score_again(list(_groups_to_score(chapter, blobs)), rule, service)
     failed = {group_id: why for group_id, why in outcomes.items() if isinstance(why, str)}
     for group_id, why in failed.items():
         print(f"penstock: group {group_id}: {why}", file=sys.stderr)
-    if len(failed) == len(outcomes) or (failed and not how.leave_out):
+    if len(failed) == len(outcomes) or (failed and not options.leave_out):
         print(
-            f"penstock: {len(failed)} of {len(outcomes)} groups could not be scored, and nothing was written; mend the "
-            "reward, or leave out what fails with --leave-out-failed",
+            f"penstock: {len(failed)} of {len(outcomes)} groups could not be scored; nothing was written. Fix the "
+            "reward, or skip the failed groups with --leave-out-failed",
             file=sys.stderr,
         )
         return 1
-    written = _write(into, record, outcomes, how.rule, blobs)
+    written = _write(into, record, outcomes, options.rule, blobs)
     store = connections.find(arguments, environ).settings.run.dir / run / connections.STORE
-    _say(written, not_trained(record), as_json=as_json, store=store if store.is_dir() else None)
+    _print_result(written, not_trained(record), as_json=as_json, store=store if store.is_dir() else None)
     return 0
 
 
 def not_trained(record: StoredRecord) -> dict[str, int]:
-    """Count the training groups of a run that no step used, by what became of them: an input does not have them."""
+    """Count the training groups of a run that no step used, by state: an input does not include them."""
     totals = record.chapters[-1].account.totals.get("train", SplitTotals())
     counts = {f"dropped: {reason}": number for reason, number in sorted(totals.dropped.items())}
     return {what: number for what, number in {**counts, "in flight": totals.in_flight}.items() if number}
@@ -83,7 +85,7 @@ def _first_uses(chapter: LineageChapter) -> list[tuple[RecordedGroup, BlobRef]]:
     return [(g, step.packs[g.pack]) for step in chapter.steps for g in step.groups if g.use == 1]
 
 
-def _asked(chapter: LineageChapter, blobs: Blobs) -> Iterator[Asked]:
+def _groups_to_score(chapter: LineageChapter, blobs: Blobs) -> Iterator[GroupToScore]:
     by_pack: dict[BlobRef, list[RecordedGroup]] = {}
     for group, pack in _first_uses(chapter):
         by_pack.setdefault(pack, []).append(group)
@@ -91,12 +93,12 @@ def _asked(chapter: LineageChapter, blobs: Blobs) -> Iterator[Asked]:
         rows = [group.scored.generated.row_group for group in groups]
         for group, text in zip(groups, group_pack.decode_texts(blobs.get(pack), rows), strict=True):
             if text.group_id != group.group_id:
-                raise PackError(f"{pack.key} holds group {text.group_id} where the record says {group.group_id}")
-            yield Asked(group, pack, text)
+                raise PackError(f"{pack.key} holds group {text.group_id} where the record has {group.group_id}")
+            yield GroupToScore(group, pack, text)
 
 
 def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rule: Rule, blobs: Blobs) -> RescoredInput:
-    """Copy packs, write a piece for each chapter, and last the input."""
+    """Copy packs, write a piece per chapter, and finally the input."""
     pieces, copied, num_groups = list[BlobRef](), dict[BlobRef, BlobRef](), 0
     for chapter in record.chapters:
         groups = [(g, pack, outcomes[g.group_id]) for g, pack in _first_uses(chapter)]
@@ -130,7 +132,7 @@ def _write(into: str, record: StoredRecord, outcomes: Mapping[str, Outcome], rul
 
 
 def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefinition]:
-    """Return the rewards that the run's last life made of parts; raises RecordBroken when its settings are unreadable."""
+    """Return the rewards that the run's last session defined by parts; raises RecordBroken when its settings are unreadable."""
     if not record.sessions:
         return {}
     try:
@@ -141,8 +143,8 @@ def _definitions(record: StoredRecord, blobs: Blobs) -> dict[str, RewardDefiniti
 
 
 def _temperature(record: StoredRecord, blobs: Blobs) -> float:
-    """Return what every life of the run sampled at; raises RecordBroken when it changed on the way."""
-    documents = {life.config.key: life.config for life in record.sessions}
+    """Return the sampling temperature of every session of the run; raises RecordBroken when it changed."""
+    documents = {session.config.key: session.config for session in record.sessions}
     try:
         found = {float(json.loads(blobs.get(one))["settings"]["rollout"]["temperature"]) for one in documents.values()}
     except (ValueError, KeyError, TypeError) as err:
@@ -155,7 +157,7 @@ def _temperature(record: StoredRecord, blobs: Blobs) -> float:
     return found.pop()
 
 
-def _say(written: RescoredInput, others: Mapping[str, int], *, as_json: bool, store: Path | None) -> None:
+def _print_result(written: RescoredInput, others: Mapping[str, int], *, as_json: bool, store: Path | None) -> None:
     if as_json:
         document = written.model_dump(
             mode="json", include={"run_id", "source", "num_groups", "left_out", "reward", "weights"}
@@ -165,8 +167,8 @@ def _say(written: RescoredInput, others: Mapping[str, int], *, as_json: bool, st
     left = f", {len(written.left_out)} left out" if written.left_out else ""
     print(f"{written.run_id}: {written.num_groups} groups of run {written.source} with new rewards{left}")
     if others:
-        told = ", ".join(f"{what} {number}" for what, number in others.items())
-        print(f"not in it: {sum(others.values())} groups that no step of run {written.source} trained on ({told})")
+        counts = ", ".join(f"{what} {number}" for what, number in others.items())
+        print(f"not included: {sum(others.values())} groups that no step of run {written.source} trained on ({counts})")
     if store is not None:
-        print(f"next: penstock up --data {store} --run NEW, and with the lines that it prints, in another terminal:")
+        print(f"next: penstock up --data {store} --run NEW, and, with the lines that it prints, in another terminal:")
     print(f"next: penstock train run.toml run.id=NEW data.from_run={written.run_id}")

@@ -1,4 +1,4 @@
-"""New rewards for stored groups: from a reward service, from the stored parts by other weights, or both."""
+"""Compute new rewards for stored groups: from a reward service, from the stored parts with other weights, or both."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.group_pack import GroupTexts
 from penstock.protocol.record.lineage import RecordedGroup
 
-WHOLE = "reward"  # the name under which weights mean the reward itself
-_ATTEMPTS = 3  # for failures that a run would try again
+WHOLE = "reward"  # the name of the reward itself among the weights
+_ATTEMPTS = 3  # for failures that a run would retry
 _RETRY_S = 0.5
-_CALL_GROUPS = 32  # of one request
+_CALL_GROUPS = 32  # per request
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where the new rewards come from; without ``reward`` from what is stored."""
+    """How to compute the new rewards; without ``reward`` from the stored ones."""
 
     reward: str | None
     weights: dict[str, float] = field(default_factory=dict)
-    define: Mapping[str, RewardDefinition] = field(default_factory=dict)  # of the run: what its rewards were made of
+    define: Mapping[str, RewardDefinition] = field(default_factory=dict)  # rewards by parts in the run's settings
 
     def __post_init__(self) -> None:
         if self.reward is None and not self.weights:
-            raise ConfigError("say how to score again: --reward NAME, --weights part=0.5,other=1, or both")
+            raise ConfigError("no new reward given; add --reward NAME, --weights part=0.5,other=1, or both")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GroupToScore:
     """A group to be scored again."""
 
     member: RecordedGroup
@@ -49,11 +49,11 @@ class Service(Protocol):
     """A reward service's HTTP API."""
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return its answer."""
+        """Return the answer of one request."""
         ...
 
 
-Outcome = ScoredGroup | str  # or why there is none
+Outcome = ScoredGroup | str  # or the reason why there is none
 
 
 def parse_weights(text: str) -> dict[str, float]:
@@ -63,29 +63,29 @@ def parse_weights(text: str) -> dict[str, float]:
         return {name.strip(): float(value) for name, value in pairs}
     except ValueError:
         raise ConfigError(
-            f"--weights {text!r}: expected part=NUMBER, comma-separated; {WHOLE} means the whole"
+            f"--weights {text!r}: expected part=NUMBER, comma-separated; {WHOLE} is the reward itself"
         ) from None
 
 
-def score_again(asked: Sequence[Asked], rule: Rule, service: Service) -> dict[str, Outcome]:
-    """Return each group's outcome by id; the service is asked only when the rule names a reward."""
+def score_again(groups: Sequence[GroupToScore], rule: Rule, service: Service) -> dict[str, Outcome]:
+    """Return each group's outcome by id; the service is called only when the rule names a reward."""
     if rule.reward is None:
-        found: dict[str, Outcome] = {one.member.group_id: one.member.scored for one in asked}
+        found: dict[str, Outcome] = {one.member.group_id: one.member.scored for one in groups}
     else:
         found = {}
-        for start in range(0, len(asked), _CALL_GROUPS):
-            found |= _from_service(asked[start : start + _CALL_GROUPS], rule.reward, service)
+        for start in range(0, len(groups), _CALL_GROUPS):
+            found |= _from_service(groups[start : start + _CALL_GROUPS], rule.reward, service)
     define = rule.define if rule.reward is None else {}
-    return {i: weigh(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in found.items()}
+    return {i: reweight(o, rule.weights, define) if isinstance(o, ScoredGroup) else o for i, o in found.items()}
 
 
-def weigh(
+def reweight(
     scored: ScoredGroup, weights: Mapping[str, float], define: Mapping[str, RewardDefinition] = MappingProxyType({})
 ) -> Outcome:
-    """Return a group with the rewards that other weights give, or say which part it does not have.
+    """Return a group with rewards by other weights, or the reason when it lacks a part.
 
-    A reward that the run file made of parts (``define``) stays what it was but for the weights that are given: the
-    others and the gates hold. Any other is the weighed sum of the parts that are named; ``reward`` is the reward itself.
+    For a reward defined by parts (``define``), other weights and gates are kept. Any other becomes the weighted sum of
+    the named parts; ``reward`` is the reward itself.
     """
     if not weights:
         return scored
@@ -106,25 +106,25 @@ def weigh(
     return scored.model_copy(update={"rewards": rewards, "scorer": f"{scored.scorer} weighed {shown}"})
 
 
-def _from_service(asked: Sequence[Asked], reward: str, service: Service) -> dict[str, Outcome]:
+def _from_service(groups: Sequence[GroupToScore], reward: str, service: Service) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
-    waiting = list(asked)
+    waiting = list(groups)
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_RETRY_S * 2 ** (attempt - 1))
         answer = service.call("POST", "/v1/score", {"reward": reward, "groups": [_wire(one) for one in waiting]})
-        again = []
+        retried = []
         for one, result in zip(waiting, answer["results"], strict=True):
             found[one.member.group_id] = _outcome(one, result)
             if result["error"] is not None and not result["error"]["permanent"]:
-                again.append(one)
-        waiting = again
+                retried.append(one)
+        waiting = retried
         if not waiting:
             break
     return found
 
 
-def _wire(one: Asked) -> dict[str, Any]:
+def _wire(one: GroupToScore) -> dict[str, Any]:
     text, truth = one.text, one.text.reward.ground_truth
     return {
         "group_id": text.group_id,
@@ -137,7 +137,7 @@ def _wire(one: Asked) -> dict[str, Any]:
     }
 
 
-def _outcome(one: Asked, result: Mapping[str, Any]) -> Outcome:
+def _outcome(one: GroupToScore, result: Mapping[str, Any]) -> Outcome:
     if result["error"] is not None:
         return f"{result['error']['reason']}: {result['error']['detail']}"
     scores = result["scores"]
@@ -147,4 +147,4 @@ def _outcome(one: Asked, result: Mapping[str, Any]) -> Outcome:
     try:
         return ScoredGroup(generated=one.member.scored.generated, rewards=rewards, parts=parts, scorer=result["scorer"])
     except ValidationError as err:
-        return f"the answer does not fit: {err.errors()[0]['msg']}"
+        return f"invalid answer: {err.errors()[0]['msg']}"

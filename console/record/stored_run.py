@@ -1,7 +1,7 @@
-"""Commands about what a run has stored: they also reach the store of a local run that is over.
+"""Reach the servers of a run, and start those of a finished local run again for one command.
 
-A run that this machine started with its own servers keeps them in its folder. While it runs, they answer; when it is
-over, ``penstock.deploy.stored`` starts them again beside the command, and ends them with it.
+A run that this machine started with its own NATS and S3 keeps their data in its folder. While it runs, they answer;
+afterwards ``penstock.deploy.stored`` starts them, runs the command, and stops them when it ends.
 """
 
 from __future__ import annotations
@@ -26,47 +26,49 @@ def replay(
     try:
         ranks = int(json.loads(path.read_bytes())["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
     except (ValueError, KeyError, TypeError) as err:
-        raise ConfigError(f"{path} does not say how many ranks the run had ({type(err).__name__}: {err})") from None
+        raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
     return launch.trainer(ranks, "replay", run, *arguments, *options, *(["--json"] if as_json else []))
 
 
-def become(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
-    """Become a command that reads what a run has stored; does not return. Raises ConfigError."""
+def replace_process(run: str, arguments: Sequence[str], environ: Mapping[str, str], command: Sequence[str]) -> None:
+    """Replace this process by a command that reads a run's stores; does not return. Raises ConfigError."""
     store = _own_store(run, arguments, environ)
     if store is not None and is_locked(store / "lock"):
         os.environ.update(connections.store_environment(store))
     elif store is not None:
         command = launch.module("penstock.deploy.stored", str(store), "--", *command)
-    launch.become(command)
+    launch.replace_process(command)
 
 
-def reach(run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str]) -> None:
-    """Begin anew, with what was ``typed``, beside the servers of a local run that is over; else return.
+def ensure_servers(run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str]) -> None:
+    """Restart the ``typed`` command together with the servers of a finished local run; for any other run return.
 
-    Raises ConfigError for a run that nobody knows.
+    Raises ConfigError for an unknown run.
     """
     check_run_id(run)
     store = _own_store(run, arguments, environ)
     if store is not None and not is_locked(store / "lock"):
-        launch.become(launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed)))
+        launch.replace_process(
+            launch.module("penstock.deploy.stored", str(store), "--", *launch.module("penstock", *typed))
+        )
 
 
-def beside(
+def ensure_local_servers(
     run: str, arguments: Sequence[str], environ: Mapping[str, str], typed: Sequence[str], *, finished_only: bool = False
 ) -> None:
-    """Do as `reach` does for a run that has a folder here; one that has none may be where NATS is by default.
+    """Call `ensure_servers` for a run that has a folder here; one without may be on the NATS of the default address.
 
-    ``finished_only`` is for commands that stay: beside the servers of a run that was only stopped they would keep it
-    from going on.
+    ``finished_only`` is for commands that keep running: with the servers of a stopped, unfinished run they would
+    prevent it from being resumed.
     """
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if folder.is_dir() and not (finished_only and not (folder / "report.json").exists()):
-        reach(run, arguments, environ, typed)
+        ensure_servers(run, arguments, environ, typed)
 
 
 def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the servers that a run of this machine has to itself; None when others were named."""
+    """Return the data folder of a run's own servers; None when it has none or other servers were configured."""
     loaded = connections.find(arguments, environ)
     if connections.is_configured(loaded):
         return None
@@ -74,7 +76,7 @@ def _own_store(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -
     if not folder.is_dir():
         others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
         raise ConfigError(
-            f"no run {run} in {folder.parent}/; there: {others}. Or say where it is: nats.url, s3.endpoint"
+            f"no run {run} in {folder.parent}/; found: {others}; check the name, or set nats.url and s3.endpoint"
         )
     store = folder / connections.STORE
     return store if store.is_dir() else None

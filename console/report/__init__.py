@@ -1,1 +1,1 @@
-"""The report of a finished run: summary, curves, plot."""
+"""The report of a run: summary, curves, plot."""

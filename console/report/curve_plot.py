@@ -1,4 +1,4 @@
-"""The picture of a run: reward, held-out accuracy and staleness. The only file that imports matplotlib."""
+"""Plot reward, held-out accuracy and staleness of a run; the only file that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.console.report.curves import Curves
 from penstock.console.report.run_summary import RunSummary
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#2563a8", "#c2620a", "#2c7a4b", "#666666"
-_PART_STYLES = ("dashed", "dotted", "dashdot", (0, (5, 1)), (0, (1, 3)))  # of so many parts at most, a picture has room
-_ON_TIME, _LATE = "#7fb08f", "#dfa35f"
+_PART_STYLES = ("dashed", "dotted", "dashdot", (0, (5, 1)), (0, (1, 3)))  # at most this many parts are drawn
+_FRESH, _OLDER = "#7fb08f", "#dfa35f"
 
 
 def draw(path: Path, summary: RunSummary, curves: Curves) -> None:
-    """Write the picture as PNG: curves on the left, staleness of the trained tokens and idle shares on the right."""
+    """Write the plot as PNG: curves on the left, staleness of the trained tokens and idle shares on the right."""
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
@@ -46,21 +46,21 @@ def _curves(axes: Axes, summary: RunSummary, curves: Curves) -> None:
             axes.annotate(
                 f"{value:.2f}", (step, value), (0, height), textcoords="offset points", ha="center", color=_ORANGE
             )
-    everything = [value for _, value in (*curves.rewards, *curves.accuracies, *chain(*drawn.values()))]
-    if everything and min(everything) >= 0.0 and max(everything) <= 1.0:
+    values_drawn = [value for _, value in (*curves.rewards, *curves.accuracies, *chain(*drawn.values()))]
+    if values_drawn and min(values_drawn) >= 0.0 and max(values_drawn) <= 1.0:
         axes.set_ylim(0.0, 1.08)
     axes.set_xlabel("optimizer step")
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_title(f"{summary.run_id}: {summary.steps} steps in {summary.wall_s:.0f} s", loc="left", fontweight="bold")
-    if everything:
+    if values_drawn:
         axes.legend(loc="best", frameon=False)
 
 
 def _staleness(axes: Axes, summary: RunSummary) -> None:
     tokens = sorted((int(k), n) for k, n in summary.staleness_tokens.items())
     whole = sum(n for _, n in tokens) or 1
-    colours = [_ON_TIME if k == 0 else _LATE for k, _ in tokens]
+    colours = [_FRESH if k == 0 else _OLDER for k, _ in tokens]
     bars = axes.bar([str(k) for k, _ in tokens], [100 * n / whole for _, n in tokens], color=colours, width=0.7)
     axes.bar_label(bars, fmt="%.0f%%", padding=2, color=_GREY)
     axes.set_title("staleness of trained tokens", loc="left", fontsize=10)
@@ -76,7 +76,7 @@ def _idle(axes: Axes, summary: RunSummary) -> None:
     for row, share in enumerate(idle):
         axes.annotate(f"waits {share:.0f}%", (101, row), va="center", color=_GREY, annotation_clip=False)
     axes.set_xlim(0, 130)
-    axes.set_title("who waits for whom", loc="left", fontsize=10)
+    axes.set_title("share of time waiting", loc="left", fontsize=10)
     _bare(axes, horizontal=True)
 
 

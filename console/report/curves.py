@@ -19,7 +19,7 @@ class Curves:
 
 
 def read(folder: Path) -> Curves:
-    """Return the curves of a run folder; a step that was taken again after a resume counts once, as it was last."""
+    """Return the curves of a run folder; a step repeated after a resume counts once, with its last values."""
     rewards: dict[int, float] = {}
     accuracies: dict[int, float] = {}
     parts: dict[int, dict[str, float]] = {}
@@ -49,7 +49,7 @@ def _by_part(steps: dict[int, dict[str, float]]) -> dict[str, tuple[tuple[int, f
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's metrics.jsonl; a last line that is still being written is left out."""
+    """Yield the rows of a run's metrics.jsonl; a last line that is still being written is skipped."""
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How far data and policy were apart, and what was left out of the steps: read from step events; pure."""
+"""Off-policy and mismatch metrics of a run, read from its step events; pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from penstock.console.report.run_summary import Spread
 
-# What a step event calls it, and what people read.
+# Key of a step event -> label in the report.
 LABELS: dict[str, str] = {
-    "engine_gap": "engine against trainer, same version: mean gap of log p",
-    "engine_gap_max": "the same: largest",
-    "engine_kl": "the same: KL per token (k3)",
+    "engine_gap": "engine vs trainer, same version: mean difference of log-probabilities",
+    "engine_gap_max": "engine vs trainer: largest difference",
+    "engine_kl": "engine vs trainer: KL per token (k3)",
     "kl_behaviour": "KL(sampler ‖ policy) per token (k3)",
     "ratio_p1": "ratio policy / sampler, 1st percentile",
     "ratio_p99": "ratio policy / sampler, 99th percentile",
@@ -20,7 +20,7 @@ LABELS: dict[str, str] = {
     "perplexity_ratio": "perplexity, policy / sampler",
     "ess_share": "effective sample size, tokens",
     "ess_share_sequence": "effective sample size, whole sequences",
-    "ess_lr": "effective share that scaled the learning rate",
+    "ess_lr": "effective sample size that scaled the learning rate",
     "clip_fraction": "tokens clipped",
     "dual_clip_fraction": "tokens bounded by the dual clip",
     "rejected_fraction": "tokens rejected as stale or mismatched",
@@ -28,9 +28,9 @@ LABELS: dict[str, str] = {
     "reward_kl": "KL(sampler ‖ reference) per token, in the reward",
     "kl_coefficient": "coefficient of the KL",
     "grad_norm": "gradient norm before clipping",
-    "explained_variance": "variance of the returns that the critic explains",
-    "value_loss": "critic's loss",
-    "critic_grad_norm": "critic's gradient norm before clipping",
+    "explained_variance": "explained variance of the critic",
+    "value_loss": "critic loss",
+    "critic_grad_norm": "critic gradient norm before clipping",
     "baseline_mean": "reward of the greedy baselines",
 }
 _NESTED = {
@@ -43,7 +43,7 @@ _PART = "reward part "
 
 
 def read(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of one step event that are there, by the names above; rejections by rule and parts of the reward too."""
+    """Return the metrics of one step event by key, with rejections by rule and reward parts; missing ones are left out."""
     values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in _NESTED}
     for name, (outer, inner) in _NESTED.items():
         values[name] = (data.get(outer) or {}).get(inner)
@@ -53,7 +53,7 @@ def read(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Return mean, smallest and largest of every figure over the steps that have it."""
+    """Return mean, smallest and largest of every metric over the steps that have it."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -61,33 +61,33 @@ def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     return {n: Spread(mean=sum(v) / len(v), smallest=min(v), largest=max(v)) for n, v in found.items()}
 
 
-def rows(figures: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
+def rows(metrics: Mapping[str, Spread]) -> Iterable[tuple[str, ...]]:
     """Return the lines of the report's table."""
-    for name in (*LABELS, *sorted(set(figures) - set(LABELS))):
-        if name in figures:
-            one = figures[name]
+    for name in (*LABELS, *sorted(set(metrics) - set(LABELS))):
+        if name in metrics:
+            one = metrics[name]
             yield (
                 LABELS.get(name, name if name.startswith(_PART) else f"tokens {name}"),
                 *(f"{v:.4g}" for v in (one.mean, one.smallest, one.largest)),
             )
 
 
-def reward_parts(figures: Mapping[str, float]) -> str:
+def reward_parts(metrics: Mapping[str, float]) -> str:
     """Return what the panel shows of the parts of the reward, without the details of a part; "" for none."""
-    parts = {name.removeprefix(_PART): mean for name, mean in figures.items() if name.startswith(_PART)}
+    parts = {name.removeprefix(_PART): mean for name, mean in metrics.items() if name.startswith(_PART)}
     return ", ".join(f"{name} {mean:.2f}" for name, mean in parts.items() if "." not in name)
 
 
-def in_words(figures: Mapping[str, float]) -> tuple[str, str]:
+def panel_lines(metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return what the panel shows of one step: how off-policy it was, and how far the engine is off."""
     parts = [
-        f"{word} {figures[name]:{form}}"
+        f"{word} {metrics[name]:{form}}"
         for word, name, form in (
             ("KL", "kl_behaviour", ".2g"), ("ESS", "ess_share", ".0%"), ("clipped", "clip_fraction", ".1%"),
-            ("rejected", "rejected_fraction", ".1%"), ("critic explains", "explained_variance", ".0%"),
+            ("rejected", "rejected_fraction", ".1%"), ("explained variance", "explained_variance", ".0%"),
         )
-        if name in figures and not (word == "rejected" and figures[name] == 0.0)
+        if name in metrics and not (word == "rejected" and metrics[name] == 0.0)
     ]  # fmt: skip
-    gap = figures.get("engine_gap")
-    engine = "–" if gap is None else f"{gap:.2g} mean, {figures.get('engine_gap_max', gap):.2g} max"
+    gap = metrics.get("engine_gap")
+    engine = "–" if gap is None else f"{gap:.2g} mean, {metrics.get('engine_gap_max', gap):.2g} max"
     return ", ".join(parts) or "–", engine

@@ -1,4 +1,4 @@
-"""The report of a finished run: report.md to read, report.json to compute with, curve.png to look at."""
+"""Write the report of a run: report.md, report.json and curve.png."""
 
 from __future__ import annotations
 
@@ -20,41 +20,39 @@ _WIDTH, _HEIGHT = 60, 8
 def write(folder: Path, summary: RunSummary, *, next_steps: Sequence[str] = ()) -> Path:
     """Write the report into a run folder and return the path of report.md.
 
-    ``next_steps`` are commands to type next. The picture needs matplotlib (the extra ``report``);
-    without it the report says so and keeps its curve of characters.
+    ``next_steps`` are commands to print at the end. The plot needs matplotlib (the extra ``report``);
+    without it report.md explains how to install it and has only the text curve.
     """
     points = curves.read(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    has_picture = importlib.util.find_spec("matplotlib") is not None
-    if has_picture:
+    has_plot = importlib.util.find_spec("matplotlib") is not None
+    if has_plot:
         from penstock.console.report import curve_plot  # noqa: PLC0415 - half a second, and an extra
 
         curve_plot.draw(folder / "curve.png", summary, points)
     document = {**summary.model_dump(), "curves": asdict(points)}
     (folder / "report.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     path = folder / "report.md"
-    path.write_text(markdown(summary, points, next_steps=next_steps, has_picture=has_picture), encoding="utf-8")
+    path.write_text(markdown(summary, points, next_steps=next_steps, has_plot=has_plot), encoding="utf-8")
     return path
 
 
-def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_picture: bool) -> str:
+def markdown(summary: RunSummary, points: Curves, *, next_steps: Sequence[str], has_plot: bool) -> str:
     """Return the report as Markdown."""
     sections = [
         _headline(summary),
-        _reward_curve(points, has_picture=has_picture),
-        _table("What happened", ("figure", "value"), _figures(summary)),
+        _reward_curve(points, has_plot=has_plot),
+        _table("Summary", ("metric", "value"), _totals(summary)),
         _staleness(summary),
         _table(
             "Data and policy, over the steps",
-            ("figure", "mean", "smallest", "largest"),
+            ("metric", "mean", "smallest", "largest"),
             list(learning.rows(summary.learning)),
         ),
-        _table("Where the groups went", ("groups", "number"), _groups(summary)),
-        _table("Who scored what was trained", ("reward", "groups", "steps"), _scorers(summary)),
-        _table("Who waited", ("role", "waiting", "CPU s"), _roles(summary)),
-        _table(
-            "Weights, worker by worker", ("worker", "applied", "newest", "pause", "fetch", "lives"), _workers(summary)
-        ),
+        _table("Groups", ("groups", "number"), _groups(summary)),
+        _table("Rewards of the trained groups", ("reward", "groups", "steps"), _scorers(summary)),
+        _table("Waiting", ("role", "waiting", "CPU s"), _roles(summary)),
+        _table("Weights by worker", ("worker", "applied", "newest", "pause", "fetch", "starts"), _workers(summary)),
         _bullets("Incidents", summary.incidents),
         _next(next_steps),
     ]
@@ -72,7 +70,7 @@ def _headline(s: RunSummary) -> str:
     )
 
 
-def _reward_curve(points: Curves, *, has_picture: bool) -> str:
+def _reward_curve(points: Curves, *, has_plot: bool) -> str:
     if not points.rewards:
         return ""
     values = [value for _, value in points.rewards]
@@ -80,14 +78,14 @@ def _reward_curve(points: Curves, *, has_picture: bool) -> str:
     lines = braille.curve(values, width=_WIDTH, height=_HEIGHT, low=low, high=high)
     labels = [f"{high:5.2f} ┤"] + ["      │"] * (_HEIGHT - 2) + [f"{low:5.2f} ┤"]
     drawn = "\n".join(label + text for label, text in zip(labels, lines, strict=True))
-    picture = "![reward, held-out accuracy, staleness](curve.png)" if has_picture else _NO_PICTURE
-    return f"## Reward, step by step\n\n{picture}\n\n```\n{drawn}\n```"
+    plot = "![reward, held-out accuracy, staleness](curve.png)" if has_plot else _NO_PLOT
+    return f"## Reward by step\n\n{plot}\n\n```\n{drawn}\n```"
 
 
-_NO_PICTURE = "(For a picture: `pip install 'penstock[report]'`, then run again.)"
+_NO_PLOT = "(For a plot: `pip install 'penstock[report]'`, then run again.)"
 
 
-def _figures(s: RunSummary) -> Iterator[tuple[str, ...]]:
+def _totals(s: RunSummary) -> Iterator[tuple[str, ...]]:
     if s.reward_first is not None and s.reward_last is not None:
         yield "training reward, first and last tenth", f"{s.reward_first:.3f} → {s.reward_last:.3f}"
     yield "tokens generated", f"{s.tokens_generated:,}"
@@ -97,7 +95,10 @@ def _figures(s: RunSummary) -> Iterator[tuple[str, ...]]:
     yield "versions published", str(s.versions_published)
     if s.weights.raw_bytes:
         share = s.weights.sent_bytes / s.weights.raw_bytes
-        yield "weights sent", f"{s.weights.sent_bytes:,} bytes, {share:.1%} of {s.weights.raw_bytes:,} whole"
+        yield (
+            "weights sent",
+            f"{s.weights.sent_bytes:,} bytes, {share:.1%} of the {s.weights.raw_bytes:,} of full snapshots",
+        )
     if s.weights.pause_p50_s is not None:
         p50, p99 = s.weights.pause_p50_s * 1000, (s.weights.pause_p99_s or 0.0) * 1000
         yield "pause for a version", f"p50 {p50:.0f} ms, p99 {p99:.0f} ms"
@@ -110,28 +111,28 @@ def _staleness(s: RunSummary) -> str:
     if not whole:
         return ""
     rows = [(versions, f"{n:,}", _percent(n / whole)) for versions, n in s.staleness_tokens.items()]
-    table = _table("Staleness of what was trained", ("versions behind", "tokens", "share"), rows)
-    proof = (
-        f"Generation and training overlapped: {_percent(s.overlap.trained_stale_share)} of the trained tokens came from an "
-        f"older version than the one that was trained, and for at least {s.overlap.both_working_s:.1f} s"
+    table = _table("Staleness of the trained tokens", ("versions behind", "tokens", "share"), rows)
+    overlap = (
+        f"Generation and training overlapped: {_percent(s.overlap.trained_stale_share)} of the trained tokens were sampled by an "
+        f"older version than the one in training, and for at least {s.overlap.both_working_s:.1f} s"
     )
     share = s.overlap.both_working_share
-    proof += f" ({_percent(share)} of the training)" if share is not None else ""
-    return f"{table}\n\nMean {s.staleness_mean or 0.0:.2f}, max {s.staleness_max or 0}. {proof} a worker and the trainer worked at once."
+    overlap += f" ({_percent(share)} of the training)" if share is not None else ""
+    return f"{table}\n\nMean {s.staleness_mean or 0.0:.2f}, max {s.staleness_max or 0}. {overlap} a worker and the trainer worked at the same time."
 
 
 def _groups(s: RunSummary) -> Iterator[tuple[str, ...]]:
     yield "issued", str(s.groups.issued)
-    yield "generated (repeats after a kill included)", str(s.groups.generated)
+    yield "generated (including repeats after a restart)", str(s.groups.generated)
     yield "scored", str(s.groups.scored)
     yield "trained", str(s.groups.trained)
-    yield "still under way at the end", str(s.groups.in_flight)
+    yield "in flight at the end", str(s.groups.in_flight)
     for reason, number in s.groups.dropped.items():
         yield f"dropped: {reason}", str(number)
     if not s.groups.dropped:
         yield "dropped", "0"
     for reason, number in s.skipped.items():
-        yield f"trajectories left out of their step: {reason}", str(number)
+        yield f"trajectories filtered out: {reason}", str(number)
     for reason, number in s.groups.dead_lettered.items():
         yield f"dead letters: {reason}", str(number)
 
@@ -165,7 +166,7 @@ def _bullets(title: str, lines: Sequence[str]) -> str:
 
 
 def _next(commands: Sequence[str]) -> str:
-    return "\n".join(["## What to type next\n", "```", *commands, "```"]) if commands else ""
+    return "\n".join(["## Next\n", "```", *commands, "```"]) if commands else ""
 
 
 def _percent(share: float | None) -> str:

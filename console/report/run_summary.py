@@ -1,4 +1,7 @@
-"""What a run amounted to: the figures of the report and of the `--json` line, in one frozen model."""
+"""The totals of a run, in the report and in the line of `--json`, as one frozen model.
+
+Field names are stored keys: they do not change.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,32 @@ class _Frozen(BaseModel):
 
 
 class GroupCounts(_Frozen):
-    """Where the groups of the training split went."""
+    """Counts of the groups of the training split."""
 
-    issued: int = Field(default=0, description="Groups the trainer asked for.")
-    generated: int = Field(
-        default=0, description="Groups the workers stored, those that came again after a kill included."
-    )
-    scored: int = Field(default=0, description="Groups that came back with rewards.")
+    issued: int = Field(default=0, description="Groups the trainer issued.")
+    generated: int = Field(default=0, description="Groups the workers stored, including repeats after a restart.")
+    scored: int = Field(default=0, description="Groups that got rewards.")
     trained: int = Field(default=0, description="Groups that went into an optimizer step, each once.")
     in_flight: int = Field(
-        default=0, description="Groups still under way after the last step: issued, and neither trained nor dropped."
+        default=0, description="Groups in flight after the last step: issued, and neither trained nor dropped."
     )
     dropped: dict[str, int] = Field(default={}, description="Groups deliberately not trained, by reason.")
-    dead_lettered: dict[str, int] = Field(default={}, description="Groups nobody could process, by reason.")
+    dead_lettered: dict[str, int] = Field(default={}, description="Groups that were dead-lettered, by reason.")
 
 
 class WorkerWeights(_Frozen):
-    """How one worker followed the weights."""
+    """The versions that one worker applied."""
 
-    versions_applied: int = Field(default=0, description="Times its engine took a version.")
+    versions_applied: int = Field(default=0, description="Versions its engine applied.")
     newest_version: int = Field(default=0, description="Newest version its engine served.")
-    mean_pause_s: float = Field(default=0.0, description="Mean seconds the engine stood still for a version.")
+    mean_pause_s: float = Field(default=0.0, description="Mean seconds the engine paused for a version.")
     mean_fetch_s: float = Field(default=0.0, description="Mean seconds to fetch a version from the object store.")
+    # The stored key; "starts" everywhere else.
     num_lives: int = Field(default=1, description="Times the process was started.")
 
 
 class Spread(_Frozen):
-    """One figure over the steps of a run."""
+    """One metric over the steps of a run."""
 
     mean: float
     smallest: float
@@ -44,7 +46,7 @@ class Spread(_Frozen):
 
 
 class ScorerShare(_Frozen):
-    """What one reward, or one version of an endpoint, scored of what was trained."""
+    """The trained groups scored by one reward, or one version of an endpoint."""
 
     groups: int = Field(default=0, description="Groups trained with its rewards.")
     first_step: int = Field(description="First step that trained one of them.")
@@ -52,26 +54,26 @@ class ScorerShare(_Frozen):
 
 
 class WeightsSummary(_Frozen):
-    """What moving the weights cost."""
+    """Bytes, density and pauses of all published versions."""
 
-    raw_bytes: int = Field(default=0, description="Bytes of all versions, had each been published whole.")
-    sent_bytes: int = Field(default=0, description="Bytes the trainer published for them.")
-    fetched_bytes: int = Field(default=0, description="Bytes the workers fetched, all together.")
+    raw_bytes: int = Field(default=0, description="Bytes of all versions as full snapshots.")
+    sent_bytes: int = Field(default=0, description="Bytes the trainer published.")
+    fetched_bytes: int = Field(default=0, description="Bytes fetched by all workers.")
     mean_density: float | None = Field(default=None, description="Mean share of the values that a patch changes.")
-    pause_p50_s: float | None = Field(default=None, description="Median seconds an engine stood still for a version.")
-    pause_p99_s: float | None = Field(default=None, description="The 99th percentile of the same.")
+    pause_p50_s: float | None = Field(default=None, description="Median seconds an engine paused for a version.")
+    pause_p99_s: float | None = Field(default=None, description="99th percentile of the same.")
     refused: int = Field(default=0, description="Times a worker could not use a version.")
 
 
 class Overlap(_Frozen):
-    """The proof that generation and training went on at the same time."""
+    """How far generation and training overlapped."""
 
     trained_stale_share: float | None = Field(
         default=None, description="Share of trained tokens that an older version had sampled (staleness 1 or more)."
     )
     both_working_s: float = Field(
         default=0.0,
-        description="Seconds in which the trainer and a worker worked at once; a lower bound from heartbeats.",
+        description="Seconds in which trainer and a worker were both busy; a lower bound from heartbeats.",
     )
     both_working_share: float | None = Field(
         default=None, description="The same as a share of the training's wall time."
@@ -79,7 +81,7 @@ class Overlap(_Frozen):
 
 
 class RunSummary(_Frozen):
-    """Everything the report says about a run; times in seconds, shares from 0 to 1."""
+    """All totals of a run; times in seconds, shares from 0 to 1."""
 
     run_id: str
     steps: int = Field(default=0, description="Optimizer steps taken.")
@@ -94,34 +96,32 @@ class RunSummary(_Frozen):
     )
     groups: GroupCounts = GroupCounts()
     scored_by: dict[str, ScorerShare] = Field(
-        default={}, description="Who gave the rewards of what was trained; endpoints with their version."
+        default={}, description="Trained groups by scorer; endpoints with their version."
     )
     staleness_tokens: dict[str, int] = Field(default={}, description="Trained tokens by staleness, in versions.")
     staleness_mean: float | None = Field(default=None, description="Mean staleness of the trained tokens.")
     staleness_max: int | None = Field(default=None, description="Largest staleness that was trained.")
     learning: dict[str, Spread] = Field(
         default={},
-        description="How far data and policy were apart, by figure, over all steps (`console/report/learning.py`).",
+        description="Off-policy metrics over all steps, by key (`console/report/learning.py`).",
     )
     skipped: dict[str, int] = Field(
         default={}, description="Trajectories that filters left out of their step, by reason."
     )
     versions_published: int = Field(default=0, description="Versions the trainer published, version 0 included.")
-    workers: dict[str, WorkerWeights] = Field(default={}, description="Weights as each worker followed them.")
+    workers: dict[str, WorkerWeights] = Field(default={}, description="Versions applied, by worker.")
     weights: WeightsSummary = WeightsSummary()
-    tokens_generated: int = Field(default=0, description="Tokens sampled by all workers, killed ones included.")
+    tokens_generated: int = Field(default=0, description="Tokens sampled by all workers, including killed ones.")
     tokens_trained: int = Field(default=0, description="Sampled tokens that went into a loss.")
     idle_share: dict[str, float] = Field(
         default={}, description="Share of the training time each role waited for others."
     )
     overlap: Overlap = Overlap()
-    incidents: tuple[str, ...] = Field(
-        default=(), description="What broke and what came back, with its time in the run."
-    )
-    wall_s: float = Field(default=0.0, description="Seconds from the first sign of the run to its last.")
-    cpu_s: float = Field(default=0.0, description="CPU seconds of all services, killed ones included.")
+    incidents: tuple[str, ...] = Field(default=(), description="Failures and recoveries, with their time in the run.")
+    wall_s: float = Field(default=0.0, description="Seconds from the first event of the run to its last.")
+    cpu_s: float = Field(default=0.0, description="CPU seconds of all services, including killed ones.")
     cpu_s_per_role: dict[str, float] = Field(default={}, description="The same by role.")
 
     def to_line(self) -> str:
-        """Return the summary as one line of JSON, for machines."""
+        """Return the summary as one line of JSON."""
         return self.model_dump_json()

@@ -1,4 +1,4 @@
-"""`penstock chat`: talk to what a run has trained."""
+"""`penstock chat`: a conversation with the model of a run."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from penstock.console.tools.runs import list_folder
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.subjects import check_run_id
 
-_FORGET = "/new"
+_CLEAR = "/new"
 _ANSWER_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """How to talk; see `penstock chat --help`."""
+class ChatOptions:
+    """Options of a conversation; see `penstock chat --help`."""
 
-    model: str | None = None  # folder, instead of the run's own
-    prompt: str | None = None  # one question, instead of a conversation
+    model: str | None = None  # folder of another model
+    prompt: str | None = None  # a single prompt instead of a conversation
     keep: bool = False
     device: str = "cpu"
     temperature: float = 0.0
     max_tokens: int | None = None
 
 
-def talk(run: str, arguments: Sequence[str], environ: Mapping[str, str], how: How) -> int:
+def chat(run: str, arguments: Sequence[str], environ: Mapping[str, str], options: ChatOptions) -> int:
     """Answer one prompt, or every line typed until Ctrl-D or Ctrl-C; returns the exit code.
 
-    Each line is asked alone, as a single-turn run has trained it; ``how.keep`` keeps the conversation.
+    Each line is sent alone, as in single-turn training; ``options.keep`` sends the whole conversation.
     Raises ConfigError when there is no such run or model, ChatEngineError when the engine fails.
     """
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
-    model = find_model(folder, how.model)
+    model = find_model(folder, options.model)
     dtype, system = trained_with(folder)
-    with ChatEngine(model, device=how.device, dtype=dtype) as engine:
+    with ChatEngine(model, device=options.device, dtype=dtype) as engine:
         start: list[Message] = [{"role": "system", "content": system}] if system and engine.is_chat else []
 
         def ask(history: Sequence[Message], line: str) -> str:
-            max_tokens = answer_length(model) if how.max_tokens is None else how.max_tokens
+            max_tokens = answer_length(model) if options.max_tokens is None else options.max_tokens
             question = {"role": "user", "content": line}
-            return engine.answer([*history, question], temperature=how.temperature, max_tokens=max_tokens)
+            return engine.answer([*history, question], temperature=options.temperature, max_tokens=max_tokens)
 
-        if how.prompt is not None:
-            print(ask(start, how.prompt))
+        if options.prompt is not None:
+            print(ask(start, options.prompt))
             return 0
-        _greet(run, is_chat=engine.is_chat, keep=how.keep)
-        _converse(start, ask, keep=how.keep)
+        _greet(run, is_chat=engine.is_chat, keep=options.keep)
+        _converse(start, ask, keep=options.keep)
     return 0
 
 
 def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], str], *, keep: bool) -> None:
     history = list(start)
     while (line := _read_line()) is not None:
-        if line == _FORGET:
+        if line == _CLEAR:
             history = list(start)
         elif line:
             try:
@@ -74,22 +74,22 @@ def _converse(start: Sequence[Message], ask: Callable[[Sequence[Message], str], 
 
 
 def find_model(folder: Path, model: str | None) -> Path:
-    """Return the model folder to talk to; raises ConfigError naming what is there instead."""
+    """Return the folder of the model to chat with; raises ConfigError that lists the runs found."""
     if model is not None:
         return Path(model)
     if not folder.is_dir():
         others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
-        raise ConfigError(f"no run {folder.name} in {folder.parent}/; there: {others}")
+        raise ConfigError(f"no run {folder.name} in {folder.parent}/; found: {others}; check the name")
     if not (folder / "model").is_dir():
         raise ConfigError(
             f"run {folder.name} has no model yet ({folder / 'model'}); it is written when the run ends. "
-            "To talk to another model: --model DIR"
+            "To use another model: --model DIR"
         )
     return folder / "model"
 
 
 def answer_length(model: Path) -> int:
-    """Return how long an answer may be when nobody says: half of a small model's context, at most 512 tokens."""
+    """Return the default maximum length of an answer: half of the model's context, at most 512 tokens."""
     try:
         context = int(json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -98,7 +98,7 @@ def answer_length(model: Path) -> int:
 
 
 def trained_with(folder: Path) -> tuple[str, str]:
-    """Return the dtype and the system prompt of the run, from its config.json; defaults where it is silent."""
+    """Return the dtype and the system prompt of the run, from its config.json; else the defaults."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["settings"]
         return str(settings["model"]["dtype"]), str(settings["data"]["system_prompt"])
@@ -111,9 +111,13 @@ def _greet(run: str, *, is_chat: bool, keep: bool) -> None:
         import readline  # noqa: F401, PLC0415 - arrow keys and history, where Python was built with it
     if not sys.stdin.isatty():
         return
-    how = f"the conversation is kept, {_FORGET} forgets it" if keep else "each line is asked alone (--keep: kept)"
-    kind = "" if is_chat else " It has no chat template: it continues your text."
-    print(f"talking to {run}; {how}; Ctrl-D ends.{kind}", file=sys.stderr)
+    how = (
+        f"the whole conversation is sent, {_CLEAR} clears it"
+        if keep
+        else "each line is sent alone (--keep: the whole conversation)"
+    )
+    kind = "" if is_chat else " The model has no chat template: it continues your text."
+    print(f"chat with {run}; {how}; Ctrl-D ends.{kind}", file=sys.stderr)
 
 
 def _read_line() -> str | None:

@@ -1,14 +1,13 @@
-"""An engine of one's own for a conversation: a child process on a model folder, asked over HTTP.
+"""The engine of a conversation: an embedded engine as a child process, called over HTTP.
 
-It is the engine of the rollout workers, spoken to in the contract that SGLang has too; it ends with
-this process, whatever ends it.
+It is the engine of the rollout workers and has SGLang's HTTP interface. It ends when this process ends,
+even if this process is killed.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from penstock.console import launch
 from penstock.protocol.errors import PenstockError
 
 _START_S = 120.0  # a cold import of torch on a busy machine
@@ -29,20 +29,20 @@ Message = dict[str, str]  # role, content
 
 
 class ChatEngineError(PenstockError):
-    """The engine did not start, died, or refused what it was sent."""
+    """The engine did not start, exited, or refused a request."""
 
 
 class ChatRefused(ChatEngineError):
-    """The engine cannot take this conversation, for instance because it is too long; it can take others."""
+    """The engine refused this conversation, for example because it is too long; others may be accepted."""
 
 
 class ChatEngine:
-    """One engine process. Use it as a context manager: entered, it is ready; left, it has ended."""
+    """One engine process; a context manager that is ready when entered and has ended when left."""
 
     def __init__(self, model: Path, *, device: str, dtype: str) -> None:
-        """Prepare; raises ChatEngineError when ``model`` is no model folder."""
+        """Prepare; raises ChatEngineError when ``model`` is not a model folder."""
         if not (model / "config.json").is_file():
-            raise ChatEngineError(f"{model} is no model folder: it has no config.json; name one with --model DIR")
+            raise ChatEngineError(f"{model} is not a model folder: it has no config.json; name one with --model DIR")
         self._model = model
         self._options = ("--device", device, "--dtype", dtype)
         self._has_template = has_chat_template(model)
@@ -51,19 +51,13 @@ class ChatEngine:
         self._client: httpx.Client | None = None
 
     def __enter__(self) -> ChatEngine:
-        """Start and wait until it answers; raises ChatEngineError with the tail of its log when it does not."""
+        """Start the engine and wait until it is ready; raises ChatEngineError with the end of its log."""
         folder = Path(self._scratch.name)
         self._log = folder / "engine.log"
         port_file = folder / "port"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "penstock.rollout_service.embedded_engine",
-            "--model-path",
-            str(self._model),
-        ]
-        command += ["--port", "0", "--port-file", str(port_file), "--die-with-parent", *self._options]
+        options = ["--port", "0", "--port-file", str(port_file), "--die-with-parent", *self._options]
+        module = "penstock.rollout_service.embedded_engine"
+        command = launch.module(module, "--model-path", str(self._model), *options)
         try:
             with self._log.open("wb") as output:
                 self._process = subprocess.Popen(
@@ -71,7 +65,7 @@ class ChatEngine:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,  # Ctrl-C is for the conversation
+                    start_new_session=True,  # Ctrl-C must not reach the engine
                 )
             port = self._wait_for_port(port_file)
             self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_ANSWER_S, trust_env=False)
@@ -88,13 +82,13 @@ class ChatEngine:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the model has a chat template; one without only continues text."""
+        """True if the model has a chat template; without one it only continues text."""
         return self._has_template
 
     def answer(self, messages: Sequence[Message], *, temperature: float, max_tokens: int) -> str:
         """Return the model's answer to a conversation, or its continuation of the last message.
 
-        Raises ChatRefused when the engine cannot take it, ChatEngineError when it has died.
+        Raises ChatRefused when the engine refuses the conversation, ChatEngineError when the engine has exited.
         """
         if self._has_template:
             body: dict[str, Any] = {"model": "default", "messages": list(messages)}
@@ -121,7 +115,7 @@ class ChatEngine:
         try:
             response = self._client.post(path, json=body)
         except httpx.HTTPError as err:
-            raise ChatEngineError(f"the engine gave no answer ({type(err).__name__}){self._tail()}") from None
+            raise ChatEngineError(f"the engine did not answer ({type(err).__name__}){self._tail()}") from None
         if response.status_code != httpx.codes.OK:
             raise ChatRefused(f"the engine refused: {_refusal(response)}")
         return response.json()
@@ -144,7 +138,7 @@ class ChatEngine:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Say whether a model folder brings a chat template, in either of the places where one may be."""
+    """Return True if a model folder has a chat template, as a file or in its tokenizer_config.json."""
     if (model / "chat_template.jinja").is_file():
         return True
     try:

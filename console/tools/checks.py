@@ -1,7 +1,7 @@
-"""What `penstock doctor` looks at: one function for each thing, each a finding with its cure.
+"""The checks of `penstock doctor`: one function each, returning findings with a fix.
 
-Nothing here imports torch or any other heavy package: versions are read from the installed
-metadata, programs are asked for theirs.
+Nothing here imports torch or another slow package: versions come from installed metadata, or from running
+a program with --version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.console import connections
+from penstock.console import connections, launch
 from penstock.protocol.config.run_file import Loaded
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.blobs import Blobs
@@ -28,7 +28,7 @@ from penstock.protocol.transport.bus import Bus
 Level = Literal["ok", "warn", "fail"]
 
 _GIB = 1024**3
-_EXTRAS = {  # what each part of the project needs beyond the core, by the name one installs it with
+_EXTRAS = {  # extra of the distribution -> packages that its part of the project needs
     "trainer": ("torch", "deepspeed", "transformers", "safetensors", "accelerate"),
     "engine": ("torch", "tokenizers", "safetensors", "fastapi", "uvicorn"),
     "rollout": ("tokenizers", "jinja2"),
@@ -37,14 +37,14 @@ _EXTRAS = {  # what each part of the project needs beyond the core, by the name 
 }
 _PROGRAMS = {"nats-server": "nats-server", "rclone": "the local S3 server"}
 _PORTS = {4222: "nats.url", 9000: "s3.endpoint", 8700: "reward_service.port"}
-_PROBE_S = 10.0  # a program that needs longer to say its version is itself a finding
+_PROBE_S = 10.0  # a program that takes longer to print its version is a problem itself
 _SANDBOX_S = 60.0  # it starts up to two interpreters
-_REACH_S = 3.0  # the same for a server
+_REACH_S = 3.0  # for a server to answer
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found; ``fix`` is what to type or change, empty when all is well."""
+    """The result of one check; ``fix`` is what to type or change, empty when there is no problem."""
 
     name: str
     level: Level
@@ -70,7 +70,7 @@ def machine(folder: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
-    """Check that NATS and S3 answer; only when somebody said where they are."""
+    """Check that NATS and S3 answer, if their addresses are configured."""
     settings = loaded.settings
     if not connections.is_configured(loaded):
         yield Finding("NATS", "ok", "not configured; the quickstart starts its own (or: penstock up)")
@@ -86,12 +86,12 @@ def services(loaded: Loaded[connections.ConsoleSettings]) -> Iterator[Finding]:
 
 
 def python() -> Finding:
-    """Name the interpreter; one that is too old cannot even install us."""
+    """Report the interpreter; one that is too old could not have installed Penstock."""
     return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
 def installed(extra: str, packages: tuple[str, ...]) -> Finding:
-    """Check that the packages of an extra are there; which are needed depends on what runs here."""
+    """Check that the packages of an extra are installed; which are needed depends on what runs here."""
     found = {name: package_version(name) for name in packages}
     missing = [name for name, version in found.items() if version is None]
     if missing:
@@ -100,7 +100,7 @@ def installed(extra: str, packages: tuple[str, ...]) -> Finding:
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package, None when it is not there."""
+    """Return the version of an installed package, None when it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -108,9 +108,9 @@ def package_version(name: str) -> str | None:
 
 
 def runnable(program: str, purpose: str) -> Finding:
-    """Check that a program is there and starts."""
-    beside = Path(sys.executable).with_name(program)
-    path = str(beside) if beside.exists() else shutil.which(program)
+    """Check that a program is installed and starts."""
+    installed_here = Path(sys.executable).with_name(program)
+    path = str(installed_here) if installed_here.exists() else shutil.which(program)
     fix = "pip install 'penstock[local]'"
     if path is None:
         return Finding(program, "warn", f"not found; {purpose} cannot start on this machine", fix)
@@ -122,19 +122,21 @@ def runnable(program: str, purpose: str) -> Finding:
 
 
 def sandbox() -> Finding:
-    """Ask the reward service what would hold the programs of the code reward here; it finds out by attacking itself."""
-    command = [sys.executable, "-P", "-m", "penstock.reward_service", "sandbox"]
+    """Report the sandbox that the code reward would use here; the reward service probes it by attacking it."""
+    command = launch.module("penstock.reward_service", "sandbox")
     fix = "only code rewards need it: apt install bubblewrap, or a kernel with Landlock (5.13)"
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_SANDBOX_S, check=False)
     except (OSError, subprocess.SubprocessError) as err:
-        return Finding("sandbox", "warn", f"the probe did not come to an end: {err}", fix)
-    said = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe said nothing"]
-    return Finding("sandbox", "warn" if answer.returncode else "ok", said[-1][:500], fix if answer.returncode else "")
+        return Finding("sandbox", "warn", f"the probe did not finish: {err}", fix)
+    printed = (answer.stdout or answer.stderr).strip().splitlines() or ["the probe printed nothing"]
+    return Finding(
+        "sandbox", "warn" if answer.returncode else "ok", printed[-1][:500], fix if answer.returncode else ""
+    )
 
 
 def gpu() -> Finding:
-    """Check for NVIDIA GPUs, as the driver sees them."""
+    """Check for NVIDIA GPUs with nvidia-smi."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return Finding("gpu", "ok", "none; the quickstart and small models run on the CPU")
@@ -173,14 +175,14 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Finding:
-    """Check the space where runs are kept."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    """Check the free space of the folder of runs."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     detail = f"{free / _GIB:.1f} GiB free for {folder}/"
-    if not os.access(place, os.W_OK):
-        return Finding("disk", "fail", f"{place} is not writable", "choose another folder: run.dir=FOLDER")
+    if not os.access(existing, os.W_OK):
+        return Finding("disk", "fail", f"{existing} is not writable", "choose another folder: run.dir=FOLDER")
     if free < _GIB:
         return Finding("disk", "fail", detail, "free 1 GiB, or choose another folder: run.dir=FOLDER")
     if free < 10 * _GIB:
@@ -189,35 +191,39 @@ def disk(folder: Path) -> Finding:
 
 
 def loopback() -> Finding:
-    """Check that a free port of the loopback can be had at all."""
+    """Check that a port can be bound on the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)):
             return Finding("loopback", "ok", "a free port can be bound on 127.0.0.1")
     except OSError as err:
-        return Finding("loopback", "fail", f"no port on 127.0.0.1: {err.strerror}", "allow sockets in this sandbox")
+        return Finding(
+            "loopback", "fail", f"cannot bind a port on 127.0.0.1: {err.strerror}", "allow sockets in this sandbox"
+        )
 
 
 def port_use(port: int, key: str) -> Finding:
-    """Say who may already sit on a default port; only the services with that default care."""
+    """Check whether a default port is in use; it matters only to the service with that default."""
     try:
         with socket.create_server(("127.0.0.1", port)):
             return Finding(f"port {port}", "ok", f"free (default of {key})")
     except OSError:
-        return Finding(f"port {port}", "warn", f"taken (default of {key})", f"fine if it is yours; else change {key}")
+        return Finding(
+            f"port {port}", "warn", f"in use (default of {key})", f"fine if the service is yours; else change {key}"
+        )
 
 
 def build_locks(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Look for a lock that a killed build of a torch extension left: everything later waits for it, silently."""
+    """Find lock files left by a killed build of a torch extension; later builds wait for them without a message."""
     root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     for lock in sorted(root.glob("**/lock")):
-        yield Finding("torch extensions", "fail", f"{lock} blocks every later start", f"rm -r {lock.parent}")
+        yield Finding("torch extensions", "fail", f"{lock} blocks every later build", f"rm -r {lock.parent}")
 
 
 def _reach(name: str, where: str, attempt: Callable[[], object]) -> Finding:
     try:
         attempt()
     except PenstockError as err:
-        return Finding(name, "fail", str(err), "correct the address or the credentials, or start it: penstock up")
+        return Finding(name, "fail", str(err), "correct the address or the credentials, or start a server: penstock up")
     return Finding(name, "ok", f"answers at {where}")
 
 

@@ -1,4 +1,4 @@
-"""`penstock dead-letters`: what nobody could process, why, and sending it again."""
+"""`penstock dead-letters`: list, show and send again the messages that could not be processed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.console import connections
-from penstock.console.tools.resending import Letter, Standing, again, content, refusal
+from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import group_pack, logs, streams
 from penstock.protocol.errors import BlobError, ConfigError, PackError, WireError
 from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, Head, Task, TaskIssued, TaskList, decode
@@ -21,13 +21,13 @@ from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
-_FULL_S = 20.0  # how long a full stream is waited for
+_FULL_S = 20.0  # deadline for a publication to a full stream
 _MOST_SHOWN = 2000  # characters of one text
-_POISON_SHOWN = 80  # bytes of what cannot be read
+_POISON_SHOWN = 80  # bytes of an unreadable message
 
 
 class DeadLetters:
-    """The dead letters of one run, and what it takes to judge and send them; use as a context manager."""
+    """The dead letters of one run, and the state needed to send them again; use as a context manager."""
 
     def __init__(self, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         """Connect; raises ConfigError, BusUnreachable or BusRefused."""
@@ -55,38 +55,40 @@ class DeadLetters:
         return letters
 
     def find(self, numbers: Sequence[int]) -> list[Letter]:
-        """Return letters by number; raises ConfigError for one that is not there."""
+        """Return letters by number; raises ConfigError for an unknown number."""
         letters = {letter.number: letter for letter in self.all()}
         for number in numbers:
             if number not in letters:
-                there = f"{min(letters)} to {max(letters)}" if letters else "none"
-                raise ConfigError(f"run {self.run} has no dead letter {number}; there: {there}")
+                known = f"{min(letters)} to {max(letters)}" if letters else "none"
+                raise ConfigError(f"run {self.run} has no dead letter {number}; known are {known}")
         return [letters[number] for number in numbers]
 
-    def standing(self) -> Standing:
-        """Read how far the run is, and the limits that its newest life was started with."""
+    def progress(self) -> RunProgress:
+        """Read how far the run is, and the limits of its newest session."""
         head = self._state.get(streams.HEAD_KEY).wait()
         version = None if head is None else decode(head.value, Head).version
         entry = self._state.get(streams.CHECKPOINT_KEY).wait()
         committed = None if entry is None else decode(entry.value, CheckpointCommitted)
         if committed is None:
-            return Standing(version)
+            return RunProgress(version)
         for chapter in chapters(committed.record, self.blobs.get):
-            for life in chapter.lives[-1:]:
-                chosen = json.loads(self.blobs.get(life.config))["settings"]
-                return Standing(version, committed.step, chosen["trainer"]["steps"], chosen["rollout"]["max_staleness"])
-        return Standing(version, committed.step)
+            for session in chapter.lives[-1:]:
+                chosen = json.loads(self.blobs.get(session.config))["settings"]
+                return RunProgress(
+                    version, committed.step, chosen["trainer"]["steps"], chosen["rollout"]["max_staleness"]
+                )
+        return RunProgress(version, committed.step)
 
     def send(self, letter: Letter) -> None:
-        """Send a letter again, once for each time it is asked for, and write that down."""
-        message = again(letter)
+        """Send a letter again and store that it was sent."""
+        message = resent(letter)
         self.bus.publish(message.subject, message.fact, msg_id=message.msg_id, full_deadline_s=_FULL_S).wait()
         mark = {"times": letter.times_sent + 1, "at": datetime.now(UTC).isoformat(timespec="seconds")}
         self._state.put(f"{streams.RESENT_KEY}.{letter.number}", json.dumps(mark).encode()).wait()
 
 
 def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print all letters of a run; returns the exit code."""
+    """Print all letters of a run; return the exit code."""
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all()
     if as_json:
@@ -112,11 +114,11 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
 
 
 def print_one(run: str, number: int, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print one letter with its prompts and answers; returns the exit code."""
+    """Print one letter with its prompts and completions; return the exit code."""
     with DeadLetters(run, arguments, environ) as dead:
         (letter,) = dead.find([number])
         groups, problem = _groups(letter.fact, dead.blobs)
-        reason = refusal(letter, dead.standing())
+        reason = refusal(letter, dead.progress())
     document = _document(letter) | {"detail": letter.fact.detail, "groups": groups, "unreadable": problem}
     if as_json:
         print(json.dumps(document | {"cannot_be_sent_again": reason}))
@@ -143,17 +145,17 @@ def resend(
     everything: bool,
     once_more: bool,
 ) -> int:
-    """Send letters again; returns 1 when one of them was refused. Raises ConfigError when none is named."""
+    """Send letters again; return 1 when one was refused. Raises ConfigError when none is named."""
     if bool(numbers) == everything:
         raise ConfigError(
-            "name the dead letters to send again, by id, or say --all; penstock dead-letters list has them"
+            "name the ids of the dead letters to send again, or give --all; list them with: penstock dead-letters list"
         )
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all() if everything else dead.find(numbers)
-        standing = dead.standing()
+        progress = dead.progress()
         num_sent = 0
         for letter in letters:
-            reason = refusal(letter, standing, once_more=once_more)
+            reason = refusal(letter, progress, once_more=once_more)
             if reason is not None:
                 print(f"{letter.number}: not sent: {reason}", file=sys.stderr)
                 continue
@@ -179,7 +181,7 @@ def _document(letter: Letter) -> dict[str, Any]:
 
 
 def _groups(letter: DeadLetter, blobs: Blobs) -> tuple[list[dict[str, Any]], str]:
-    """Return the groups of a letter in words, and why there are none."""
+    """Return the groups of a letter as text, and the problem when they cannot be read."""
     try:
         fact = content(letter)
     except WireError as err:

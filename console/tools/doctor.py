@@ -1,4 +1,4 @@
-"""`penstock doctor`: says what this machine has, what is missing, and what to do about it."""
+"""`penstock doctor`: report what this machine has, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _SIGNS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]
 
 
 def report(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Check everything and print it; returns 1 when something is broken, 0 otherwise. Raises ConfigError."""
+    """Run all checks and print the findings; return 1 when a check failed, else 0. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
-    logs.configure("doctor", level="critical")  # every complaint is a finding
+    logs.configure("doctor", level="critical")  # problems are reported as findings
     findings = [*checks.machine(loaded.settings.run.dir, environ), *checks.services(loaded)]
-    broken = [finding for finding in findings if finding.level == "fail"]
+    failed = [finding for finding in findings if finding.level == "fail"]
     if as_json:
-        print(json.dumps({"ok": not broken, "findings": [asdict(finding) for finding in findings]}))
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}))
     else:
         Console().print(_table(findings))
-        print("\nnext: " + ("mend the lines that say fail" if broken else "penstock quickstart"))
-    return 1 if broken else 0
+        print("\nnext: " + ("fix the lines marked fail" if failed else "penstock quickstart"))
+    return 1 if failed else 0
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Yield the versions that matter in a bug report."""
+    """Yield the names and versions that a bug report needs."""
     yield "penstock", checks.package_version("penstock") or "(not installed: run from its folder)"
     yield "python", platform.python_version()
     yield "platform", platform.platform()

@@ -1,7 +1,7 @@
-"""`penstock runs rm`: what a run has in the object store, on NATS and on this machine, removed after asking.
+"""`penstock runs rm`: remove what a run has in the object store, on NATS and on this machine.
 
-Objects go first and the stream of events last: a removal that was interrupted leaves a run that is still listed,
-and the same command goes on where it stopped.
+Objects are removed first and the stream of events last: after an interruption the run is still listed, and the
+same command continues.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 
-class RunIsAlive(PenstockError):
-    """Somebody works on the run; it is not removed."""
+class RunIsActive(PenstockError):
+    """Services of the run are running; it is not removed."""
 
 
 class RunIsNeeded(PenstockError):
-    """Other runs stand on what would be removed."""
+    """Other runs depend on what would be removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a run has: streams (key-value buckets too) with their messages and bytes, and objects."""
+    """What a run has: streams (including key-value buckets) as (messages, bytes), and objects."""
 
     streams: dict[str, tuple[int, int]]
     objects: tuple[str, ...]
@@ -41,11 +41,11 @@ class Holdings:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to remove."""
+        """True if there is nothing to remove."""
         return not (self.streams or self.objects)
 
     def describe(self) -> str:
-        """Say what and how much, in one line."""
+        """Return a summary with counts and sizes, in one line."""
         messages = sum(count for count, _ in self.streams.values())
         stream_bytes = sum(size for _, size in self.streams.values())
         return (
@@ -57,9 +57,9 @@ class Holdings:
 def remove_run(
     run: str, arguments: Sequence[str], environ: Mapping[str, str], *, yes: bool, folder: bool, force: bool
 ) -> int:
-    """Remove a run after asking; returns 1 when nothing was removed because nobody said yes.
+    """Remove a run after confirmation; return 1 when it was not confirmed.
 
-    Raises ConfigError, RunIsAlive, RunIsNeeded, BusError or BlobError; whatever was not removed by then is by the next try.
+    Raises ConfigError, RunIsActive, RunIsNeeded, BusError or BlobError; the next try removes what is left.
     """
     check_run_id(run)
     loaded = connections.find(arguments, environ, run_id=run)
@@ -67,23 +67,25 @@ def remove_run(
     own_store = here / connections.STORE
     its_servers_run = is_locked(own_store / "lock")
     if its_servers_run and not force:
-        raise RunIsAlive(f"run {run} is running on this machine, with servers of its own in {own_store}; stop it first")
+        raise RunIsActive(f"run {run} is running on this machine with its own servers in {own_store}; stop it first")
     if connections.is_configured(connections.find(arguments, environ)) or its_servers_run:
         logs.configure("runs", level="error")
         with Bus.connect(loaded.settings.nats, name="runs-rm", deadline_s=5.0) as bus:
             if not _remove_stored(run, bus, Blobs(loaded.settings.s3), yes=yes, force=force):
                 return 1
     elif not own_store.is_dir():
-        raise ConfigError(f"nobody said where run {run} is stored: give a run file, or nats.url and s3.endpoint")
+        raise ConfigError(
+            f"run {run} has no local store and no server is configured; give a run file, or nats.url and s3.endpoint"
+        )
     else:
         print(f"the streams and objects of run {run} are in its folder: {own_store}")
         if (others := _others_in(own_store, run)) and not force:
             raise RunIsNeeded(
-                f"{own_store} holds {', '.join(others)} as well, and they would go with it; copy what you need of them "
-                "(penstock weights export), or say --force"
+                f"{own_store} also holds {', '.join(others)}, which would be removed too; copy what you need of them "
+                "(penstock weights export), or add --force"
             )
     if its_servers_run:
-        print(f"kept {here}: the run's own servers work in it")
+        print(f"kept {here}: the run's own servers are using it")
     elif here.is_dir():
         _remove_folder(here, yes=yes, folder=folder)
     return 0
@@ -102,8 +104,8 @@ def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
     return Holdings(found, tuple(stat.key for stat in objects), sum(stat.size_bytes for stat in objects))
 
 
-def alive(run: str, bus: Bus) -> list[str]:
-    """Return the services that have beaten within ten seconds."""
+def running_services(run: str, bus: Bus) -> list[str]:
+    """Return the ids of the services whose heartbeat is at most ten seconds old."""
     try:
         beats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
     except MissingStream:
@@ -119,15 +121,15 @@ def remove_holdings(holdings: Holdings, bus: Bus, blobs: Blobs) -> None:
 
 
 def _remove_stored(run: str, bus: Bus, blobs: Blobs, *, yes: bool, force: bool) -> bool:
-    services = alive(run, bus)
+    services = running_services(run, bus)
     if services and not force:
-        raise RunIsAlive(
-            f"run {run} is alive: {', '.join(services)}; stop these services first (--force removes it under their feet)"
+        raise RunIsActive(
+            f"services of run {run} are running: {', '.join(services)}; stop them first (--force removes the run anyway)"
         )
-    if (standing := users(run, blobs)) and not force:
+    if (dependants := users(run, blobs)) and not force:
         raise RunIsNeeded(
-            f"{run} is what {', '.join(standing)} trained on, and its packs are their only copy: without them they can be "
-            "neither replayed nor rescored; remove those runs first (--force removes it under their feet)"
+            f"{', '.join(dependants)} trained on {run}, whose packs are the only copy: without them these runs can be "
+            "neither replayed nor rescored; remove these runs first (--force removes {run} anyway)"
         )
     holdings = find_holdings(run, bus, blobs)
     if holdings.is_empty:
@@ -156,7 +158,7 @@ def _remove_folder(here: Path, *, yes: bool, folder: bool) -> None:
 
 
 def _others_in(store: Path, run: str) -> list[str]:
-    """Return the other runs and rescored inputs whose objects lie in the store of a local run that is over."""
+    """Return the other runs and rescored inputs with objects in the store of a finished local run."""
     return sorted({path.name for path in store.glob("objects/*/runs/*") if path.is_dir() and path.name != run})
 
 
@@ -164,13 +166,13 @@ def _agreed(question: str, *, yes: bool) -> bool:
     if yes:
         return True
     if not sys.stdin.isatty():
-        print(f"{question} Nothing was removed: nobody is here to ask. Say --yes", file=sys.stderr)
+        print(f"{question} Nothing was removed: stdin is not a terminal. Confirm with --yes", file=sys.stderr)
         return False
     return input(f"{question} [y/N] ").strip().lower() in {"y", "yes"}
 
 
 def _names(run: str) -> list[str]:
-    """Return all names, the events last: by them the run is listed."""
+    """Return the names of all streams, the events last: a run with that stream is listed."""
     names = [f"KV_{spec.bucket}" for spec in streams.run_buckets(run)] + list(streams.stream_names(run))
     return sorted(names, key=lambda name: name.endswith("-events"))
 

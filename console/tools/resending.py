@@ -1,8 +1,8 @@
-"""Whether a dead letter can be sent again, and as what; pure.
+"""Decide whether a dead letter can be sent again, and make the message to send; pure.
 
-The groups keep their ids: the trainer knows by them that they had died, and counts them as alive again. Everything
-that the broker recognises repetitions by is new: the message id, and the pack's name, from which every later
-message id is made. With the old ones the broker would take the second coming for a repetition, and drop it.
+The groups keep their ids: by them the trainer counts dead-lettered groups as outstanding again. Everything that
+NATS deduplicates by is new: the message id, and the pack's name, from which every later message id is derived.
+With the old ones NATS would drop the message as a duplicate.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FACT_OF_STAGE: dict[str, type[TaskIssued | GroupGenerated | GroupScored]] = {
     "scored": GroupScored,
 }
 _AGAIN = re.compile(r"(\.again[0-9-]+)+$")
-_MAX_NAME = 180  # of a pack's name, which may have 200 characters in all
+_MAX_NAME = 180  # characters kept of a pack's name, whose limit is 200
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A dead letter as it lies in its stream."""
+    """A dead letter as stored in its stream."""
 
     number: int
     at: datetime
@@ -37,48 +37,48 @@ class Letter:
 
     @property
     def split(self) -> str:
-        """`train` or `eval`, as the subject says that it came by."""
+        """`train` or `eval`, from the subject of the message."""
         return self.fact.subject.rsplit(".", 1)[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How far the run is; None for what nobody has told yet."""
+class RunProgress:
+    """How far the run is; None for what is not known yet."""
 
-    version: int | None = None  # the newest that is published
+    version: int | None = None  # newest published one
     step: int | None = None  # of the newest checkpoint
     total_steps: int | None = None
     max_staleness: int | None = None
 
 
 def content(letter: DeadLetter) -> TaskIssued | GroupGenerated | GroupScored:
-    """Read the message that died; raises WireError when this build cannot."""
+    """Decode the message of a dead letter; raises WireError when this build cannot."""
     expected = FACT_OF_STAGE.get(letter.stage)
     if expected is None:
         raise WireError(f"stage {letter.stage!r} is none of {', '.join(FACT_OF_STAGE)}")
     return decode(letter.payload, expected)
 
 
-def refusal(letter: Letter, standing: Standing, *, once_more: bool = False) -> str | None:
-    """Say why a letter cannot be sent again; None: it can."""
+def refusal(letter: Letter, progress: RunProgress, *, once_more: bool = False) -> str | None:
+    """Return why a letter cannot be sent again; None if it can."""
     try:
         fact = content(letter.fact)
     except WireError as err:
         return f"its message cannot be read by this build: {err}"
     if letter.split == "eval":
-        return "it is of an evaluation, which failed when it died; the next one asks for its prompts anew"
+        return "it belongs to an evaluation that has already failed; the next evaluation issues its prompts again"
     if letter.fact.stage == "scored" and letter.fact.group_ids:
-        return "the trainer has issued its prompts again by itself, as their next attempt"
-    if standing.step is not None and standing.total_steps is not None and standing.step >= standing.total_steps:
-        return f"the run is over: {standing.step} of {standing.total_steps} steps are trained"
+        return "the trainer has already issued its prompts again, as their next attempt"
+    if progress.step is not None and progress.total_steps is not None and progress.step >= progress.total_steps:
+        return f"the run has ended: {progress.step} of {progress.total_steps} steps were trained"
     if letter.times_sent and not once_more:
-        return f"it was sent again at {letter.sent_at}; --once-more sends it another time"
-    return _age(fact, standing)
+        return f"it was sent again at {letter.sent_at}; add --once-more to send it another time"
+    return _too_old(fact, progress)
 
 
-def _age(fact: Fact, standing: Standing) -> str | None:
-    """Refuse what the trainer would drop as stale; tasks have no age, they are sampled anew."""
-    if standing.version is None or standing.max_staleness is None:
+def _too_old(fact: Fact, progress: RunProgress) -> str | None:
+    """Return why the trainer would drop the groups as stale; tasks have no samples yet and are never stale."""
+    if progress.version is None or progress.max_staleness is None:
         return None
     match fact:
         case GroupGenerated():
@@ -87,26 +87,26 @@ def _age(fact: Fact, standing: Standing) -> str | None:
             oldest = min(group.generated.oldest_version for group in fact.groups)
         case _:
             return None
-    now = PolicyVersion(standing.version)
-    if oldest <= now and is_fresh(now, PolicyVersion(oldest), standing.max_staleness):
+    now = PolicyVersion(progress.version)
+    if oldest <= now and is_fresh(now, PolicyVersion(oldest), progress.max_staleness):
         return None
     return (
-        f"it was sampled by version {oldest} and the run is at {standing.version}: the trainer takes at most "
-        f"{standing.max_staleness} versions of age, and would drop it"
+        f"it was sampled by version {oldest} and the run is at {progress.version}: the trainer would drop it, because "
+        f"max_staleness is {progress.max_staleness}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Resent:
-    """What is published."""
+    """The message to publish."""
 
     subject: str
     fact: TaskIssued | GroupGenerated | GroupScored
     msg_id: str
 
 
-def again(letter: Letter) -> Resent:
-    """Return the message to publish to the stage the letter died in; raises WireError."""
+def resent(letter: Letter) -> Resent:
+    """Return the message to publish to the stage that gave the letter up; raises WireError."""
     fact = content(letter.fact)
     times = letter.times_sent + 1
     pack_id = f"{_AGAIN.sub('', fact.pack_id)[:_MAX_NAME]}.again{letter.number}-{times}"

@@ -1,4 +1,4 @@
-"""`penstock reward errors RUN`: which groups got no reward, why, and what became of them."""
+"""`penstock reward errors RUN`: groups without a reward, by reason, and whether they wait or were given up."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
 
-_QUIET_S = 0.7  # what is stored arrives at once; so long without news means that this was all
+_QUIET_S = 0.7  # stored messages arrive at once; after so long without one, all have arrived
 _DEADLINE_S = 20.0
 
 
 @dataclass(slots=True)
 class ErrorLine:
-    """One reason: how often groups waited for it, how many died of it, and what the newest error said."""
+    """One reason: how often groups waited, how many were dead-lettered, and the newest message.
+
+    The field names are keys of `--json`.
+    """
 
     reason: str
     waited: int = 0
@@ -32,7 +35,7 @@ class ErrorLine:
 
 
 class ErrorCount:
-    """Counts errors by reason; fed by the bus's thread."""
+    """Counts errors by reason; called on the bus's thread."""
 
     def __init__(self) -> None:
         """Start with none."""
@@ -41,21 +44,21 @@ class ErrorCount:
         self._last = time.monotonic()
 
     def waited(self, event: RunEvent) -> None:
-        """Take note of groups that went back to come again."""
+        """Count groups that were returned to the queue."""
         reason, groups = str(event.data.get("reason") or "unknown"), event.data.get("group_ids") or ()
         self._add(reason, str(event.data.get("detail") or ""), waited=max(len(groups), 1))
 
-    def died(self, letter: DeadLetter) -> None:
-        """Take note of groups that were dead-lettered."""
+    def dead_lettered(self, letter: DeadLetter) -> None:
+        """Count groups that were dead-lettered."""
         self._add(letter.reason, letter.detail, dead=max(len(letter.group_ids), 1))
 
     def lines(self) -> list[ErrorLine]:
-        """Return the reasons, the deadliest first."""
+        """Return the reasons, sorted by dead letters and waits, most first."""
         with self._lock:
             return sorted(self._lines.values(), key=lambda line: (-line.dead, -line.waited))
 
     def wait_until_quiet(self) -> None:
-        """Wait until everything stored has arrived, at most the deadline: new errors may never stop."""
+        """Wait until all stored messages have arrived, at most the deadline: new errors may keep arriving."""
         started = time.monotonic()
         while time.monotonic() - max(self._last, started) < _QUIET_S and time.monotonic() - started < _DEADLINE_S:
             time.sleep(0.05)
@@ -70,23 +73,25 @@ class ErrorCount:
 
 
 def print_errors(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print a run's reward errors; returns 1 when groups died. Raises ConfigError, BusUnreachable or MissingStream."""
+    """Print a run's reward errors; return 1 when groups were dead-lettered. Raises ConfigError, BusUnreachable or MissingStream."""
     settings = connections.find(arguments, environ, run_id=run).settings
     logs.configure("reward-errors", level="error")
     count = ErrorCount()
     with Bus.connect(settings.nats, name="reward-errors", deadline_s=5.0) as bus:
-        waiting = bus.tail(
+        retried = bus.tail(
             f"{run}-events", subjects.events(run, "reward_error"), RunEvent, count.waited, from_start=True
         )
-        dying = bus.tail(f"{run}-dead", subjects.dead(run, "generated"), DeadLetter, count.died, from_start=True)
-        waiting.wait()
-        dying.wait()
+        given_up = bus.tail(
+            f"{run}-dead", subjects.dead(run, "generated"), DeadLetter, count.dead_lettered, from_start=True
+        )
+        retried.wait()
+        given_up.wait()
         count.wait_until_quiet()
     lines = count.lines()
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif not lines:
-        print(f"no group of run {run} went without a reward")
+        print(f"run {run} has no reward errors")
     else:
         _print(lines)
     return 1 if any(line.dead for line in lines) else 0
@@ -96,9 +101,9 @@ def _print(lines: Sequence[ErrorLine]) -> None:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("reason", no_wrap=True)
     table.add_column("waited", justify="right")
-    table.add_column("dead", justify="right")
-    table.add_column("what the newest one said", overflow="fold")
+    table.add_column("dead letters", justify="right")
+    table.add_column("newest message", overflow="fold")
     for line in lines:
         table.add_row(Text(line.reason), str(line.waited), str(line.dead), Text(line.newest))
     Console().print(table)
-    print("\nwaited: times that groups went back to come again; dead: groups that were given up")
+    print("\nwaited: times that groups were returned to the queue; dead letters: groups that were given up")

@@ -1,8 +1,8 @@
-"""`penstock reward test NAME --data FILE`: how a reward's scores lie on rows of a data file, before a run spends a day on it.
+"""`penstock reward test NAME --data FILE`: the score distribution of a reward on rows of a data file.
 
-A data file has no completions yet. Each row is tried with answers whose worth is known: its own right answer in the
-usual dresses, its own recorded completion if it has one, another row's answer, and nothing. A reward that says the
-same of all of them teaches nothing.
+A data file has no completions yet. Each row is scored with answers of known quality: its right answer in the usual
+formats, its recorded completion if it has one, another row's answer, and an empty one. A reward that gives all of
+them the same score gives no learning signal.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ERRORS_SHOWN = 3
 def try_data(
     name: str, file: Path, number: int, columns: Sequence[str], url: str, token_file: Path | None, *, as_json: bool
 ) -> int:
-    """Print how the scores lie; returns 1 when a row could not be scored, or all scores are equal.
+    """Print the score distribution; return 1 when a row could not be scored, or all scores are equal.
 
-    Raises ConfigError for a file that cannot be read, RewardServiceError when the service is away or refuses.
+    Raises ConfigError for a file that cannot be read, RewardServiceError when the service is unreachable or refuses.
     """
     service = RewardService(url, token_file)
     rows = _rows(file, number, columns)
@@ -59,7 +59,7 @@ def try_data(
 
 
 def _rows(file: Path, number: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Read rows with the code that a run reads them with, in a process of its own."""
+    """Read rows as a run would, with the trainer's code in a child process."""
     mapping = [word for column in columns for word in ("--map", column)]
     command = launch.module("penstock.trainer", "data-rows", str(file), "--number", str(number), *mapping)
     done = subprocess.run(command, capture_output=True, text=True, timeout=_ROWS_DEADLINE_S, check=False)
@@ -67,12 +67,12 @@ def _rows(file: Path, number: int, columns: Sequence[str]) -> list[dict[str, Any
         raise ConfigError(done.stderr.strip() or f"{file} could not be read")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     if not rows:
-        raise ConfigError(f"{file}: no row in it")
+        raise ConfigError(f"{file} has no rows")
     return rows
 
 
 def _answers(row: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return answers with what they are, the same kinds for every row that has a right answer."""
+    """Return (kind, answer) pairs, of the same kinds for every row that has a right answer."""
     answers = []
     if row["completion"] is not None:
         answers.append(("its own completion", row["completion"]))
@@ -108,8 +108,8 @@ def _print(
             f"{spread['std']:.3f}, {spread['num_distinct']} different values from {spread['min']:g} to {spread['max']:g}"
         )
     failed = [(row["place"], result["error"]) for row, result in zip(rows, results, strict=True) if result["error"]]
-    for place, error in failed[:_ERRORS_SHOWN]:
-        print(f"penstock: {place}: {error['reason']}: {error['detail']}", file=sys.stderr)
+    for row_name, error in failed[:_ERRORS_SHOWN]:
+        print(f"penstock: {row_name}: {error['reason']}: {error['detail']}", file=sys.stderr)
     if failed:
         print(f"penstock: {len(failed)} of {len(rows)} rows could not be scored", file=sys.stderr)
     if spread["warning"]:

@@ -1,4 +1,4 @@
-"""`penstock reward list | test | drain | resume | remove`: asks a running reward service over HTTP."""
+"""`penstock reward list | test | drain | resume | remove`: calls the HTTP API of a running reward service."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rich.text import Text
 from penstock.protocol.errors import ConfigError, PenstockError
 
 _CONNECT_S = 3.0
-_ANSWER_S = 120.0  # an endpoint may be a judge that thinks
+_ANSWER_S = 120.0  # an endpoint may be a slow judge
 _EXAMPLE = ("4", "#### 4", "\\boxed{5}")
 
 
 class RewardServiceError(PenstockError):
-    """The reward service is not there, or refuses."""
+    """The reward service is unreachable, or refuses a request."""
 
 
 class RewardService:
     """The HTTP API of one reward service."""
 
     def __init__(self, url: str, token_file: Path | None = None) -> None:
-        """``token_file`` holds the bearer token, if the service wants one; raises ConfigError when unreadable."""
+        """``token_file`` holds the bearer token, if the service requires one; raises ConfigError when unreadable."""
         self._url = url.rstrip("/")
         headers = {}
         if token_file is not None:
@@ -40,7 +40,7 @@ class RewardService:
         self._client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the service's answer; raises RewardServiceError when there is none or it refuses."""
+        """Return the service's answer; raises RewardServiceError when it does not answer or refuses."""
         try:
             response = self._client.request(method, path, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as err:
@@ -51,11 +51,11 @@ class RewardService:
         if response.is_success:
             return response.json() if response.content else None
         hint = "; name its token with --token-file" if response.status_code == httpx.codes.UNAUTHORIZED else ""
-        raise RewardServiceError(f"the reward service at {self._url} refuses: {_detail(response)}{hint}")
+        raise RewardServiceError(f"the reward service at {self._url} refused the request: {_detail(response)}{hint}")
 
 
 def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
-    """Print every reward that tasks may ask for; returns the exit code."""
+    """Print every reward that tasks may name; return the exit code."""
     answer = RewardService(url, token_file).call("GET", "/v1/rewards")
     if as_json:
         print(json.dumps(answer))
@@ -63,7 +63,7 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("reward", no_wrap=True)
     table.add_column("kind", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
+    table.add_column("description", overflow="fold")
     for row in answer["rewards"]:
         table.add_row(Text(row["name"]), row["kind"], Text(row["description"]))
     Console().print(table)
@@ -71,7 +71,7 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
     return 0
 
 
-def try_out(
+def score_texts(
     name: str,
     completions: Sequence[str],
     url: str,
@@ -81,13 +81,13 @@ def try_out(
     ground_truth: str,
     data_source: str,
 ) -> int:
-    """Score completions with a reward and print one line each; returns 1 when the reward could not score."""
+    """Score completions with a reward and print one line each; return 1 when the reward could not score."""
     texts = list(completions or _EXAMPLE)
     group = {"prompt": prompt, "completions": texts, "ground_truth": ground_truth, "data_source": data_source}
     answer = RewardService(url, token_file).call("POST", "/v1/score", {"reward": name, "groups": [group]})
     result = answer["results"][0]
     if result["error"] is not None:
-        kind = "would go to the dead letters" if result["error"]["permanent"] else "would wait and come again"
+        kind = "would be dead-lettered" if result["error"]["permanent"] else "would wait and be retried"
         error = f"{result['error']['reason']}: {result['error']['detail']}"
         print(f"penstock: {name} could not score: {error}; in a run the group {kind}", file=sys.stderr)
         return 1
@@ -99,17 +99,17 @@ def try_out(
 
 
 def set_service(name: str, verb: str, url: str, token_file: Path | None) -> int:
-    """Drain or resume an endpoint; returns the exit code."""
+    """Drain or resume an endpoint; return the exit code."""
     live = RewardService(url, token_file).call("POST", f"/v1/endpoints/{name}/{verb}")["live"]
-    under_way = live["under_way"] + sum(live["finishing"].values())
-    print(f"{name}: {live['state']}; {under_way} groups in its calls, as this replica sees it")
+    running = live["under_way"] + sum(live["finishing"].values())
+    print(f"{name}: {live['state']}; {running} groups in running calls, as this replica sees it")
     return 0
 
 
 def remove(name: str, url: str, token_file: Path | None) -> int:
-    """Unregister an endpoint; returns the exit code."""
+    """Unregister an endpoint; return the exit code."""
     RewardService(url, token_file).call("DELETE", f"/v1/endpoints/{name}")
-    print(f"{name} is no longer registered; groups that ask for it wait until it is registered again")
+    print(f"{name} is no longer registered; groups that need it wait until it is registered again")
     return 0
 
 

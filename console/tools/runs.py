@@ -1,4 +1,4 @@
-"""`penstock runs`: what lies in the folder of runs, and what the broker knows about."""
+"""`penstock runs`: the runs in the folder of runs, and those that have streams on NATS."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ from penstock.protocol.errors import BusError, ConfigError
 from penstock.protocol.subjects import RUN_ID, check_run_id
 from penstock.protocol.transport.bus import Bus
 
-_MARKS = ("metrics.jsonl", "config.json", "report.json", "model", connections.STORE)  # what makes a folder a run's
+_MARKS = (
+    "metrics.jsonl",
+    "config.json",
+    "report.json",
+    "model",
+    connections.STORE,
+)  # a folder with any of these is a run's
 
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One run as a line of the table; ``when`` is ISO 8601, empty when only the broker knows the run."""
+    """One run as a line of the table; ``when`` is ISO 8601, empty when the run has no folder here."""
 
     run: str
     state: str
@@ -38,7 +44,7 @@ class RunLine:
 
 
 def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print all runs, newest first; returns the exit code. Raises ConfigError."""
+    """Print all runs, newest first; return the exit code. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     lines = list_folder(loaded.settings.run.dir)
     if connections.is_configured(loaded):
@@ -48,7 +54,7 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
             with Bus.connect(loaded.settings.nats, name="runs", deadline_s=3.0) as bus:
                 lines += [line for line in list_broker(bus) if line.run not in known]
         except BusError as err:
-            print(f"penstock: the runs of the broker are missing here: {err}", file=sys.stderr)
+            print(f"penstock: runs on NATS are not listed: {err}", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif lines:
@@ -60,12 +66,12 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
 
 
 def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Print a run's report; returns the exit code. Raises ConfigError when there is no such run."""
+    """Print a run's report; return the exit code. Raises ConfigError when there is no such run."""
     check_run_id(run)
     folder = connections.find(arguments, environ).settings.run.dir / run
     if not folder.is_dir():
         others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
-        raise ConfigError(f"no run {run} in {folder.parent}/; there: {others}")
+        raise ConfigError(f"no run {run} in {folder.parent}/; found: {others}; check the name")
     try:
         text = (folder / "report.md").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -91,19 +97,19 @@ def list_folder(folder: Path) -> list[RunLine]:
 
 
 def list_broker(bus: Bus) -> list[RunLine]:
-    """Return the runs that have streams on the broker; one with a live service is running."""
+    """Return the runs that have streams on NATS; one with heartbeats is running."""
     lines = []
     for name in sorted(bus.stream_names().wait()):
         run = name.removesuffix("-events")
         if run == name or not RUN_ID.fullmatch(run):
             continue
-        alive = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
-        lines.append(RunLine(run, "running" if alive else "idle"))
+        heartbeats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
+        lines.append(RunLine(run, "running" if heartbeats else "idle"))
     return lines
 
 
 def describe(folder: Path) -> RunLine:
-    """Describe one run folder by what it holds."""
+    """Describe one run folder by its files."""
     step = accuracy = reward = None
     for row in curves.rows(folder):
         if row.get("kind") == "eval":
@@ -122,7 +128,7 @@ def _state(folder: Path) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """The local stack of a running run holds this lock, whatever ended the ones before it."""
+    """Return True while the local servers of a run are running; the lock ends with their process."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""``penstock weights``: the versions of a run, and one of them as a model folder, or as an adapter's."""
+"""`penstock weights`: list the versions of a run, export one as a model folder or a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Row = dict[str, Any]
 
 
 def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str], *, as_json: bool) -> int:
-    """Print the stored versions of a run; returns the exit code. Raises PenstockError."""
+    """Print the stored versions of a run; return the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     with Bus.connect(settings.nats, name="weights") as bus:
         view = RunView(run)
         watcher = Watcher(bus, view)
         watcher.catch_up()
         head = _head(bus, run)
-        rows = list_versions(led_to(_manifests(Blobs(settings.s3), run), head), view, head)
+        rows = list_versions(reachable(_manifests(Blobs(settings.s3), run), head), view, head)
     if as_json:
         print(json_text.dumps(rows))
     elif not rows:
@@ -48,17 +48,17 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
 def export(
     run: str, version: int, folder: Path, arguments: Sequence[str], environ: Mapping[str, str], *, adapter: bool = False
 ) -> int:
-    """Write one version as a model folder, or as the ``adapter`` that it is; returns the exit code. Raises PenstockError."""
+    """Write one version as a model folder, or unmerged with ``adapter``; return the exit code. Raises PenstockError."""
     settings = connections.find(arguments, environ, run_id=check_run_id(run)).settings
     blobs = Blobs(settings.s3)
     with Bus.connect(settings.nats, name="weights") as bus:
         head = _head(bus, run)
-    found = [(m, key) for key, m in led_to(_manifests(blobs, run), head).items() if m.version == version]
+    found = [(m, key) for key, m in reachable(_manifests(blobs, run), head).items() if m.version == version]
     if not found:
         raise ConfigError(f"run {run} has no version {version} in the object store; see: penstock weights {run}")
     write = export_adapter if adapter else export_version
     problems = []
-    for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # an anchor is nearer than a chain
+    for manifest, _ in sorted(found, key=lambda one: one[0].kind):  # full snapshots ("anchor") before chains of patches
         reader = WeightReader(blobs, run)
         try:
             num_bytes = write(manifest, folder, reader=reader, blobs=blobs)
@@ -69,14 +69,14 @@ def export(
             continue
         print(f"{folder}: version {version} of run {run}, {num_bytes} bytes read, root {manifest.state_root[:16]}…")
         return 0
-    raise ConfigError(f"version {version} of run {run} cannot be put together: {'; '.join(problems)}")
+    raise ConfigError(f"version {version} of run {run} cannot be read: {'; '.join(problems)}")
 
 
-def led_to(manifests: Mapping[str, VersionManifest], head: Head | None) -> dict[str, VersionManifest]:
-    """Return the manifests that the head leads to by parents, with whatever is stored of the same weights beside them.
+def reachable(manifests: Mapping[str, VersionManifest], head: Head | None) -> dict[str, VersionManifest]:
+    """Return the manifests reachable from the head through parents, and other manifests of the same weights.
 
-    A trainer that was killed before it moved the head, or whose lease had lapsed, leaves a manifest under a number that
-    another then used: those are not the run's weights.
+    A trainer that was killed before it moved the head, or whose lease had expired, leaves a manifest under a number
+    that another trainer then used; that manifest is not part of the run.
     """
     known: set[tuple[int, str]] = set()
     key = None if head is None else head.manifest.key
@@ -89,9 +89,9 @@ def led_to(manifests: Mapping[str, VersionManifest], head: Head | None) -> dict[
 
 
 def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head: Head | None) -> list[Row]:
-    """Describe every stored version, oldest first; a version that is stored whole as well says so.
+    """Describe every stored version, oldest first; a patch that also has a full snapshot has ``anchor`` true.
 
-    ``manifests`` are those of `led_to`. A model that was stored only for adapters to sit upon is listed with them.
+    ``manifests`` are those of `reachable`. A model stored only as the base of adapters is listed with them.
     """
     announced = {m.version for m in manifests.values() if m.version in view.published}
     listed = announced | {m.base.version for m in manifests.values() if m.base and m.version in announced}
@@ -103,7 +103,7 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
         version = manifest.version
         if version not in listed:
             continue
-        told = view.weights.publications.get(version, {})
+        announcement = view.weights.publications.get(version, {})
         row = rows.setdefault(version, {"version": version, "anchor": False})
         row |= {
             "step": manifest.step,
@@ -112,7 +112,7 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
             "base": manifest.base.version if manifest.base else None,
             "density": manifest.density,
             "bytes": manifest.num_bytes,
-            "seconds": told.get("publish_s"),
+            "seconds": announcement.get("publish_s"),
             "head": head is not None and head.version == version,
             "served_by": serving.get(version, []),
             "state_root": manifest.state_root,
@@ -133,7 +133,7 @@ def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
             try:
                 found[stat.key] = VersionManifest.from_json(blobs.get_unverified(stat.key))
             except (BlobMissing, WireError):
-                continue  # collected meanwhile, or no manifest
+                continue  # removed meanwhile, or not a manifest
     return found
 
 
@@ -143,7 +143,7 @@ def _table(rows: Sequence[Row]) -> Table:
         is_text = name in {"kind", "served by"}
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "served by")
     for row in rows:
-        kind = row["kind"] + (" + anchor" if row["anchor"] and row["kind"] == "patch" else "")
+        kind = row["kind"] + (" + full" if row["anchor"] and row["kind"] == "patch" else "")
         kind += "" if row["base"] is None else f" on {row['base']}"
         table.add_row(
             f"{row['version']}{' head' if row['head'] else ''}",

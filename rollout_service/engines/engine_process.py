@@ -29,8 +29,13 @@ def with_parent(parent_pid: int, port_file: Path) -> list[str]:
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what belongs to the worker: its import path, its settings, its passwords."""
-    return {name: value for name, value in environ.items() if not name.startswith(_NOT_PASSED)}
+    """Return an environment without what belongs to the worker: its import path, its settings, its passwords.
+
+    The engine imports nothing from the working directory: PYTHONSAFEPATH is ``-P``, which a Python 3.10 does not have.
+    """
+    return {name: value for name, value in environ.items() if not name.startswith(_NOT_PASSED)} | {
+        "PYTHONSAFEPATH": "1"
+    }
 
 
 class EngineProcess:

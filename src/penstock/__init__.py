@@ -1,5 +1,141 @@
-"""Asynchronous reinforcement learning of language models: services that meet only on NATS and S3.
+"""Asynchronous reinforcement learning of language models: services that communicate only through NATS and S3.
 
-Every package of Penstock is below this name. The folders themselves stand at the top of the repository;
-the links beside this file give them their names.
+The public interface is what ``__all__`` names, the `penstock` command, the run file, and the wire and storage formats
+of `penstock.protocol`. Every other module is private: it may change in any release. ``docs/extending.md`` lists what
+extensions implement.
+
+The packages below this name are links to the folders at the top of the repository. Names are resolved when they are
+used, so that ``import penstock`` imports nothing else.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.protocol.errors import ConfigError as ConfigError
+    from penstock.protocol.errors import PenstockError as PenstockError
+    from penstock.protocol.extensions import Extension as Extension
+    from penstock.protocol.extensions import Registry as Registry
+    from penstock.protocol.facts import Sampling as Sampling
+    from penstock.protocol.facts import Task as Task
+    from penstock.protocol.trajectory import Trajectory as Trajectory
+    from penstock.rollout_service.engines.completion import Completion as Completion
+    from penstock.rollout_service.engines.completion import EngineChecksum as EngineChecksum
+    from penstock.rollout_service.engines.engine_client import EngineClient as EngineClient
+    from penstock.rollout_service.engines.engine_client import ServerReport as ServerReport
+    from penstock.rollout_service.engines.engine_kind import EngineKind as EngineKind
+    from penstock.rollout_service.engines.engine_kind import ServerLaunch as ServerLaunch
+    from penstock.rollout_service.environments.environment import Environment as Environment
+    from penstock.rollout_service.environments.environment import Sampler as Sampler
+    from penstock.trainer.algorithm.corrections.interface import Correction as Correction
+    from penstock.trainer.algorithm.corrections.interface import Drift as Drift
+    from penstock.trainer.algorithm.corrections.interface import correction as correction
+    from penstock.trainer.algorithm.estimators.interface import Estimator as Estimator
+    from penstock.trainer.algorithm.estimators.interface import Outcomes as Outcomes
+    from penstock.trainer.algorithm.estimators.interface import StdNormalisation as StdNormalisation
+    from penstock.trainer.algorithm.estimators.interface import advantage_estimator as advantage_estimator
+    from penstock.trainer.algorithm.filters.interface import Candidate as Candidate
+    from penstock.trainer.algorithm.filters.interface import Filter as Filter
+    from penstock.trainer.algorithm.filters.interface import trajectory_filter as trajectory_filter
+    from penstock.trainer.algorithm.losses.interface import ClipRange as ClipRange
+    from penstock.trainer.algorithm.losses.interface import DualClip as DualClip
+    from penstock.trainer.algorithm.losses.interface import Loss as Loss
+    from penstock.trainer.algorithm.losses.interface import LossTerms as LossTerms
+    from penstock.trainer.algorithm.losses.interface import Options as Options
+    from penstock.trainer.algorithm.losses.interface import Sequences as Sequences
+    from penstock.trainer.algorithm.losses.interface import Tokens as Tokens
+    from penstock.trainer.algorithm.losses.interface import WeightCap as WeightCap
+    from penstock.trainer.algorithm.losses.interface import none_of as none_of
+    from penstock.trainer.algorithm.losses.interface import policy_loss as policy_loss
+
+__version__ = "0.1.0"
+
+# Public name -> module that defines it. tests/packaging/test_public_interface.py has each with its signature.
+_MODULES = {
+    "Candidate": "penstock.trainer.algorithm.filters.interface",
+    "ClipRange": "penstock.trainer.algorithm.losses.interface",
+    "Completion": "penstock.rollout_service.engines.completion",
+    "ConfigError": "penstock.protocol.errors",
+    "Correction": "penstock.trainer.algorithm.corrections.interface",
+    "Drift": "penstock.trainer.algorithm.corrections.interface",
+    "DualClip": "penstock.trainer.algorithm.losses.interface",
+    "EngineChecksum": "penstock.rollout_service.engines.completion",
+    "EngineClient": "penstock.rollout_service.engines.engine_client",
+    "EngineKind": "penstock.rollout_service.engines.engine_kind",
+    "Environment": "penstock.rollout_service.environments.environment",
+    "Estimator": "penstock.trainer.algorithm.estimators.interface",
+    "Extension": "penstock.protocol.extensions",
+    "Filter": "penstock.trainer.algorithm.filters.interface",
+    "Loss": "penstock.trainer.algorithm.losses.interface",
+    "LossTerms": "penstock.trainer.algorithm.losses.interface",
+    "Options": "penstock.trainer.algorithm.losses.interface",
+    "Outcomes": "penstock.trainer.algorithm.estimators.interface",
+    "PenstockError": "penstock.protocol.errors",
+    "Registry": "penstock.protocol.extensions",
+    "Sampler": "penstock.rollout_service.environments.environment",
+    "Sampling": "penstock.protocol.facts",
+    "Sequences": "penstock.trainer.algorithm.losses.interface",
+    "ServerLaunch": "penstock.rollout_service.engines.engine_kind",
+    "ServerReport": "penstock.rollout_service.engines.engine_client",
+    "StdNormalisation": "penstock.trainer.algorithm.estimators.interface",
+    "Task": "penstock.protocol.facts",
+    "Tokens": "penstock.trainer.algorithm.losses.interface",
+    "Trajectory": "penstock.protocol.trajectory",
+    "WeightCap": "penstock.trainer.algorithm.losses.interface",
+    "advantage_estimator": "penstock.trainer.algorithm.estimators.interface",
+    "correction": "penstock.trainer.algorithm.corrections.interface",
+    "none_of": "penstock.trainer.algorithm.losses.interface",
+    "policy_loss": "penstock.trainer.algorithm.losses.interface",
+    "trajectory_filter": "penstock.trainer.algorithm.filters.interface",
+}
+__all__ = [
+    "Candidate",
+    "ClipRange",
+    "Completion",
+    "ConfigError",
+    "Correction",
+    "Drift",
+    "DualClip",
+    "EngineChecksum",
+    "EngineClient",
+    "EngineKind",
+    "Environment",
+    "Estimator",
+    "Extension",
+    "Filter",
+    "Loss",
+    "LossTerms",
+    "Options",
+    "Outcomes",
+    "PenstockError",
+    "Registry",
+    "Sampler",
+    "Sampling",
+    "Sequences",
+    "ServerLaunch",
+    "ServerReport",
+    "StdNormalisation",
+    "Task",
+    "Tokens",
+    "Trajectory",
+    "WeightCap",
+    "__version__",
+    "advantage_estimator",
+    "correction",
+    "none_of",
+    "policy_loss",
+    "trajectory_filter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name; raises AttributeError for any other name."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}; public are {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

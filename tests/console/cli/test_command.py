@@ -1,4 +1,4 @@
-"""The `penstock` command as people type it, and which process each verb becomes."""
+"""The `penstock` command, and the process that each verb starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import __version__
 from penstock.console import launch
 from penstock.protocol.errors import ConfigError
 
@@ -51,8 +52,8 @@ def penstock(*arguments: str, cwd: Path | None = None, **environment: str) -> su
     )
 
 
-def test_help_names_every_verb_and_the_first_thing_to_type():
-    """Without arguments the command teaches."""
+def test_help_lists_every_verb_and_the_first_command():
+    """Without arguments the help is printed."""
     for answer in (penstock(), penstock("--help")):
         assert answer.returncode == 0
         assert "New here? Type: penstock quickstart" in answer.stdout
@@ -78,7 +79,7 @@ def test_help_names_every_verb_and_the_first_thing_to_type():
     ids=" ".join,
 )
 def test_every_verb_shows_an_example(verb: list[str]):
-    """The help of a verb holds a line that can be typed as it stands."""
+    """The help of a verb has a line that can be typed unchanged."""
     answer = penstock(*verb, "--help")
     assert answer.returncode == 0
     assert (
@@ -90,15 +91,15 @@ def test_every_verb_shows_an_example(verb: list[str]):
 @pytest.mark.parametrize(
     ("typed", "meant"), [(["trian"], "train"), (["quikstart"], "quickstart"), (["reward", "serv"], "serve")], ids=str
 )
-def test_an_unknown_verb_is_answered_with_the_nearest(typed: list[str], meant: str):
-    """A slip of the finger gets a suggestion and exit code 2."""
+def test_an_unknown_verb_gets_a_suggestion(typed: list[str], meant: str):
+    """A misspelt verb gets the nearest one and exit code 2."""
     answer = penstock(*typed)
     assert answer.returncode == 2
     assert f'Did you mean "{meant}"?' in " ".join(answer.stderr.split())
 
 
-def test_help_is_there_at_once():
-    """The command imports nothing heavy: its modules load in under 0.4 CPU seconds."""
+def test_help_is_fast():
+    """The modules of the command load in under 0.4 CPU seconds."""
     code = "import time; import penstock.console.cli.main; print(time.process_time())"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert float(answer.stdout) < 0.4
@@ -122,8 +123,14 @@ def test_version_names_what_a_bug_report_needs():
     assert [line.split()[0] for line in answer.stdout.splitlines()][:4] == ["penstock", "python", "platform", "torch"]
 
 
+def test_the_version_flag_prints_the_version():
+    """``--version`` is one line, without a traceback."""
+    answer = penstock("--version")
+    assert (answer.returncode, answer.stdout.strip()) == (0, __version__)
+
+
 def test_arguments_arrive_unchanged_and_in_order():
-    """Both habits of overriding reach the service as they were typed."""
+    """Both forms of overrides reach the service unchanged."""
     typed = ["run.toml", "trainer.lr=1e-6", "--trainer.steps", "3", "--data.map.a=b c", "-x"]
     assert launch.module("penstock.rollout_service", *typed) == [
         sys.executable,
@@ -134,8 +141,8 @@ def test_arguments_arrive_unchanged_and_in_order():
     ]
 
 
-def test_a_verb_becomes_its_service(tmp_path: Path):
-    """The service's own process answers with its own exit code, whatever lies in the working directory."""
+def test_a_verb_is_replaced_by_its_service(tmp_path: Path):
+    """The service's process exits with its own code, whatever files are in the working directory."""
     for name in ("rollout_service", "penstock", "protocol"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
@@ -159,7 +166,7 @@ def test_train_runs_one_process_by_default(tmp_path: Path):
 
 @pytest.mark.parametrize("source", ["file", "override", "flag", "environment"])
 def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
-    """Wherever num_ranks is said, that many ranks start, and the trainer's own flags are not torchrun's."""
+    """Wherever num_ranks is set, that many ranks start, and torchrun does not read the trainer's flags."""
     file = tmp_path / "run.toml"
     file.write_text("[trainer]\nnum_ranks = 2\n" if source == "file" else "[trainer]\nnum_ranks = 1\n")
     arguments = [str(file)]
@@ -171,8 +178,8 @@ def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
     assert command == [sys.executable, *torchrun, *rank]
 
 
-def test_train_local_starts_the_whole_ring():
-    """--local is ours; the ring gets the rest."""
+def test_train_local_starts_all_services():
+    """--local is removed; the other arguments are passed on."""
     assert launch.train(["run.toml", "--local", "a.b=1"], {})[3:] == [
         "penstock.deploy.train_local",
         "run.toml",
@@ -182,13 +189,13 @@ def test_train_local_starts_the_whole_ring():
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two", "1.5", "true"])
 def test_an_impossible_number_of_ranks_is_refused(ranks: str):
-    """The text says what was expected and where the value came from."""
-    with pytest.raises(ConfigError, match=r"override: trainer.num_ranks: expected a whole number from 1 on"):
+    """The error names the expected value and the source of the actual one."""
+    with pytest.raises(ConfigError, match=r"override: trainer.num_ranks: expected a whole number of at least 1"):
         launch.train([f"trainer.num_ranks={ranks}"], {})
 
 
 def test_a_missing_run_file_is_one_line_on_stderr(tmp_path: Path):
-    """A mistake of the person is no traceback."""
+    """A missing file is reported without a traceback."""
     answer = penstock("train", "nowhere.toml", cwd=tmp_path)
     assert answer.returncode == 1
     assert answer.stderr.strip() == "penstock: nowhere.toml: not readable (No such file or directory)"
@@ -202,8 +209,8 @@ def test_a_broken_run_file_names_its_line(tmp_path: Path):
     assert "run.toml:2" in answer.stderr
 
 
-def test_watch_of_a_run_without_nats_says_how_to_start_it(tmp_path: Path):
-    """No server: the address, the patience and the command for one machine are in the text."""
+def test_watch_without_nats_prints_how_to_start_it(tmp_path: Path):
+    """Without a server, the address, the deadline and the command for one machine are in the error."""
     answer = penstock("watch", "nobody", "nats.url=nats://127.0.0.1:1", cwd=tmp_path)
     assert answer.returncode == 1
     assert "no NATS server at nats://127.0.0.1:1" in answer.stderr
@@ -211,7 +218,7 @@ def test_watch_of_a_run_without_nats_says_how_to_start_it(tmp_path: Path):
 
 
 def test_an_unknown_key_gets_a_suggestion(tmp_path: Path):
-    """The console's own sections are as strict as a service's."""
+    """The console refuses unknown keys as a service does."""
     answer = penstock("watch", "nobody", "nats.ulr=nats://x", cwd=tmp_path)
     assert answer.returncode == 1
     assert "did you mean nats.url?" in answer.stderr

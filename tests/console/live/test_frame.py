@@ -1,4 +1,4 @@
-"""What the panel shows, and the lines that stand for it where there is no terminal."""
+"""The panel, and the plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def drawn(snapshot: Snapshot, width: int = 100) -> str:
     return console.export_text()
 
 
-def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
-    """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are there."""
+def test_a_frame_shows_everything(snapshot: Snapshot):
+    """Progress, reward, accuracy, speed, staleness, queues, waiting, workers, drops and incidents are shown."""
     text = drawn(snapshot)
     for expected in (
         "step 60/60",
@@ -48,45 +48,45 @@ def test_a_frame_shows_everything_a_person_asks(snapshot: Snapshot):
         "2880 trained, 25% without signal",
         "KL 0.0021, ESS 98%, clipped 1.2%, rejected 0.2%",
         "0.0002 mean, 0.004 max",
-        "rollout-1 (life 2)",
+        "rollout-1 (start 2)",
         "v22 (-38)",
         "0:14 killed rollout-1 on purpose",
-        "0:18 rollout-1 is gone: silent for 4 s",
+        "0:18 rollout-1 is lost: no heartbeat for 4 s",
     ):
         assert expected in text
 
 
-def test_a_frame_of_nothing_is_still_a_frame():
-    """Before anybody has spoken the panel says whom it waits for."""
+def test_a_frame_of_a_run_without_events():
+    """Before the first message the panel shows what it waits for."""
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
     assert "waiting for the services" in text
 
 
-def test_a_frame_says_when_nats_is_away(snapshot: Snapshot):
-    """A panel that cannot see says so."""
-    assert "NATS has been away for 7 s" in drawn(replace(snapshot, bus_away_s=7.0))
+def test_a_frame_shows_that_nats_is_unreachable(snapshot: Snapshot):
+    """A panel without a connection shows for how long."""
+    assert "NATS unreachable for 7 s" in drawn(replace(snapshot, disconnected_s=7.0))
 
 
-def test_a_dead_worker_is_shown_as_gone(snapshot: Snapshot):
-    """A worker without a heartbeat keeps its line, with the time since its last sign of life."""
+def test_a_worker_without_heartbeat_is_shown_as_lost(snapshot: Snapshot):
+    """A worker without a heartbeat keeps its line, with the time since its last heartbeat."""
     services = tuple(replace(s, alive=s.service_id != "rollout-0", silent_s=65) for s in snapshot.services)
-    assert "gone, silent for 1:05" in drawn(replace(snapshot, services=services))
+    assert "lost, no heartbeat for 1:05" in drawn(replace(snapshot, services=services))
 
 
 def test_markup_in_a_service_name_is_text(snapshot: Snapshot):
-    """What a service calls its state cannot colour or break the panel."""
+    """Markup in a service's state is shown as text."""
     services = tuple(replace(s, state="[bold]x[/nonsense]") for s in snapshot.services)
     assert "[bold]x[/nonsense]" in drawn(replace(snapshot, services=services))
 
 
-def test_no_line_of_a_frame_is_cut(snapshot: Snapshot):
-    """On a terminal of 100 columns nothing ends in an ellipsis."""
+def test_no_line_of_a_frame_is_truncated(snapshot: Snapshot):
+    """On a terminal of 100 columns no cell ends in an ellipsis."""
     assert "…" not in drawn(snapshot)
 
 
-def test_plain_lines_say_each_thing_once(snapshot: Snapshot):
-    """Steps come every so many, evaluations and incidents once, whatever is shown how often."""
+def test_plain_lines_print_each_event_once(snapshot: Snapshot):
+    """Steps are printed at the interval, evaluations and incidents once, however often a snapshot is shown."""
     lines: list[str] = []
     plain = PlainLines(lines.append, every=10)
     for step in (1, 2, 9, 10, 10, 25, 60):
@@ -100,7 +100,7 @@ def test_plain_lines_say_each_thing_once(snapshot: Snapshot):
 
 
 def test_the_last_line_shows_the_last_step(snapshot: Snapshot):
-    """A run that ends between two lines still says where it ended."""
+    """A run that ends between two lines prints its last step."""
     lines: list[str] = []
     plain = PlainLines(lines.append, every=50)
     plain.show(replace(snapshot, step=1))
@@ -128,6 +128,6 @@ def test_a_curve_has_its_size_whatever_the_values(values: list[float]):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3661, "1:01:01"), (-1, "0:00")]
 )
-def test_durations_read_like_a_clock(seconds: float, text: str):
-    """Minutes and seconds, and hours when there are any."""
+def test_durations_are_formatted(seconds: float, text: str):
+    """Minutes and seconds, and hours from one hour."""
     assert clock(seconds) == text

@@ -1,4 +1,4 @@
-"""What the view makes of what the services say."""
+"""The view of a run, folded from messages of its services."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.console.record import recorded_run as recorded
 from penstock.console.live.run_view import RunView
 
 
-def test_a_whole_run_becomes_one_summary():
-    """The summary holds every figure of the run, from the first evaluation to the last step."""
+def test_a_whole_run_is_summarised():
+    """The summary has every metric of the run, from the first evaluation to the last step."""
     summary = recorded.whole_run().summary()
     assert (summary.accuracy_before, summary.accuracy_after, summary.eval_prompts) == (0.55, 0.95, 128)
     assert summary.steps == recorded.STEPS
@@ -25,8 +25,8 @@ def test_a_whole_run_becomes_one_summary():
     assert summary.wall_s == 31.0
 
 
-def test_what_a_killed_worker_did_stays_in_the_sums():
-    """Tokens and CPU seconds of a worker's first life are added to those of its second."""
+def test_totals_include_a_killed_worker():
+    """Tokens and CPU seconds before a worker's restart are added to those after it."""
     summary = recorded.whole_run().summary()
     assert summary.tokens_generated == 1100 * 30 + 1100 * (14 + 11)
     assert summary.workers["rollout-1"].num_lives == 2
@@ -34,8 +34,8 @@ def test_what_a_killed_worker_did_stays_in_the_sums():
     assert abs(summary.cpu_s_per_role["rollout"] - (first + second + other)) < 1e-9
 
 
-def test_generated_groups_are_those_of_the_training():
-    """Evaluation is left out, and what was scored had been generated, even in a killed worker's last second."""
+def test_generated_groups_exclude_evaluation():
+    """Evaluation is left out; a scored group counts as generated, even if the worker was killed before its next heartbeat."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.evaluation(0, 0.5, recorded.START))
     worker = recorded.beat("rollout", "worker-0", recorded.START, busy_s=1, idle_s=0, cpu_s=1, groups_generated=628)
@@ -45,8 +45,8 @@ def test_generated_groups_are_those_of_the_training():
     assert view.summary().groups.generated == 520
 
 
-def test_a_gauge_that_falls_is_no_new_life():
-    """Only totals tell a restart: the trainer's outstanding groups may fall as they like."""
+def test_a_decreasing_gauge_is_no_restart():
+    """Only a decreasing total shows a restart: the trainer's outstanding groups may decrease."""
     view = RunView("r")
     for at, outstanding in ((0.0, 144), (1.0, 0), (2.0, 96)):
         beats = [
@@ -55,18 +55,18 @@ def test_a_gauge_that_falls_is_no_new_life():
             )
         ]
         view.fold_heartbeats(beats, at)
-    assert view.snapshot(2.0).services[0].num_lives == 1
+    assert view.snapshot(2.0).services[0].num_starts == 1
     assert view.summary().cpu_s == 12.0
 
 
-def test_a_kill_and_a_return_are_incidents_in_order():
-    """A worker whose heartbeat stands still is gone; one that beats again is back."""
+def test_a_kill_and_a_restart_are_incidents_in_order():
+    """A worker whose heartbeat does not change is lost; one whose heartbeat changes again is back."""
     texts = [i.text for i in recorded.whole_run().incidents]
-    assert texts == ["killed rollout-1 on purpose", "rollout-1 is gone: silent for 4 s", "rollout-1 is back"]
+    assert texts == ["killed rollout-1 on purpose", "rollout-1 is lost: no heartbeat for 4 s", "rollout-1 is back"]
 
 
 def test_idle_shares_count_from_the_first_step():
-    """Start-up is nobody's waiting: seconds before the first optimizer step are left out."""
+    """Seconds before the first optimizer step do not count as waiting."""
     view = RunView(recorded.RUN)
     loading = recorded.beat("trainer", "trainer", recorded.START, busy_s=0.0, idle_s=100.0, cpu_s=1.0)
     view.fold_heartbeats([loading], recorded.START)
@@ -76,8 +76,8 @@ def test_idle_shares_count_from_the_first_step():
     assert view.summary().idle_share == {"trainer": 0.25}
 
 
-def test_idle_shares_stand_still_after_the_last_step():
-    """Who waits once the training is over does not change the shares."""
+def test_idle_shares_do_not_change_after_the_last_step():
+    """Waiting after the training does not change the shares."""
     view = recorded.whole_run()
     before = view.summary().idle_share
     idle = [beat.model_copy(update={"at": beat.at + 60, "idle_s": beat.idle_s + 60}) for beat in recorded.fleet(30)]
@@ -94,7 +94,7 @@ def test_overlap_is_at_least_busy_plus_busy_minus_wall():
     assert abs(overlap.both_working_s - 0.7 * 29) < 1e-6
 
 
-def test_a_step_taken_again_after_a_resume_counts_once():
+def test_a_step_repeated_after_a_resume_counts_once():
     """A trainer that resumes at an older step replaces what it had trained after it."""
     view = RunView(recorded.RUN)
     for number in (1, 2, 3, 4, 3):
@@ -105,8 +105,8 @@ def test_a_step_taken_again_after_a_resume_counts_once():
     assert sum(summary.staleness_tokens.values()) == 3000
 
 
-def test_a_run_that_goes_on_after_its_end_is_not_over():
-    """A finished run that is resumed with more steps is running again, until it says otherwise."""
+def test_a_resumed_run_is_not_finished():
+    """A finished run that is resumed with more steps is running again until its trainer reports the end."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.event("state", recorded.START, text="training", total_steps=1))
     view.fold_event(recorded.step(1, recorded.START))
@@ -117,8 +117,8 @@ def test_a_run_that_goes_on_after_its_end_is_not_over():
     assert not view.snapshot(recorded.START + 61).finished
 
 
-def test_missing_figures_are_missing_and_not_zero():
-    """An event with only its step number still counts, and what it does not say stays unknown."""
+def test_missing_metrics_are_missing_and_not_zero():
+    """An event with only its step number counts as a step; its metrics stay unknown."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.event("step", recorded.START, step=1))
     view.fold_event(recorded.event("eval", recorded.START, step=1))
@@ -131,8 +131,8 @@ def test_missing_figures_are_missing_and_not_zero():
     assert snapshot.eta_s is None
 
 
-def test_not_a_number_is_not_a_figure():
-    """A NaN reward is left out of the curve instead of spoiling every mean."""
+def test_nan_is_ignored():
+    """A NaN reward is left out of curve and means."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.step(1, recorded.START, reward_mean=float("nan")))
     view.fold_event(recorded.step(2, recorded.START + 1, reward_mean=0.5))
@@ -149,8 +149,8 @@ def test_only_the_first_evaluated_split_is_before_and_after():
     assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.7)
 
 
-def test_nobody_is_lost_while_the_watcher_was_blind():
-    """After the broker was away for half a minute, services that beat again were never gone."""
+def test_no_service_is_lost_while_the_watcher_was_disconnected():
+    """After NATS was unreachable for half a minute, services with new heartbeats were never lost."""
     view = RunView(recorded.RUN)
     view.fold_heartbeats(recorded.fleet(1), recorded.START + 1)
     view.fold_heartbeats(recorded.fleet(1), recorded.START + 31)
@@ -158,8 +158,8 @@ def test_nobody_is_lost_while_the_watcher_was_blind():
     assert not view.incidents
 
 
-def test_a_service_that_takes_its_key_away_has_left_in_peace():
-    """A heartbeat that vanishes right after it was renewed is a clean end, no incident."""
+def test_a_service_that_deletes_its_heartbeat_exited_regularly():
+    """A heartbeat deleted right after it was renewed is a regular exit, not an incident."""
     view = RunView(recorded.RUN)
     view.fold_heartbeats(recorded.fleet(1), recorded.START + 1)
     view.fold_heartbeats(recorded.fleet(2)[1:], recorded.START + 2)
@@ -168,7 +168,7 @@ def test_a_service_that_takes_its_key_away_has_left_in_peace():
 
 
 def test_a_worker_that_joins_during_the_run_is_named():
-    """A new service id after the first step is worth a line."""
+    """A new service id after the first step is an incident."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.step(1, recorded.START))
     view.fold_heartbeats(
@@ -179,22 +179,22 @@ def test_a_worker_that_joins_during_the_run_is_named():
 
 
 def test_dead_letters_count_groups_by_reason():
-    """Every group that nobody could process is counted under its reason."""
+    """Every dead-lettered group is counted by its reason."""
     view = RunView(recorded.RUN)
     view.fold_dead_letter(recorded.dead_letter("e0.p1.a0", "e0.p2.a0"), recorded.START)
     assert view.summary().groups.dead_lettered == {"endpoint_failed": 2}
 
 
-def test_a_failing_reward_is_said_once_for_each_reason():
+def test_a_failing_reward_is_one_incident_per_reason():
     """A thousand groups that wait for the same endpoint make one incident."""
     view = RunView(recorded.RUN)
     for _ in range(1000):
         view.fold_event(recorded.event("reward_error", recorded.START, source="reward", reason="EndpointTimeout"))
-    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups come again"]
+    assert [i.text for i in view.incidents] == ["rewards fail (EndpointTimeout); their groups are retried"]
 
 
 def test_the_eta_follows_the_recent_steps():
-    """Half a second a step and twenty steps to go make ten seconds."""
+    """Half a second per step and twenty remaining steps are ten seconds."""
     view = RunView(recorded.RUN, total_steps=40)
     for number in range(1, 21):
         view.fold_event(recorded.step(number, recorded.START + 0.5 * number))
@@ -202,8 +202,8 @@ def test_the_eta_follows_the_recent_steps():
 
 
 @given(st.lists(st.integers(1, 12), max_size=40))
-def test_the_sums_always_belong_to_the_steps_that_count(numbers: list[int]):
-    """However often a trainer falls back, tokens and histogram are those of the surviving steps."""
+def test_totals_belong_to_the_steps_that_count(numbers: list[int]):
+    """However often a trainer resumes, tokens and histogram are those of the steps that count."""
     view = RunView(recorded.RUN)
     for at, number in enumerate(numbers):
         view.fold_event(recorded.step(number, recorded.START + at))
@@ -215,8 +215,8 @@ def test_the_sums_always_belong_to_the_steps_that_count(numbers: list[int]):
 
 
 @pytest.mark.parametrize("kind", ["alarm", "evaluation_lost"])
-def test_what_the_trainer_warns_of_is_shown(kind: str) -> None:
-    """An engine that has parted from the trainer, or a hole in the curve, stands among the incidents in its own words."""
+def test_warnings_of_the_trainer_are_incidents(kind: str) -> None:
+    """A mismatch of engine and trainer, or a lost evaluation, is an incident with its text."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.event(kind, recorded.START, text="evaluation lost: version 3: no weights"))
     (incident,) = view.snapshot(recorded.START).incidents

@@ -30,7 +30,7 @@ DEADLINE_S = 20.0
 
 
 class Services:
-    """Speaks for the services of a run, through the ordinary bus."""
+    """Publishes what the services of a run publish."""
 
     def __init__(self, bus: Bus, run_id: str) -> None:
         self._bus = bus
@@ -93,7 +93,7 @@ def until(view: RunView, watcher: Watcher, is_there: Callable[[], object]) -> No
         time.sleep(0.02)
 
 
-def test_a_watcher_sees_what_was_said_before_it_came(bus: Bus, ring_streams: str, services: Services):
+def test_a_watcher_sees_earlier_messages(bus: Bus, ring_streams: str, services: Services):
     """Steps, weights, dead letters, heartbeats and queues all reach the view, old and new."""
     services.say(recorded.evaluation(0, 0.5, recorded.START), recorded.step(1, recorded.START + 1))
     services.say(recorded.published(0), recorded.published(1), recorded.applied("rollout-0", 1), task(ring_streams))
@@ -118,8 +118,8 @@ def test_a_watcher_sees_what_was_said_before_it_came(bus: Bus, ring_streams: str
     assert view.queues.held == {"tasks": 0, "generated": 0, "scored": 0}
 
 
-def test_a_watcher_never_takes_a_message_away(bus: Bus, ring_streams: str, services: Services):
-    """Work that waits for the workers still waits for them after somebody has looked."""
+def test_a_watcher_consumes_no_message(bus: Bus, ring_streams: str, services: Services):
+    """Tasks in the queue are still there after a run was watched."""
     services.say(task(ring_streams))
     view = RunView(ring_streams)
     watcher = Watcher(bus, view)
@@ -128,8 +128,8 @@ def test_a_watcher_never_takes_a_message_away(bus: Bus, ring_streams: str, servi
     assert len(inbox.fetch(1, 5.0).wait()) == 1
 
 
-def test_an_unreadable_heartbeat_hides_nobody_else(bus: Bus, ring_streams: str, services: Services):
-    """A service of another build does not blind the panel for the others."""
+def test_an_unreadable_heartbeat_hides_no_other_service(bus: Bus, ring_streams: str, services: Services):
+    """A service of another build does not prevent the others from being shown."""
     live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
     live.put("rollout.alien", b"\x00nonsense").wait()
     services.beat(*recorded.fleet(1))
@@ -145,7 +145,7 @@ def test_a_run_that_was_never_bootstrapped_is_refused(bus: Bus):
 
 
 def test_the_panel_ends_with_the_whole_summary(bus: Bus, ring_streams: str, services: Services):
-    """What was said just before the block ended is in the summary, notes included."""
+    """Messages sent just before the block ended are in the summary, notes included."""
     out = io.StringIO()
     with LivePanel(ring_streams, bus, total_steps=40, stream=out) as panel:
         panel.note("killed rollout-1 on purpose")
@@ -163,7 +163,7 @@ def test_the_panel_ends_with_the_whole_summary(bus: Bus, ring_streams: str, serv
 
 
 def test_a_quiet_panel_writes_nothing(bus: Bus, ring_streams: str, services: Services):
-    """Quiet watches and counts, and leaves the terminal alone."""
+    """Quiet mode counts and prints nothing."""
     out = io.StringIO()
     with LivePanel(ring_streams, bus, mode="quiet", stream=out) as panel:
         services.say(recorded.step(1, recorded.START))
@@ -172,21 +172,21 @@ def test_a_quiet_panel_writes_nothing(bus: Bus, ring_streams: str, services: Ser
 
 
 def test_waiting_ends_at_its_deadline(bus: Bus, ring_streams: str, services: Services):
-    """Waiting for what never comes gives up and says so."""
+    """A condition that never holds ends the wait at the deadline with False."""
     with LivePanel(ring_streams, bus, mode="quiet") as panel:
         assert not panel.wait(lambda s: s.step == 1, deadline_s=0.1)
 
 
 def test_the_rich_panel_draws_on_a_terminal(bus: Bus, ring_streams: str, services: Services):
-    """Where there is a terminal the frame is drawn, and its last state stays on the screen."""
+    """On a terminal the frame is drawn, and the last one stays on the screen."""
     out = io.StringIO()
     with LivePanel(ring_streams, bus, total_steps=2, mode="rich", stream=out):
         services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
     assert "step 2/2" in out.getvalue()
 
 
-def test_the_panel_survives_the_death_of_nats(own_nats: Callable[[], NatsServer], blobs: Blobs):
-    """While NATS is dead the panel says so; when it is back, the run is seen again and nobody was lost."""
+def test_the_panel_survives_a_restart_of_nats(own_nats: Callable[[], NatsServer], blobs: Blobs):
+    """While NATS is down the panel shows it; afterwards the run is shown again and no service was lost."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, blobs, "storm")
@@ -195,9 +195,9 @@ def test_the_panel_survives_the_death_of_nats(own_nats: Callable[[], NatsServer]
         with LivePanel("storm", bus, mode="quiet") as panel:
             assert panel.wait(lambda s: s.step == 1, deadline_s=DEADLINE_S)
             server.kill()
-            assert panel.wait(lambda s: s.bus_away_s > 0, deadline_s=DEADLINE_S)
+            assert panel.wait(lambda s: s.disconnected_s > 0, deadline_s=DEADLINE_S)
             server.restart()
-            assert panel.wait(lambda s: s.bus_away_s == 0, deadline_s=DEADLINE_S)
+            assert panel.wait(lambda s: s.disconnected_s == 0, deadline_s=DEADLINE_S)
             services.say(recorded.step(2, recorded.START + 1))
             assert panel.wait(lambda s: s.step == 2, deadline_s=DEADLINE_S)
         assert panel.summary().incidents == ()
@@ -224,19 +224,19 @@ def test_watch_ends_with_the_run_and_prints_one_json_object(
 
 
 def test_watching_ends_when_there_is_nothing_to_watch():
-    """The trainer's last word, its departure after the last step, or a minute without NATS end it; nothing else does."""
+    """The trainer's report of the end, its exit after the last step, or a minute without NATS end it; nothing else does."""
     snapshot = recorded.whole_run().snapshot(recorded.START + 31)
-    gone = tuple(replace(line, alive=False) for line in snapshot.services)
+    exited = tuple(replace(line, alive=False) for line in snapshot.services)
     assert has_ended(replace(snapshot, finished=True))
-    assert has_ended(replace(snapshot, services=gone))
+    assert has_ended(replace(snapshot, services=exited))
     assert not has_ended(snapshot)
-    assert not has_ended(replace(snapshot, services=gone, step=59))
-    assert is_cut_off(replace(snapshot, bus_away_s=61.0))
-    assert not is_cut_off(replace(snapshot, bus_away_s=59.0))
+    assert not has_ended(replace(snapshot, services=exited, step=59))
+    assert is_cut_off(replace(snapshot, disconnected_s=61.0))
+    assert not is_cut_off(replace(snapshot, disconnected_s=59.0))
 
 
 def test_the_summary_counts_dead_letters_of_a_whole_run(bus: Bus, ring_streams: str, services: Services):
-    """A message buried by the transport itself is among the dead letters of the summary."""
+    """A message that the transport dead-lettered is among the dead letters of the summary."""
     spec = streams.generated_consumer(ring_streams)
     inbox = bus.inbox(spec, DeadLetter).wait()  # reads the wrong fact on purpose: every message is poison
     bus.publish(subjects.generated(ring_streams, "train"), task(ring_streams), msg_id="poison").wait()

@@ -1,4 +1,4 @@
-"""A run as its services would tell it: facts in order, for the views to fold. Figures are made up, shapes are not."""
+"""The messages of a whole run in order, for the views to fold; with invented values."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def dead_letter(*groups: str) -> DeadLetter:
 
 
 def whole_run() -> RunView:
-    """Sixty steps in thirty seconds; worker 1 is killed at second 15 and comes back five seconds later."""
+    """Sixty steps in thirty seconds; worker 1 is killed at second 15 and restarted five seconds later."""
     view = RunView(RUN)
     view.fold_event(event("state", START, text="evaluating version 0", total_steps=STEPS))
     view.fold_event(evaluation(0, 0.55, START + 1))
@@ -161,7 +161,7 @@ def whole_run() -> RunView:
 
 
 def write_metrics(folder: Path) -> None:
-    """Write what the trainer of that run leaves in its folder."""
+    """Write the metrics file of that run's trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     events = [evaluation(0, 0.55, START + 1), *(step(n, START + n / 2) for n in range(1, STEPS + 1))]
     events += [evaluation(30, 0.81, START + 15), evaluation(STEPS, 0.95, START + 31)]

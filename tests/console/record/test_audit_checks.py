@@ -1,4 +1,4 @@
-"""Every way in which a run's account can be broken is named, with the group that breaks it."""
+"""Every violation of a run's accounting is listed, with its group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.groups import make_generated, make_group, make_scored
 
-from penstock.console.record.audit_checks import AuditInputs, Proof, prove
+from penstock.console.record.audit_checks import AuditInputs, AuditResult, check_record
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import (
     AccountState,
@@ -50,7 +50,7 @@ TOKENS = recorded(A).num_tokens
 
 def chapters() -> list[LineageChapter]:
     """Two steps of two groups; one group dropped as dead, one in flight; one evaluated."""
-    life = RecordedSession(
+    session = RecordedSession(
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=PACK
     )
     first = SplitTotals(issued=3, used=1, used_tokens=TOKENS, in_flight=2)
@@ -66,7 +66,7 @@ def chapters() -> list[LineageChapter]:
             parent=None,
             step=1,
             version=1,
-            lives=(life,),
+            lives=(session,),
             steps=(step(1, A),),
             issued={"train": (A, B, C)},
             account=AccountState(totals={"train": first}, in_flight={"train": (B, C)}),
@@ -90,32 +90,32 @@ def audit_inputs() -> AuditInputs:
     return AuditInputs("r", chapters(), waiting={"tasks": {D: 0, E: 0}, "scored": {B: 5}}, dead={C: "RewardFailed"})
 
 
-def breaches(proof: Proof) -> set[tuple[str, str]]:
-    assert not proof.closes
-    return {(breach.kind, breach.group_id) for breach in proof.breaches}
+def breaches(result: AuditResult) -> set[tuple[str, str]]:
+    assert not result.closes
+    return {(breach.kind, breach.group_id) for breach in result.breaches}
 
 
-def test_a_whole_account_closes():
-    """In groups and tokens, by split; what the record does not know yet, or not any more, is in motion."""
-    proof = prove(audit_inputs())
-    assert proof.closes, proof.breaches
-    train, held_out = proof.splits
+def test_a_complete_accounting_balances():
+    """In groups and tokens, by split; queued groups that are not in flight by the record are in motion."""
+    result = check_record(audit_inputs())
+    assert result.closes, result.breaches
+    train, held_out = result.splits
     assert (train.issued, train.used, train.dead, train.in_flight) == (4, 2, 1, {"tasks": 1})
     assert train.used_tokens == 2 * TOKENS
     assert (held_out.issued, held_out.used, held_out.used_tokens) == (1, 1, 3)
-    assert proof.moving == {"issued after the checkpoint": 1, "closed, waiting for their acknowledgement": 1}
+    assert result.moving == {"issued after the checkpoint": 1, "closed, waiting for their acknowledgement": 1}
 
 
-def test_nothing_committed_is_no_breach():
-    """Before the first checkpoint everything is in motion."""
-    proof = prove(AuditInputs("r", waiting={"tasks": {A: 0}}))
-    assert proof.closes
-    assert proof.moving == {"issued after the checkpoint": 1}
-    assert "nothing is committed yet" in proof.notes[0]
+def test_a_run_without_checkpoint_has_no_violation():
+    """Before the first checkpoint every group is in motion."""
+    result = check_record(AuditInputs("r", waiting={"tasks": {A: 0}}))
+    assert result.closes
+    assert result.moving == {"issued after the checkpoint": 1}
+    assert "no checkpoint is committed yet" in result.notes[0]
 
 
 def test_a_dead_group_that_was_sent_again_may_be_trained():
-    """A chapter that revives it takes its death back; without that it is trained and also a dead letter."""
+    """A chapter that reopens it undoes the drop; without that it is trained and also a dead letter."""
     totals = SplitTotals(issued=4, used=3, used_tokens=3 * TOKENS, in_flight=1)
     third = LineageChapter(
         run_id="r", epoch=1, weights_digest="a" * 64, number=3, parent=PACK, step=3, version=3, steps=(step(3, C),),
@@ -124,21 +124,21 @@ def test_a_dead_group_that_was_sent_again_may_be_trained():
                              in_flight={"train": (D,)}),
     )  # fmt: skip
     seen = replace(audit_inputs(), chapters=[*chapters(), third])
-    assert prove(seen).closes, prove(seen).breaches
+    assert check_record(seen).closes, check_record(seen).breaches
     untold = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": ()})])
-    assert ("trained and also a dead letter", C) in breaches(prove(untold))
-    alive = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": (B, C)})])
-    assert ("revived but not dead", B) in breaches(prove(alive))
+    assert ("trained and also a dead letter", C) in breaches(check_record(untold))
+    reopened_twice = replace(seen, chapters=[*chapters(), third.model_copy(update={"revived": (B, C)})])
+    assert ("revived but not dead", B) in breaches(check_record(reopened_twice))
 
 
-def test_a_pack_that_was_to_expire_is_no_breach():
-    """A run that was told to remove trained packs loses its replay, not its account; an altered pack breaks it still."""
-    gone = replace(audit_inputs(), pack_faults={PACK.key: "missing"})
-    assert ("pack missing", A) in breaches(prove(gone))
-    proof = prove(replace(gone, packs_expire=True))
-    assert proof.closes
-    assert any("1 packs are gone, as retention.trained_packs_h says" in note for note in proof.notes)
-    assert not prove(replace(audit_inputs(), pack_faults={PACK.key: "altered"}, packs_expire=True)).closes
+def test_an_expired_pack_is_no_violation():
+    """A run set to remove trained packs cannot be replayed but balances; an altered pack is a violation."""
+    missing = replace(audit_inputs(), pack_faults={PACK.key: "missing"})
+    assert ("pack missing", A) in breaches(check_record(missing))
+    result = check_record(replace(missing, packs_expire=True))
+    assert result.closes
+    assert any("1 packs were removed by retention.trained_packs_h" in note for note in result.notes)
+    assert not check_record(replace(audit_inputs(), pack_faults={PACK.key: "altered"}, packs_expire=True)).closes
 
 
 def changed(**second: object) -> AuditInputs:
@@ -170,18 +170,18 @@ def changed(**second: object) -> AuditInputs:
         (replace(audit_inputs(), chapters=chapters()[1:]), ("trained but never issued", B)),
     ],
 )
-def test_every_breach_is_named(broken: AuditInputs, expected: tuple[str, str]):
-    """The audit fails and names the group."""
-    assert expected in breaches(prove(broken))
+def test_every_violation_is_listed(broken: AuditInputs, expected: tuple[str, str]):
+    """The audit fails and lists the group."""
+    assert expected in breaches(check_record(broken))
 
 
-def test_a_second_use_by_design_closes():
-    """A group that a later step uses again, and says so, counts once in the account, however many uses were planned."""
+def test_a_planned_second_use_balances():
+    """A group that a later step marks as a second use counts once, however many uses were planned."""
     again = changed(steps=(step(2, B, again={A: 2}),))
     for planned in (2, 3, None):
-        proof = prove(replace(again, max_uses=planned))
-        assert proof.closes, proof.breaches
-        assert proof.splits[0].used == 2
+        result = check_record(replace(again, max_uses=planned))
+        assert result.closes, result.breaches
+        assert result.splits[0].used == 2
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,13 @@ def test_a_second_use_by_design_closes():
         ({E: 1}, 3, ("trained but never issued", E)),
     ],
 )
-def test_a_second_use_that_was_not_planned_is_named(again: dict[str, int], planned: int, expected: tuple[str, str]):
+def test_an_unplanned_second_use_is_listed(again: dict[str, int], planned: int, expected: tuple[str, str]):
     """More uses than the settings allow, a use that is missing, a first use that is a second, a use of nothing trained."""
-    assert expected in breaches(prove(replace(changed(steps=(step(2, B, again=again),)), max_uses=planned)))
+    assert expected in breaches(check_record(replace(changed(steps=(step(2, B, again=again),)), max_uses=planned)))
 
 
-def test_a_repetition_that_died_is_a_note():
-    """A trained group whose second delivery went to the dead letters has its effect once."""
-    proof = prove(replace(audit_inputs(), dead={C: "x", A: "RewardFailed"}))
-    assert proof.closes
-    assert A in proof.notes[-1]
+def test_a_dead_lettered_duplicate_is_a_note():
+    """A trained group whose duplicate was dead-lettered was trained once."""
+    result = check_record(replace(audit_inputs(), dead={C: "x", A: "RewardFailed"}))
+    assert result.closes
+    assert A in result.notes[-1]

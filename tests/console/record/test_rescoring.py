@@ -1,4 +1,4 @@
-"""Stored parts weighed again: by the rule that made the reward, or as a plain sum."""
+"""Stored parts with new weights: by the rule of the reward, or as a plain sum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.groups import make_group
 
-from penstock.console.record.rescoring import Asked, Rule, score_again, weigh
+from penstock.console.record.rescoring import GroupToScore, Rule, reweight, score_again
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.group_pack import GroupTexts
@@ -24,34 +24,35 @@ def scored(scorer: str) -> ScoredGroup:
 
 
 def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> None:
-    """Only the weights that are named change; what a gate closed stays closed; a stranger is refused by its name."""
-    found = weigh(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
+    """Only the named weights change; closed gates stay closed; an unknown part is refused by name."""
+    found = reweight(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
     assert isinstance(found, ScoredGroup)
     assert found.rewards == pytest.approx((1.5, 0.5, -0.5))
     assert found.scorer == "mine(numeric, tags) weighed form=0.5"
     assert found.parts == COLUMNS
     assert (
-        weigh(scored("mine(numeric, tags)"), {"fame": 1.0}, DEFINE)
+        reweight(scored("mine(numeric, tags)"), {"fame": 1.0}, DEFINE)
         == "the reward has no part fame; its parts are correct, form"
     )
 
 
 def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None:
-    """So it is for rewards that were not made by the run file, and wherever the reward itself is weighed."""
+    """For rewards that the run file does not define, and wherever the reward itself has a weight."""
     for scorer, weights, expected in (
         ("judge@2", {"form": 0.5}, (0.5, 0.5, 0.0)),
         ("mine(numeric, tags)", {"reward": 1.0, "correct": 1.0}, (2.2, 0.2, 0.5)),
     ):
-        found = weigh(scored(scorer), weights, DEFINE)
+        found = reweight(scored(scorer), weights, DEFINE)
         assert isinstance(found, ScoredGroup)
         assert found.rewards == pytest.approx(expected)
     assert (
-        weigh(scored("judge@2"), {"fame": 1.0}, DEFINE) == "it has no part fame; it has correct, form, form.x, reward"
+        reweight(scored("judge@2"), {"fame": 1.0}, DEFINE)
+        == "it has no part fame; it has correct, form, form.x, reward"
     )
 
 
-def test_a_reward_of_length_is_told_the_lengths_of_stored_completions() -> None:
-    """What the service is sent holds the token counts of the record, so that it may count them again."""
+def test_a_length_reward_gets_the_lengths_of_stored_completions() -> None:
+    """The request has the token counts of the record."""
     member = RecordedGroup(prompt=0, pack=0, scored=scored("mine(numeric, tags)"))
     text = GroupTexts("g", "p", ("a", "b", "c"), ("stop",) * 3, GROUP.reward)
     sent: list[dict[str, Any]] = []
@@ -62,7 +63,7 @@ def test_a_reward_of_length_is_told_the_lengths_of_stored_completions() -> None:
             score = {"score": 1.0, "parts": {}}
             return {"results": [{"group_id": "g", "scores": [score] * 3, "error": None, "scorer": "overlong"}]}
 
-    asked = Asked(member, BlobRef(key="k", size_bytes=1, sha256="0" * 64), text)
-    found = score_again([asked], Rule("overlong"), Service())
+    group = GroupToScore(member, BlobRef(key="k", size_bytes=1, sha256="0" * 64), text)
+    found = score_again([group], Rule("overlong"), Service())
     assert sent[0]["groups"][0]["completion_tokens"] == list(member.scored.generated.completion_tokens)
     assert isinstance(found["g"], ScoredGroup)

@@ -1,4 +1,4 @@
-"""What panel and report read of a step is what the trainer writes into it."""
+"""Panel and report read the metrics that the trainer writes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.mismatch import mismatch_figures, mismatch_maxima, mismatch_sums
 
 
-def test_a_critic_is_shown_where_there_is_one() -> None:
-    """Its explained variance stands in the panel's line, its loss in the report's table."""
+def test_critic_metrics_are_shown() -> None:
+    """The explained variance is in the panel's line, the loss in the report's table."""
     figures = learning.read({"explained_variance": 0.125, "value_loss": 0.0625, "baseline_mean": 0.5})
-    assert "critic explains 12%" in learning.in_words(figures)[0]
+    assert "explained variance 12%" in learning.panel_lines(figures)[0]
     table = {name: mean for name, mean, *_ in learning.rows(learning.spreads([figures]))}
-    assert table["critic's loss"] == "0.0625"
+    assert table["critic loss"] == "0.0625"
     assert table["reward of the greedy baselines"] == "0.5"
 
 
-def test_the_trainers_figures_are_understood() -> None:
-    """Every distance that the trainer computes by name is found again, in numbers."""
+def test_the_trainers_metrics_are_read() -> None:
+    """Every off-policy metric of the trainer is read under its key."""
     logprobs = torch.tensor([-1.0, -0.5, -2.0])
     about = (logprobs, logprobs - 0.1, torch.tensor([0.0, 0.0, 1.0]), Sequences.of_lengths(torch.tensor([2, 1])))
     data = mismatch_figures({**mismatch_sums(*about), "tokens": 3.0}, mismatch_maxima(*about))
@@ -31,14 +31,14 @@ def test_the_trainers_figures_are_understood() -> None:
     assert set(found) <= set(learning.LABELS)
 
 
-def test_what_is_not_a_number_is_left_out() -> None:
-    """A figure of a part that is off, or one that is not finite, is not shown."""
+def test_missing_and_nan_metrics_are_left_out() -> None:
+    """A metric of a disabled part, or one that is not finite, is not shown."""
     assert learning.read({"grad_norm": float("nan"), "kl_reference": None, "mismatch": None}) == {}
-    assert learning.in_words({}) == ("–", "–")
+    assert learning.panel_lines({}) == ("–", "–")
 
 
 def test_the_panel_shows_the_parts_of_the_reward() -> None:
-    """Means of the parts stand in one line, without the details of a part; nothing where there are none."""
+    """The means of the parts are one line, without nested parts; empty when there are none."""
     figures = learning.read({"reward_parts": {"correct": 0.25, "correct.has_answer": 1.0, "form": 1.0}})
     assert learning.reward_parts(figures) == "correct 0.25, form 1.00"
     assert figures["reward part correct.has_answer"] == 1.0

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_tells_the_whole_story(folder: Path):
+def test_the_report_is_complete(folder: Path):
     """Accuracy, curve, staleness, overlap, groups, waiting, weights, incidents and next steps are in report.md."""
     text = (folder / "report.md").read_text()
     for expected in (
@@ -31,12 +31,12 @@ def test_the_report_tells_the_whole_story(folder: Path):
         "| tokens trained | 60,000 |",
         "| versions published | 61 |",
         "| 1 | 31,900 | 53% |",
-        "58% of the trained tokens came from an older version",
+        "58% of the trained tokens were sampled by an older version",
         "| trained | 2880 |",
-        "| engine against trainer, same version: mean gap of log p | 0.0002 | 0.0002 | 0.0002 |",
+        "| engine vs trainer, same version: mean difference of log-probabilities | 0.0002 | 0.0002 | 0.0002 |",
         "| ratio policy / sampler, 99th percentile | 1.12 | 1.12 | 1.12 |",
         "| tokens rejected by veto | 0.002 | 0.002 | 0.002 |",
-        "| trajectories left out of their step: zero_advantage | 120 |",
+        "| trajectories filtered out: zero_advantage | 120 |",
         "| dropped: stale | 3 |",
         "| trainer | 20% | 29.0 |",
         "| rollout-1 | 50 | v60 | 20 ms | 30 ms | 2 |",
@@ -55,15 +55,15 @@ def test_the_json_report_holds_summary_and_curves(folder: Path):
     assert points["accuracies"] == [[0, 0.55], [30, 0.81], [60, 0.95]]
 
 
-def test_the_picture_is_a_png_of_some_size(folder: Path):
+def test_the_plot_is_a_png(folder: Path):
     """curve.png is drawn without a display."""
     data = (folder / "curve.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     assert len(data) > 20_000
 
 
-def test_the_line_for_machines_has_the_promised_keys():
-    """The JSON line is one line with every figure that scripts were promised."""
+def test_the_json_line_has_the_documented_keys():
+    """The JSON is one line with every documented key."""
     line = recorded.whole_run().summary().to_line()
     assert "\n" not in line
     figures = json.loads(line)
@@ -74,15 +74,15 @@ def test_the_line_for_machines_has_the_promised_keys():
     assert {"issued", "generated", "scored", "trained", "dropped"} <= figures["groups"].keys()
 
 
-def test_a_run_of_nothing_has_a_report_too(tmp_path: Path):
+def test_a_run_without_steps_has_a_report(tmp_path: Path):
     """A run that was stopped before its first step gets a short report, not an error."""
     path = report.write(tmp_path / "empty", RunSummary(run_id="empty"))
     assert "0 steps" in path.read_text()
     assert (tmp_path / "empty" / "curve.png").exists()
 
 
-def test_curves_leave_out_what_is_still_being_written(tmp_path: Path):
-    """Half a last line, as a running or killed trainer leaves it, is skipped."""
+def test_curves_skip_a_partial_line(tmp_path: Path):
+    """A partial last line of a running or killed trainer is skipped."""
     recorded.write_metrics(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 61, "rew')
@@ -90,14 +90,14 @@ def test_curves_leave_out_what_is_still_being_written(tmp_path: Path):
 
 
 def test_curves_of_a_resumed_run_count_each_step_once(tmp_path: Path):
-    """Steps after the checkpoint that were taken again replace the first attempt."""
+    """Steps repeated after a resume replace the first ones."""
     rows = [{"kind": "step", "step": n, "reward_mean": r} for n, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     assert curves.read(tmp_path).rewards == ((1, 0.1), (2, 0.5))
 
 
 def test_parts_of_the_reward_are_curves_and_rows(folder: Path, tmp_path: Path):
-    """Every part has its curve, also when it began later; the report's table says how large it was."""
+    """Every part has a curve, also when it began later, and a row in the report's table."""
     rows = [
         {"kind": "step", "step": 1, "reward_mean": 0.1},
         {"kind": "step", "step": 2, "reward_mean": 0.2, "reward_parts": {"form": 0.5}},

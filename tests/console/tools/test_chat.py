@@ -1,4 +1,4 @@
-"""`penstock chat`: talk to a model folder through a real engine."""
+"""`penstock chat` with a model folder and a real engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine(runs: Path) -> Iterator[ChatEngine]:
 
 @needs_engine
 def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
-    """--prompt prints what the model says, the likeliest answer, and ends."""
+    """--prompt prints the greedy answer and exits."""
     printed = penstock("chat", "tiny", "--prompt", "sort 31", cwd=runs)
     assert printed.returncode == 0, printed.stderr
     expected = engine.answer([{"role": "user", "content": "sort 31"}], temperature=0.0, max_tokens=64)
@@ -45,7 +45,7 @@ def test_one_prompt_prints_one_answer(runs: Path, engine: ChatEngine):
 
 @needs_engine
 def test_a_conversation_ends_with_its_input(runs: Path):
-    """Every line gets an answer or the reason why not, /new forgets, and the end of the input is the end."""
+    """Every line gets an answer or the reason for a refusal, /new clears the conversation, the end of the input ends it."""
     command = [sys.executable, "-m", "penstock", "chat", "tiny", "--keep", "--max-tokens", "4"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     typed = "sort 1\n\n" + "1" * 500 + "\n/new\nsort 2\n"
@@ -59,7 +59,7 @@ def test_a_conversation_ends_with_its_input(runs: Path):
 
 @needs_engine
 def test_a_model_without_a_template_continues_text(runs: Path, tmp_path: Path):
-    """A base model has no turns: the text goes in as it is."""
+    """A base model gets the text unchanged."""
     write_model(tmp_path / "base", seed=0)
     (tmp_path / "base" / "chat_template.jinja").unlink()
     with ChatEngine(tmp_path / "base", device="cpu", dtype="float32") as engine:
@@ -68,8 +68,8 @@ def test_a_model_without_a_template_continues_text(runs: Path, tmp_path: Path):
 
 
 @needs_engine
-def test_a_refusal_leaves_the_engine_and_the_end_leaves_nothing(runs: Path):
-    """A conversation that is too long is refused by an engine that lives on; no process outlives the conversation."""
+def test_a_refusal_keeps_the_engine_and_the_end_stops_it(runs: Path):
+    """An engine that refuses a long conversation keeps running; no process remains after the end."""
     with ChatEngine(runs / "runs" / "tiny" / "model", device="cpu", dtype="float32") as engine:
         process = engine._process
         assert process is not None
@@ -80,8 +80,8 @@ def test_a_refusal_leaves_the_engine_and_the_end_leaves_nothing(runs: Path):
 
 
 @needs_engine
-def test_a_broken_model_shows_the_engine_s_last_words(tmp_path: Path):
-    """A folder whose weights are missing fails with what the engine said."""
+def test_a_broken_model_shows_the_log_of_the_engine(tmp_path: Path):
+    """A folder without weights fails with the end of the engine's log."""
     folder = tmp_path / "broken"
     write_model(folder, seed=0)
     (folder / "model.safetensors").unlink()
@@ -92,28 +92,28 @@ def test_a_broken_model_shows_the_engine_s_last_words(tmp_path: Path):
         pass
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path):
-    """Nothing is started for a folder without config.json."""
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    """No engine is started for a folder without config.json."""
     answer = penstock("chat", "tiny", "--model", str(tmp_path), "--prompt", "x", cwd=tmp_path)
     assert answer.returncode == 1
     assert "has no config.json" in answer.stderr
 
 
 def test_an_unknown_run_names_the_known_ones(runs: Path):
-    """A wrong run gets the right ones."""
+    """The error lists the runs found."""
     answer = penstock("chat", "nosuch", "--prompt", "x", cwd=runs)
     assert answer.returncode == 1
-    assert "no run nosuch in runs/; there: tiny" in answer.stderr
+    assert "no run nosuch in runs/; found: tiny" in answer.stderr
 
 
 def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):
-    """The text says when the model comes, and how to talk to another."""
+    """The error says when the model is written, and how to use another."""
     (tmp_path / "young").mkdir()
     with pytest.raises(ConfigError, match=r"has no model yet.*--model DIR"):
         chat.find_model(tmp_path / "young", None)
 
 
-def test_the_model_is_asked_as_it_was_trained(tmp_path: Path):
+def test_dtype_and_system_prompt_are_those_of_the_run(tmp_path: Path):
     """Dtype and system prompt come from the run's own configuration."""
     assert chat.trained_with(tmp_path) == ("float32", "")
     settings = {"model": {"dtype": "bfloat16"}, "data": {"system_prompt": "Be brief."}}
@@ -121,14 +121,14 @@ def test_the_model_is_asked_as_it_was_trained(tmp_path: Path):
     assert chat.trained_with(tmp_path) == ("bfloat16", "Be brief.")
 
 
-def test_an_answer_leaves_room_for_the_question(runs: Path, tmp_path: Path):
+def test_an_answer_is_at_most_half_the_context(runs: Path, tmp_path: Path):
     """A model with a context of 128 tokens answers in 64 at most, a large one in 512."""
     assert chat.answer_length(runs / "runs" / "tiny" / "model") == 64
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 40960}')
     assert chat.answer_length(tmp_path) == 512
 
 
-def test_a_template_may_stand_in_either_place(tmp_path: Path):
+def test_a_chat_template_is_found_in_both_files(tmp_path: Path):
     """Newer folders have chat_template.jinja, older ones a key of tokenizer_config.json."""
     assert not has_chat_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

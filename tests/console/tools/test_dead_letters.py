@@ -1,4 +1,4 @@
-"""Dead letters: listed, read, and sent again so that neither the broker nor the trainer takes them for a repetition."""
+"""Dead letters: listed, read, and sent again so that neither NATS nor the trainer takes them for duplicates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.console.cli.test_command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 
-from penstock.console.tools.resending import Letter, Standing, again, content, refusal
+from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, group_pack, streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.facts import (
@@ -30,7 +30,7 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-AT_4 = Standing(version=4, step=40, total_steps=100, max_staleness=2)
+AT_4 = RunProgress(version=4, step=40, total_steps=100, max_staleness=2)
 
 
 def letter(
@@ -50,48 +50,50 @@ def generated(version: int) -> GroupGenerated:
 TASKS = make_task_issued("r", "e0.p1.a0.n1.12345678", [make_task("e0.p1.a0")])
 
 
-def test_ids_of_groups_stay_and_everything_the_broker_knows_is_new():
-    """The pack's name and the message id change with every sending; what is generated from it is never a repetition."""
-    first = again(letter("tasks", TASKS))
+def test_group_ids_stay_and_ids_for_deduplication_are_new():
+    """The pack's name and the message id change with every resend, so no later message is a duplicate."""
+    first = resent(letter("tasks", TASKS))
     assert first.subject == "penstock.r.tasks.train"
     assert isinstance(first.fact, TaskIssued)
     assert first.fact.tasks == TASKS.tasks
     assert (first.fact.pack_id, first.msg_id) == ("e0.p1.a0.n1.12345678.again7-1", "again:7:1")
-    second = again(letter("tasks", first.fact, times_sent=1))
+    second = resent(letter("tasks", first.fact, times_sent=1))
     assert (second.fact.pack_id, second.msg_id) == ("e0.p1.a0.n1.12345678.again7-2", "again:7:2")
 
 
 @pytest.mark.parametrize(
-    ("dead", "standing", "reason"),
+    ("dead", "progress", "reason"),
     [
-        (letter("generated", generated(1)), AT_4, "sampled by version 1 and the run is at 4: .* at most 2"),
+        (letter("generated", generated(1)), AT_4, "sampled by version 1 and the run is at 4: .* max_staleness is 2"),
         (letter("generated", generated(9)), AT_4, "sampled by version 9"),
-        (letter("tasks", TASKS), Standing(4, 100, 100, 2), "the run is over: 100 of 100"),
+        (letter("tasks", TASKS), RunProgress(4, 100, 100, 2), "the run has ended: 100 of 100"),
         (letter("tasks", TASKS, split="eval"), AT_4, "evaluation"),
-        (letter("scored", make_scored(generated(4))), AT_4, "issued its prompts again by itself"),
-        (letter("tasks", TASKS, times_sent=1, sent_at="noon"), AT_4, "sent again at noon; --once-more"),
+        (letter("scored", make_scored(generated(4))), AT_4, "already issued its prompts again"),
+        (letter("tasks", TASKS, times_sent=1, sent_at="noon"), AT_4, "sent again at noon; add --once-more"),
         (letter("tasks", generated(4)), AT_4, "cannot be read by this build: expected task_issued.v1"),
         (letter("weights", TASKS), AT_4, "stage 'weights' is none of"),
     ],
 )  # fmt: skip
-def test_what_would_be_in_vain_is_refused_with_the_reason(dead: Letter, standing: Standing, reason: str):
-    """Too old, from the future, over, held out, issued again, sent already, unreadable."""
+def test_a_letter_that_would_have_no_effect_is_refused_with_the_reason(
+    dead: Letter, progress: RunProgress, reason: str
+):
+    """Too old, of a later version, of an ended run, held out, issued again, already resent, unreadable."""
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(refusal(dead, standing))
+        raise AssertionError(refusal(dead, progress))
 
 
-def test_what_can_still_be_used_is_not_refused():
-    """Tasks have no age; samples within the window, and letters that once were poison, may go."""
+def test_a_usable_letter_is_not_refused():
+    """Tasks have no age; samples within the window, and letters that an older build could not read, are accepted."""
     assert refusal(letter("tasks", TASKS), AT_4) is None
     assert refusal(letter("generated", generated(2)), AT_4) is None
-    assert refusal(letter("generated", generated(0)), Standing()) is None
+    assert refusal(letter("generated", generated(0)), RunProgress()) is None
     assert refusal(letter("scored", make_scored(generated(4)), ids=()), AT_4) is None
     assert refusal(letter("tasks", TASKS, times_sent=1), AT_4, once_more=True) is None
 
 
 @pytest.fixture
 def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    """What a person types to say where NATS and S3 are."""
+    """The arguments with the addresses of NATS and S3."""
     return [
         f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password={nats_settings.secret()}",
         f"s3.endpoint={s3_settings.endpoint}", f"s3.bucket={s3_settings.bucket}",
@@ -100,7 +102,7 @@ def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
 
 
 def bury(bus: Bus, run: str) -> GroupGenerated:
-    """Have the reward service's inbox bury a pack of two groups that the object store does not hold."""
+    """Make the reward service's inbox dead-letter a pack of two groups that is not in the object store."""
     pack = make_generated(run, [make_group("e0.p1.a0"), make_group("e0.p2.a0")])
     bus.publish(subjects.generated(run, "train"), pack, msg_id=f"g:{pack.pack_id}").wait()
     (delivery,) = bus.inbox(streams.generated_consumer(run), GroupGenerated).wait().fetch(1, 5.0).wait()
@@ -109,7 +111,7 @@ def bury(bus: Bus, run: str) -> GroupGenerated:
 
 
 def test_list_show_and_resend(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
-    """A dead pack is listed with its reason, shown with prompt and answers, and back in the queue after resend."""
+    """A dead-lettered pack is listed with its reason, shown with prompt and answers, and queued after resend."""
     run = ring_streams
     groups = [make_group("e0.p1.a0"), make_group("e0.p2.a0")]
     key = blob_keys.group_pack(run, PolicyVersion(0), "p", "0")
@@ -142,7 +144,7 @@ def test_list_show_and_resend(bus: Bus, blobs: Blobs, ring_streams: str, typed: 
 
 
 def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> None:
-    """Say that ``steps`` of 10 steps are committed, in a run that takes samples 2 versions old."""
+    """Commit ``steps`` of 10 steps, in a run with max_staleness 2."""
     config = json.dumps({"settings": {"trainer": {"steps": 10}, "rollout": {"max_staleness": 2}}}).encode()
     ref = blobs.put(blob_keys.lineage_config(run, "c"), config)
     life = RecordedSession(
@@ -161,22 +163,22 @@ def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> Non
     state.put(streams.CHECKPOINT_KEY, encode(committed)).wait()
 
 
-def test_how_far_the_run_is_comes_from_its_record(
+def test_the_progress_of_the_run_is_read_from_its_record(
     bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path
 ):
-    """A stale letter is not sent again, and an object that is gone is named; nor is one that nobody has."""
+    """A stale letter is not sent again; a missing object is named; an unknown id is refused."""
     run = ring_streams
     bury(bus, run)
     answer = penstock("dead-letters", "resend", run, "2", *typed, cwd=tmp_path)
-    assert "no dead letter 2; there: 1 to 1" in answer.stderr
+    assert "no dead letter 2; known are 1 to 1" in answer.stderr
     commit(bus, blobs, run, version=9, steps=9)
     shown = json.loads(penstock("dead-letters", "show", run, "1", "--json", *typed, cwd=tmp_path).stdout)
     assert "no such object" in shown["unreadable"]
     assert "sampled by version 0 and the run is at 9" in shown["cannot_be_sent_again"]
 
 
-def test_poison_is_shown_as_bytes(bus: Bus, ring_streams: str, typed: list[str], tmp_path: Path):
-    """What this build cannot read is not sent again, and its first bytes are shown."""
+def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, ring_streams: str, typed: list[str], tmp_path: Path):
+    """A message that this build cannot read is not sent again; its first bytes are shown."""
     run = ring_streams
     event = RunEvent(run_id=run, source="test", kind="log", at=0.0)
     bus.publish(subjects.scored(run, "train"), event, msg_id="poison").wait()

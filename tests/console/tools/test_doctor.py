@@ -1,4 +1,4 @@
-"""`penstock doctor`, also where much is broken."""
+"""`penstock doctor`, with working and broken machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def findings(answer: str) -> dict[str, dict[str, str]]:
 
 
 def test_a_healthy_machine_passes(tmp_path: Path):
-    """Where the project's own tests run, nothing is broken and every line has its word."""
+    """On a machine that runs the tests no check fails and every line has a status."""
     answer = penstock("doctor", cwd=tmp_path)
     assert answer.returncode == 0, answer.stdout
     assert "next: penstock quickstart" in answer.stdout
@@ -26,14 +26,14 @@ def test_a_healthy_machine_passes(tmp_path: Path):
 
 
 def test_json_is_one_object_and_agrees_with_the_exit_code(tmp_path: Path):
-    """Machines get one JSON object on stdout."""
+    """Stdout is one JSON object."""
     answer = penstock("doctor", "--json", cwd=tmp_path)
     assert len(answer.stdout.strip().splitlines()) == 1
     assert json.loads(answer.stdout)["ok"] is (answer.returncode == 0)
 
 
 def test_services_that_answer_are_ok(tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings):
-    """Configured servers are asked, with the configured credentials."""
+    """Configured servers are contacted with the configured credentials."""
     arguments = [f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
     arguments += [f"nats.password={nats_settings.secret()}", f"s3.endpoint={s3_settings.endpoint}"]
     arguments += [f"s3.access_key={s3_settings.access_key}", f"s3.secret_key={s3_settings.secret()}"]
@@ -43,8 +43,8 @@ def test_services_that_answer_are_ok(tmp_path: Path, nats_settings: NatsSettings
     assert nats_settings.url in found["NATS"]["detail"]
 
 
-def test_servers_that_are_away_are_failures_with_a_cure(tmp_path: Path):
-    """A dead address makes the exit code 1 and says what to do."""
+def test_unreachable_servers_are_failures_with_a_fix(tmp_path: Path):
+    """An unreachable address makes the exit code 1 and prints a fix."""
     arguments = ["nats.url=nats://127.0.0.1:1", "s3.endpoint=http://127.0.0.1:1"]
     answer = penstock("doctor", "--json", *arguments, cwd=tmp_path)
     assert answer.returncode == 1
@@ -55,8 +55,8 @@ def test_servers_that_are_away_are_failures_with_a_cure(tmp_path: Path):
         assert "penstock up" in found[name]["fix"]
 
 
-def test_wrong_credentials_are_told_from_a_dead_server(tmp_path: Path, nats_settings: NatsSettings):
-    """NATS that refuses the user is a failure that says so."""
+def test_wrong_credentials_are_distinguished_from_an_unreachable_server(tmp_path: Path, nats_settings: NatsSettings):
+    """A refusal by NATS is reported as such."""
     arguments = [f"nats.url={nats_settings.url}", "nats.user=nobody", "nats.password=wrong"]
     found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
     assert found["NATS"]["level"] == "fail"
@@ -64,7 +64,7 @@ def test_wrong_credentials_are_told_from_a_dead_server(tmp_path: Path, nats_sett
 
 
 def test_a_lock_of_a_killed_build_is_found(tmp_path: Path):
-    """A lock under torch_extensions hangs every later process without a word; the doctor names it."""
+    """A lock under torch_extensions blocks every later process without a message; the doctor lists it."""
     (tmp_path / "ext" / "cpu_adam").mkdir(parents=True)
     lock = tmp_path / "ext" / "cpu_adam" / "lock"
     lock.touch()
@@ -73,8 +73,8 @@ def test_a_lock_of_a_killed_build_is_found(tmp_path: Path):
     assert str(lock) in "".join(answer.stdout.split()).replace("→", "") or "cpu_adam" in answer.stdout
 
 
-def test_a_missing_package_names_the_extra_that_brings_it():
-    """What is missing is a warning: not every machine trains."""
+def test_a_missing_package_names_its_extra():
+    """A missing package is a warning: not every machine trains."""
     found = checks.installed("trainer", ("pydantic", "no-such-package"))
     assert found.level == "warn"
     assert "no-such-package" in found.detail
@@ -87,7 +87,7 @@ def test_a_missing_program_is_a_warning(tmp_path: Path):
 
 
 def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A broken binary on PATH is not mistaken for a good one."""
+    """A broken binary on PATH is a failure."""
     program = tmp_path / "broken-server"
     program.write_text("#!/bin/sh\nexit 3\n")
     program.chmod(0o755)
@@ -96,7 +96,7 @@ def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch:
 
 
 def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
-    """Doctor says what holds programs on this machine, found out by attack; without a Python to ask it warns."""
+    """The doctor names the sandbox, found by attacking it; when the probe cannot run, it warns."""
     found = checks.sandbox()
     assert (found.level, "programs are run in" in found.detail) == ("ok", True), found
     monkeypatch.setattr("penstock.console.tools.checks.sys.executable", "/nonexistent")
@@ -113,7 +113,7 @@ def test_a_broken_driver_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_without_a_cuda_torch_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A GPU is named as the driver names it; a torch that cannot use it is said."""
+    """The GPU's name is the driver's; a torch without CUDA is reported."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n")
     program.chmod(0o755)
@@ -123,7 +123,7 @@ def test_a_gpu_without_a_cuda_torch_is_a_warning(tmp_path: Path, monkeypatch: py
     assert found.level == ("warn" if "+cpu" in (checks.package_version("torch") or "") else "ok")
 
 
-def test_a_taken_port_is_named_with_its_setting():
+def test_a_port_in_use_is_reported_with_its_setting():
     """A default port in use is a warning that names the key to change."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         found = checks.port_use(server.getsockname()[1], "reward_service.port")
@@ -131,6 +131,6 @@ def test_a_taken_port_is_named_with_its_setting():
     assert "reward_service.port" in found.fix
 
 
-def test_a_folder_that_does_not_exist_yet_is_judged_by_its_parent(tmp_path: Path):
-    """Space is measured where the folder will be made."""
+def test_the_space_for_a_new_folder_is_that_of_its_parent(tmp_path: Path):
+    """Space is measured where the folder will be created."""
     assert checks.disk(tmp_path / "a" / "b" / "runs").level in {"ok", "warn"}

@@ -1,4 +1,4 @@
-"""`penstock runs rm`: everything of one run goes, nothing of another, never under a living service, never unasked."""
+"""`penstock runs rm`: removes one run and nothing of another, not while its services run, and only after confirmation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.protocol.transport.bus import Bus
 
 @pytest.fixture
 def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
-    """What a person types to say where NATS and S3 are."""
+    """The arguments with the addresses of NATS and S3."""
     return [
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
@@ -36,7 +36,7 @@ def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
 
 @pytest.fixture
 def neighbour(bus: Bus, blobs: Blobs, ring_streams: str) -> Iterator[str]:
-    """Another run, whose name begins alike."""
+    """Another run with the same prefix in its name."""
     name = f"{ring_streams}-b"
     bootstrap(bus, blobs, name)
     blobs.put(f"runs/{name}/groups/x", b"theirs")
@@ -53,16 +53,16 @@ def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
     (folder / "runs" / run / "config.json").write_text("{}")
 
 
-def test_rm_removes_one_run_and_asks_for_its_folder_apart(
+def test_rm_removes_one_run_and_confirms_its_folder_separately(
     bus: Bus, blobs: Blobs, ring_streams: str, neighbour: str, typed: list[str], tmp_path: Path
 ):
-    """Unasked nothing goes; with --yes objects, streams and buckets go; the folder only with --folder."""
+    """Without confirmation nothing is removed; with --yes objects, streams and buckets; the folder only with --folder."""
     run = ring_streams
     fill(bus, blobs, run, tmp_path)
     unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
     assert unasked.returncode == 1
     assert "3 objects" in unasked.stdout
-    assert "nobody is here to ask. Say --yes" in unasked.stderr
+    assert "stdin is not a terminal. Confirm with --yes" in unasked.stderr
     assert len(find_holdings(run, bus, blobs).objects) == 3
 
     removed = penstock("runs", "rm", run, "--yes", *typed, cwd=tmp_path)
@@ -79,8 +79,8 @@ def test_rm_removes_one_run_and_asks_for_its_folder_apart(
     assert len(theirs.streams) == len(streams.stream_names(neighbour)) + len(streams.run_buckets(neighbour))
 
 
-def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
-    """A heartbeat protects it, and says whom to stop; --force does it all the same."""
+def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
+    """A heartbeat prevents it, and the error names the service; --force removes it anyway."""
     beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state="training")
     live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
@@ -98,7 +98,7 @@ def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, 
         over.set()
         heart.join()
     assert refused.returncode == 1
-    assert "is alive: trainer-7; stop these services first" in refused.stderr
+    assert "are running: trainer-7; stop them first" in refused.stderr
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
     assert penstock("runs", "rm", ring_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
     assert find_holdings(ring_streams, bus, blobs).is_empty
@@ -107,14 +107,14 @@ def test_a_living_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, 
 def test_an_interrupted_removal_is_repeated(
     bus: Bus, blobs: Blobs, ring_streams: str, own_s3: Callable, typed: list[str], tmp_path: Path
 ):
-    """With the object store away nothing goes, and the run is still listed; the next try removes the rest."""
+    """With the object store unreachable nothing is removed and the run is still listed; the next try removes it."""
     fill(bus, blobs, ring_streams, tmp_path)
     holdings = find_holdings(ring_streams, bus, blobs)
     storage = own_s3()
-    away = Blobs(storage.settings, deadline_s=0.5)
+    unreachable = Blobs(storage.settings, deadline_s=0.5)
     storage.kill()
     with pytest.raises(BlobStoreUnreachable, match="delete 3 objects"):
-        remove_holdings(holdings, bus, away)
+        remove_holdings(holdings, bus, unreachable)
     assert find_holdings(ring_streams, bus, blobs) == holdings
     assert list(holdings.streams)[-1] == f"{ring_streams}-events"
     blobs.delete(holdings.objects[:2])  # half of it
@@ -124,15 +124,15 @@ def test_an_interrupted_removal_is_repeated(
     assert find_holdings(ring_streams, bus, blobs).is_empty
 
 
-def test_a_run_that_nobody_placed_is_not_guessed(tmp_path: Path):
-    """Without NATS and S3, and without a store in its folder, the command asks where the run is."""
+def test_a_run_without_a_known_store_is_refused(tmp_path: Path):
+    """Without NATS and S3, and without a store in its folder, the error names the settings to give."""
     answer = penstock("runs", "rm", "nobody", "--yes", cwd=tmp_path)
     assert answer.returncode == 1
-    assert "nobody said where run nobody is stored" in answer.stderr
+    assert "run nobody has no local store and no server is configured" in answer.stderr
 
 
-def test_a_local_run_that_is_over_goes_with_its_folder(tmp_path: Path):
-    """Its own servers' data lie in the folder: that is what is removed."""
+def test_a_finished_local_run_is_removed_with_its_folder(tmp_path: Path):
+    """The data of its own servers are in the folder and removed with it."""
     store = tmp_path / "runs" / "mine" / "store"
     store.mkdir(parents=True)
     (store / "environment").write_text("PENSTOCK_NATS__URL=nats://127.0.0.1:1\n")
@@ -144,15 +144,15 @@ def test_a_local_run_that_is_over_goes_with_its_folder(tmp_path: Path):
 def test_what_other_runs_trained_on_is_not_removed(
     bus: Bus, blobs: Blobs, run_id: str, typed: list[str], tmp_path: Path
 ):
-    """A rescored input goes only when no run with a record stands on it, or by force; the error names them."""
-    name, user, gone = f"{run_id}-input", f"{run_id}-user", f"{run_id}-gone"
+    """A rescored input is removed only when no run depends on it, or by force; the error names the runs."""
+    name, user, removed = f"{run_id}-input", f"{run_id}-user", f"{run_id}-gone"
     blobs.put(f"runs/{name}/groups/v00000000/0", b"pack")
-    for run in (user, gone, name):
+    for run in (user, removed, name):
         mark_use(name, run, blobs)
     record = blobs.put(f"runs/{user}/lineage/chapter", b"record")
     refused = penstock("runs", "rm", name, "--yes", *typed, cwd=tmp_path)
     assert refused.returncode == 1
-    assert f"{name} is what {user} trained on" in refused.stderr
+    assert f"{user} trained on {name}" in refused.stderr
     assert "--force" in refused.stderr
     assert blobs.exists(f"runs/{name}/groups/v00000000/0")
     blobs.delete([record.key])
@@ -160,14 +160,14 @@ def test_what_other_runs_trained_on_is_not_removed(
     assert find_holdings(name, bus, blobs).is_empty
 
 
-def test_a_local_store_with_other_runs_in_it_goes_only_by_force(tmp_path: Path):
-    """A rescored input lies in the store of the local run it was made from: removing that folder would take it along."""
+def test_a_local_store_with_other_runs_is_removed_only_by_force(tmp_path: Path):
+    """A rescored input is in the store of its local source run: removing that folder would remove it."""
     store = tmp_path / "runs" / "mine" / "store"
     for run in ("mine", "mine-strict"):
         (store / "objects" / "penstock" / "runs" / run).mkdir(parents=True)
     refused = penstock("runs", "rm", "mine", "--yes", "--folder", cwd=tmp_path)
     assert refused.returncode == 1
-    assert "holds mine-strict as well" in refused.stderr
+    assert "also holds mine-strict" in refused.stderr
     assert store.is_dir()
     assert penstock("runs", "rm", "mine", "--yes", "--folder", "--force", cwd=tmp_path).returncode == 0
     assert not store.exists()

@@ -26,7 +26,7 @@ def service(
 
 
 def test_list_test_and_remove(service: Service, tmp_path: Path):
-    """The rewards are listed, tried and removed from the command line."""
+    """Rewards are listed, tested and removed from the command line."""
     rows = json.loads(penstock("reward", "list", "--json", "--url", service.url, cwd=tmp_path).stdout)["rewards"]
     assert {"gsm8k", "math", "exact"} & {row["name"] for row in rows}
     assert "gsm8k" in penstock("reward", "list", "--url", service.url, cwd=tmp_path).stdout
@@ -43,7 +43,7 @@ def test_list_test_and_remove(service: Service, tmp_path: Path):
     failed = penstock("reward", "test", "mine", "--url", service.url, cwd=tmp_path)
     assert failed.returncode == 1
     assert "mine could not score" in failed.stderr
-    assert "would wait and come again" in failed.stderr
+    assert "would wait and be retried" in failed.stderr
     assert penstock("reward", "remove", "mine", "--url", service.url, cwd=tmp_path).returncode == 0
     again = penstock("reward", "remove", "mine", "--url", service.url, cwd=tmp_path)
     assert again.returncode == 1
@@ -51,14 +51,14 @@ def test_list_test_and_remove(service: Service, tmp_path: Path):
 
 
 def test_an_unknown_reward_is_refused_by_name(service: Service, tmp_path: Path):
-    """A slip in a reward's name is answered with what the service says."""
+    """A misspelt reward name gets the service's error."""
     answer = penstock("reward", "test", "gsm9k", "--url", service.url, cwd=tmp_path)
     assert answer.returncode == 1
     assert "gsm9k" in answer.stderr
 
 
 def test_no_service_says_how_to_start_one(tmp_path: Path):
-    """Where nobody listens, the address and the next command are in the text."""
+    """Without a service, the address and the next command are in the error."""
     answer = penstock("reward", "list", "--url", "http://127.0.0.1:1", cwd=tmp_path)
     assert answer.returncode == 1
     assert "no reward service answers at http://127.0.0.1:1" in answer.stderr
@@ -66,7 +66,7 @@ def test_no_service_says_how_to_start_one(tmp_path: Path):
 
 
 def test_a_token_file_that_is_missing_is_named(tmp_path: Path):
-    """The file that should hold the token is in the text."""
+    """The missing token file is in the error."""
     answer = penstock("reward", "list", "--token-file", "nowhere", cwd=tmp_path)
     assert answer.returncode == 1
     assert "--token-file nowhere: not readable" in answer.stderr
@@ -78,8 +78,8 @@ def rows_file(folder: Path, *rows: dict[str, object]) -> str:
     return str(path)
 
 
-def test_a_reward_is_tried_on_rows_of_a_data_file(service: Service, tmp_path: Path):
-    """The table shows what right and wrong answers get; the JSON has every score and their spread."""
+def test_a_reward_is_tested_on_rows_of_a_data_file(service: Service, tmp_path: Path):
+    """The table has the scores of right and wrong answers; the JSON has every score and their spread."""
     data = rows_file(tmp_path, *({"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(30)))
     asked = ("reward", "test", "gsm8k", "--data", data, "-n", "20", "--url", service.url)
     tried = penstock(*asked, cwd=tmp_path)
@@ -93,8 +93,8 @@ def test_a_reward_is_tried_on_rows_of_a_data_file(service: Service, tmp_path: Pa
     assert found["spread"]["num_distinct"] == 2
 
 
-def test_scores_that_are_all_equal_are_warned_of(service: Service, tmp_path: Path):
-    """A reward that says the same of right and wrong answers is told before a run is spent on it."""
+def test_equal_scores_give_a_warning(service: Service, tmp_path: Path):
+    """A reward with the same score for right and wrong answers gives a warning."""
     data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))
     tried = penstock("reward", "test", "format", "--data", data, "--url", service.url, cwd=tmp_path)
     assert tried.returncode == 1
@@ -102,7 +102,7 @@ def test_scores_that_are_all_equal_are_warned_of(service: Service, tmp_path: Pat
 
 
 def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):
-    """A row without a right answer, and a file that is none, are errors with their place."""
+    """A row without a right answer and a missing file are errors that name file and row."""
     data = rows_file(tmp_path, {"prompt": "say"})
     tried = penstock("reward", "test", "gsm8k", "--data", data, "--url", service.url, cwd=tmp_path)
     assert tried.returncode == 1
@@ -114,10 +114,10 @@ def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):
 
 
 def test_an_endpoint_is_drained_and_resumed(service: Service, tmp_path: Path):
-    """Two commands take an endpoint out of service and into it again."""
+    """Two commands take an endpoint out of service and return it."""
     service.register("drainable", "http://127.0.0.1:9/score")
     drained = penstock("reward", "drain", "drainable", "--url", service.url, cwd=tmp_path)
-    assert "drainable: EndpointDrained; 0 groups in its calls" in drained.stdout, drained.stderr
+    assert "drainable: EndpointDrained; 0 groups in running calls" in drained.stdout, drained.stderr
     resumed = penstock("reward", "resume", "drainable", "--url", service.url, cwd=tmp_path)
     assert "drainable: in service" in resumed.stdout
     assert penstock("reward", "remove", "drainable", "--url", service.url, cwd=tmp_path).returncode == 0
@@ -126,7 +126,7 @@ def test_an_endpoint_is_drained_and_resumed(service: Service, tmp_path: Path):
 def test_the_errors_of_a_run_are_listed_by_reason(
     bus: Bus, ring_streams: str, nats_settings: NatsSettings, tmp_path: Path
 ):
-    """Groups that waited and groups that died are counted, with what the newest error said."""
+    """Waiting and dead-lettered groups are counted, with the newest error."""
     where = (
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
@@ -134,7 +134,7 @@ def test_the_errors_of_a_run_are_listed_by_reason(
     )
     asked = ("reward", "errors", ring_streams, *where)
     none = penstock(*asked, cwd=tmp_path)
-    assert "no group of run" in none.stdout, none.stderr
+    assert "has no reward errors" in none.stdout, none.stderr
     for number in range(2):
         event = RunEvent(
             run_id=ring_streams,

@@ -1,4 +1,4 @@
-"""`penstock runs`: what a folder of runs and the broker tell."""
+"""`penstock runs`: runs of a folder and of NATS."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_runs_lists_what_the_folder_holds(folder: Path):
-    """A run is a folder with a run's files; the line shows how far it came."""
+def test_runs_lists_the_folders_of_runs(folder: Path):
+    """A run is a folder with a run's files; the line shows its last step."""
     (line,) = list_folder(folder / "runs")
     assert (line.run, line.state, line.step, line.accuracy) == ("sorting", "stopped", 60, 0.95)
 
 
 def test_a_run_with_a_report_is_finished(folder: Path):
-    """The report is the last thing that is written."""
+    """The report is written last."""
     report.write(folder / "runs" / "sorting", recorded.whole_run().summary())
     assert [line.state for line in list_folder(folder / "runs")] == ["finished"]
 
 
 def test_the_command_prints_table_and_json(folder: Path):
-    """`penstock runs` is for people, `--json` for machines."""
+    """`penstock runs` prints a table, `--json` an array."""
     answer = penstock("runs", cwd=folder)
     assert answer.returncode == 0, answer.stderr
     assert "sorting" in answer.stdout
@@ -48,20 +48,20 @@ def test_the_command_prints_table_and_json(folder: Path):
     assert row["step"] == 60
 
 
-def test_no_runs_is_an_invitation(tmp_path: Path):
-    """An empty folder says what to type."""
+def test_without_runs_the_first_command_is_printed(tmp_path: Path):
+    """For an empty folder the quickstart is suggested."""
     answer = penstock("runs", cwd=tmp_path)
     assert answer.returncode == 0
     assert "penstock quickstart" in answer.stdout
 
 
 def test_show_prints_the_report(folder: Path):
-    """`penstock runs show` prints report.md as it is where there is no terminal."""
+    """Without a terminal `penstock runs show` prints report.md unchanged."""
     path = report.write(folder / "runs" / "sorting", recorded.whole_run().summary())
     assert penstock("runs", "show", "sorting", cwd=folder).stdout.strip() == path.read_text().strip()
 
 
-def test_show_of_an_unfinished_run_says_how_far_it_is(folder: Path):
+def test_show_of_an_unfinished_run_prints_its_step(folder: Path):
     """Without a report the state and the next command are shown."""
     answer = penstock("runs", "show", "sorting", cwd=folder)
     assert answer.returncode == 0
@@ -69,15 +69,15 @@ def test_show_of_an_unfinished_run_says_how_far_it_is(folder: Path):
 
 
 def test_show_of_an_unknown_run_names_the_known_ones(folder: Path):
-    """A wrong name gets the right ones, and a name that cannot be one is refused."""
+    """An unknown name lists the runs found; an invalid one is refused."""
     answer = penstock("runs", "show", "nosuch", cwd=folder)
     assert answer.returncode == 1
-    assert "no run nosuch in runs/; there: sorting" in answer.stderr
+    assert "no run nosuch in runs/; found: sorting" in answer.stderr
     assert "run id '../x' must be" in penstock("runs", "show", "../x", cwd=folder).stderr
 
 
 def test_a_run_with_its_own_servers_is_running_and_found(tmp_path: Path):
-    """While the local stack of a run lives the run counts as running, and its address is known without asking."""
+    """While the local servers of a run run, it counts as running and its address is read from its folder."""
     store = tmp_path / "runs" / "own" / connections.STORE
     with LocalStack(store) as stack:
         (line,) = list_folder(tmp_path / "runs")
@@ -89,8 +89,8 @@ def test_a_run_with_its_own_servers_is_running_and_found(tmp_path: Path):
     assert [line.state for line in list_folder(tmp_path / "runs")] == ["stopped"]
 
 
-def test_what_was_typed_beats_the_store(tmp_path: Path):
-    """An address on the command line is used, whatever the run's own store says."""
+def test_arguments_take_precedence_over_the_store(tmp_path: Path):
+    """An address on the command line replaces that of the run's own store."""
     store = tmp_path / "own" / connections.STORE
     store.mkdir(parents=True)
     (store / "environment").write_text("export PENSTOCK_NATS__URL='nats://127.0.0.1:7'\nexport OTHER=1\n")
@@ -99,16 +99,14 @@ def test_what_was_typed_beats_the_store(tmp_path: Path):
     assert connections.find([*typed, "nats.url=nats://x:1"], {}, run_id="own").settings.nats.url == "nats://x:1"
 
 
-def test_the_broker_knows_its_runs(bus: Bus, ring_streams: str):
-    """A run with streams and no living service is idle."""
+def test_runs_are_listed_from_their_streams(bus: Bus, ring_streams: str):
+    """A run with streams and no running service is idle."""
     found = {line.run: line.state for line in list_broker(bus)}
     assert found[ring_streams] == "idle"
 
 
-def test_runs_of_the_broker_are_listed_when_one_is_configured(
-    tmp_path: Path, ring_streams: str, nats_settings: NatsSettings
-):
-    """With NATS in the environment the broker's runs join the table."""
+def test_runs_of_nats_are_listed_when_it_is_configured(tmp_path: Path, ring_streams: str, nats_settings: NatsSettings):
+    """With NATS in the environment its runs are in the table."""
     environment = {
         "PENSTOCK_NATS__URL": nats_settings.url,
         "PENSTOCK_NATS__USER": nats_settings.user,
@@ -118,9 +116,9 @@ def test_runs_of_the_broker_are_listed_when_one_is_configured(
     assert ring_streams in {row["run"] for row in rows}
 
 
-def test_a_broker_that_is_away_does_not_hide_the_folder(folder: Path):
-    """The runs of this machine are listed, and what is missing is said."""
+def test_the_folder_is_listed_when_nats_is_unreachable(folder: Path):
+    """The runs of this machine are listed, with a message about those missing."""
     answer = penstock("runs", "--json", "nats.url=nats://127.0.0.1:1", cwd=folder)
     assert answer.returncode == 0
     assert [row["run"] for row in json.loads(answer.stdout)] == ["sorting"]
-    assert "the runs of the broker are missing here" in answer.stderr
+    assert "runs on NATS are not listed" in answer.stderr

@@ -1,4 +1,4 @@
-"""``penstock weights``: the versions of a run with what they cost, and one of them as a model folder."""
+"""`penstock weights`: list the versions of a run, export one as a model folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, ring_streams
 
 @pytest.fixture
 def states(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> list[State]:
-    """The weights of versions 0 to 3, published: an anchor and three patches."""
+    """The published weights of versions 0 to 3: a full snapshot and three patches."""
     folder = tmp_path / "model"
     write_model(folder, seed=0)
     source = WeightsSource(bus, blobs, ring_streams, folder, bucket_bytes=100_000)
@@ -65,16 +65,16 @@ def states(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> list[St
 def test_versions_are_listed(
     bus: Bus, ring_streams: str, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each with parent, kind, density, bytes and seconds; the head, and who serves which, are named."""
+    """Each with parent, kind, density, bytes, seconds and the workers that serve it; the head is marked."""
     applied = WeightsApplied(
         run_id=ring_streams, worker_id="w0", version=2, previous_version=1, pause_s=0.1, fetch_s=0.1, num_bytes=1,
         checksum="c", layout="mirror",
     )  # fmt: skip
     bus.publish(subjects.weights_applied(ring_streams), applied, msg_id="a").wait()
-    told = RunEvent(
+    announced = RunEvent(
         run_id=ring_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
     )
-    bus.publish(subjects.events(ring_streams, "weights"), told, msg_id="e").wait()
+    bus.publish(subjects.events(ring_streams, "weights"), announced, msg_id="e").wait()
     assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
@@ -92,7 +92,7 @@ def test_versions_are_listed(
 def test_a_version_is_exported_as_a_model_folder(
     ring_streams: str, states: list[State], arguments: list[str], tmp_path: Path
 ) -> None:
-    """Anchor and chain become a folder that transformers loads, bit for bit the published weights."""
+    """Full snapshot and patches become a folder that transformers loads, bit for bit the published weights."""
     folder = tmp_path / "v2"
     assert export(ring_streams, 2, folder, arguments, {}) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -107,7 +107,7 @@ def test_a_version_is_exported_as_a_model_folder(
 def test_adapters_are_listed_with_their_base_and_exported_either_way(
     bus: Bus, blobs: Blobs, ring_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A version upon a base says which; it becomes a merged model that transformers loads, or a folder for PEFT."""
+    """An adapter names its base; it becomes a merged model that transformers loads, or a folder for PEFT."""
     folder = tmp_path / "model"
     write_model(folder, seed=0)
     source = WeightsSource(bus, blobs, ring_streams, folder)
@@ -142,11 +142,11 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
         export(ring_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
 
 
-def test_what_a_dead_trainer_left_is_not_taken_for_the_version(
+def test_a_version_that_a_killed_trainer_left_is_ignored(
     bus: Bus, ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A whole version under a number that the head's chain has otherwise is neither listed nor exported."""
+    """A version under a number that has another version in the head's chain is neither listed nor exported."""
     connections, buckets = Connections(ring_streams, bus, blobs), copy_to_buckets(states[3])
     coordinator = PublishCoordinator(RankPublisher(blobs, ring_streams))
     coordinator.hold(buckets)
@@ -165,11 +165,11 @@ def test_what_a_dead_trainer_left_is_not_taken_for_the_version(
 def test_a_version_whose_objects_are_damaged_is_not_exported(
     ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
 ) -> None:
-    """The command says what is wrong and leaves no folder."""
+    """The error names the object, and no folder is written."""
     prefix = f"runs/{ring_streams}/weights/v00000001/"
     [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
     blobs.put(pack, b"x" * 100)
-    with pytest.raises(ConfigError, match=r"version 2 .* cannot be put together"):
+    with pytest.raises(ConfigError, match=r"version 2 .* cannot be read"):
         export(ring_streams, 2, tmp_path / "v2", arguments, {})
     assert not (tmp_path / "v2").exists()
     assert not (tmp_path / "v2.partial").exists()

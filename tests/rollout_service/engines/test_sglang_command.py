@@ -127,7 +127,7 @@ def test_a_server_does_not_get_our_environment():
     """Neither our passwords nor our Python's paths reach it; what the settings add does."""
     ours = {"PATH": "/bin", "PYTHONPATH": "/us", "PENSTOCK_NATS__PASSWORD": "secret", "VIRTUAL_ENV": "/v"}
     environ = sglang_environ(SglangSettings(environ={"PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}), ours)
-    assert environ == {"PATH": "/bin", "PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}
+    assert environ == {"PATH": "/bin", "PYTHONSAFEPATH": "1", "PYTHONPATH": "/stubs", "HF_HUB_OFFLINE": "1"}
 
 
 def as_server(source: str) -> SglangSettings:

@@ -1,0 +1,282 @@
+"""The public interface: nothing is removed from it or changed without this list.
+
+A change that is meant changes the list, and has an entry in CHANGELOG.md. The failing test prints the new lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import penstock
+from tests.packaging.conftest import ROOT
+
+# Public name -> kind and signature, then its public members likewise.
+INTERFACE: dict[str, list[str]] = {
+    "Candidate": [
+        "dataclass() (advantage: 'float', truncated: 'bool' = False, reward: 'float' = 0.0, num_tokens: 'int' = 0, source: 'str' = '') -> None",
+        "advantage",
+        "num_tokens",
+        "reward",
+        "source",
+        "truncated",
+    ],
+    "ClipRange": [
+        "class(Options) (*, clip_low: typing.Annotated[float, Gt(gt=0.0), Le(le=1.0)] = 0.2, clip_high: typing.Annotated[float, Gt(gt=0)] = 0.2) -> None",
+        "model_config",
+    ],
+    "Completion": [
+        "dataclass() (token_ids: 'list[int]', logprobs: 'list[float]', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', text: 'str') -> None",
+        "finish_reason",
+        "logprobs",
+        "text",
+        "token_ids",
+        "version_runs",
+    ],
+    "ConfigError": ["class(PenstockError)"],
+    "Correction": [
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, switch: 'str' = '', repeats_ratio: 'bool' = False) -> None",
+        "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "option_names",
+        "repeats_ratio",
+        "summary",
+        "switch",
+    ],
+    "Drift": [
+        "dataclass() (mismatch: 'Tensor', to_behaviour: 'Tensor', advantages: 'Tensor', ages: 'Tensor', sequences: 'Sequences', drift_limit: 'float | None' = None) -> None",
+        "advantages",
+        "ages",
+        "drift_limit",
+        "mismatch",
+        "sequences",
+        "to_behaviour",
+    ],
+    "DualClip": [
+        "class(Options) (*, dual_clip: typing.Annotated[float | None, Gt(gt=1.0)] = 1.2) -> None",
+        "model_config",
+    ],
+    "EngineChecksum": ["dataclass() (value: 'str', layout: 'str') -> None", "layout", "value"],
+    "EngineClient": [
+        "class(Generates, Protocol) (*args, **kwargs)",
+        "close(self) -> 'None'",
+        "distrust(self, why: 'str') -> 'None'",
+        "drop_adapters(self) -> 'None'",
+        "forget_lost_adapters(self) -> 'None'",
+        "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int', adapter: 'PolicyVersion | None' = None) -> 'list[list[Completion]]'",
+        "health(self) -> 'None'",
+        "inspect(self) -> 'ServerReport'",
+        "load_adapter(self, folder: 'Path', version: 'PolicyVersion') -> 'None'",
+        "load_weights(self, folder: 'Path', version: 'PolicyVersion', mode: 'UpdateMode' = 'drain') -> 'None'",
+        "metrics(self) -> 'dict[str, float]'",
+        "served_version(self) -> 'PolicyVersion | None'",
+        "started_with(self, folder: 'Path', version: 'PolicyVersion') -> 'None'",
+        "trust(self) -> 'None'",
+        "unload_adapter(self, version: 'PolicyVersion') -> 'None'",
+        "weights_checksum(self) -> 'EngineChecksum | None'",
+    ],
+    "EngineKind": [
+        "dataclass() (name: 'str', connect: 'Connect', launches: 'Callable[[Any, Mapping[str, str]], Sequence[ServerLaunch]] | None' = None, options: 'type[Section]' = <class 'penstock.rollout_service.engines.engine_kind.NoOptions'>, section: 'str' = '', update_modes: 'tuple[UpdateMode, ...]' = ('drain', 'retract', 'in_place', 'abort')) -> None",
+        "connect",
+        "is_attached",
+        "launches",
+        "name",
+        "options",
+        "section",
+        "update_modes",
+    ],
+    "Environment": [
+        "class(ABC) ()",
+        "rollout(self, tasks: 'Sequence[Task]', sampler: 'Sampler') -> 'list[list[Trajectory]]'",
+    ],
+    "Estimator": [
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, needs_baseline: 'bool' = False, has_critic: 'bool' = False) -> None",
+        "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "has_critic",
+        "needs_baseline",
+        "option_names",
+        "summary",
+    ],
+    "Extension": [
+        "dataclass(Generic) (name: 'str', value: 'Kind', digest: 'str' = '') -> None",
+        "digest",
+        "name",
+        "value",
+    ],
+    "Filter": [
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, reason: 'str', switch: 'str' = '', reads_advantage: 'bool' = True, precedence: 'int' = 100) -> None",
+        "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "option_names",
+        "precedence",
+        "reads_advantage",
+        "summary",
+        "switch",
+    ],
+    "Loss": [
+        "dataclass(Part) (*, name: 'str', fn: 'Callable[..., Any]', options: 'type[OptionsT_co]', source: 'str', presets: 'Mapping[str, Mapping[str, Any]]' = <factory>, uses_ratio: 'bool' = True) -> None",
+        "bind(self, **values: 'Any') -> 'Callable[..., Any]'",
+        "option_names",
+        "summary",
+        "uses_ratio",
+    ],
+    "LossTerms": [
+        "dataclass() (loss: 'Tensor', ratio: 'Tensor', clipped: 'Tensor', dual_clipped: 'Tensor') -> None",
+        "clipped",
+        "dual_clipped",
+        "loss",
+        "ratio",
+    ],
+    "Options": ["class(Section) () -> None", "model_config"],
+    "Outcomes": [
+        "dataclass() (rewards: 'Tensor', groups: 'Tensor', lengths: 'Tensor', baselines: 'Tensor | None' = None) -> None",
+        "baselines",
+        "group_index",
+        "groups",
+        "lengths",
+        "rewards",
+    ],
+    "PenstockError": ["class(Exception)"],
+    "Registry": [
+        "class(Generic) (kind: 'str', expected: 'type[Kind]', *, package: 'str', group: 'str') -> 'None'",
+        "built_in",
+        "find(self, name: 'str') -> 'Extension[Kind]'",
+        "names(self) -> 'tuple[str, ...]'",
+    ],
+    "Sampler": [
+        "class(Protocol) (*args, **kwargs)",
+        "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int') -> 'list[list[Completion]]'",
+    ],
+    "Sampling": [
+        "class(Wire) (*, max_new_tokens: typing.Annotated[int, Ge(ge=1), Le(le=1000000)], temperature: typing.Annotated[float, Ge(ge=0.0), Le(le=100.0), AllowInfNan(allow_inf_nan=False)] = 1.0, top_p: typing.Annotated[float, Gt(gt=0.0), Le(le=1.0)] = 1.0, top_k: typing.Annotated[int, Ge(ge=-1)] = -1, stop_token_ids: tuple[int, ...] = ()) -> None",
+        "model_config",
+    ],
+    "Sequences": [
+        "dataclass() (index: 'Tensor', count: 'int') -> None",
+        "count",
+        "from_rows(self, rows: 'Tensor') -> 'Tensor'",
+        "index",
+        "lengths(self, like: 'Tensor') -> 'Tensor'",
+        "maximum(self, values: 'Tensor') -> 'Tensor'",
+        "mean(self, values: 'Tensor') -> 'Tensor'",
+        "of_lengths(lengths: 'Tensor') -> 'Sequences'",
+        "place(self) -> 'Tensor'",
+        "spread(self, values: 'Tensor') -> 'Tensor'",
+        "sum(self, values: 'Tensor') -> 'Tensor'",
+        "to_rows(self, values: 'Tensor') -> 'tuple[Tensor, Tensor]'",
+    ],
+    "ServerLaunch": [
+        "dataclass() (command: 'LaunchCommand', log_name: 'str', environ: 'Mapping[str, str] | None' = None, context_length: 'int | None' = None) -> None",
+        "command",
+        "context_length",
+        "environ",
+        "log_name",
+    ],
+    "ServerReport": [
+        "dataclass() (objections: 'list[str]' = <factory>, untested_version: 'str' = '', context_tokens: 'int | None' = None, takes_adapters: 'bool' = False) -> None",
+        "context_tokens",
+        "objections",
+        "takes_adapters",
+        "untested_version",
+    ],
+    "StdNormalisation": ["class(Options) (*, normalise_by_std: bool = True) -> None", "model_config"],
+    "Task": [
+        "class(Wire) (*, group_id: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')], prompt_ids: typing.Annotated[tuple[typing.Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Lt(lt=2147483648)])], ...], MinLen(min_length=1)], prompt_text: str, group_size: typing.Annotated[int, Ge(ge=1), Le(le=4096)], sampling: penstock.protocol.facts.Sampling, reward: penstock.protocol.facts.RewardRequest, split: Literal['train', 'eval'], environment: typing.Annotated[str, MinLen(min_length=1), MaxLen(max_length=200), _PydanticGeneralMetadata(pattern='^[A-Za-z0-9_.:#-]+$')] = 'single_turn', attempt: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)] = 0, issued_version: typing.Annotated[int, Ge(ge=0), Le(le=9007199254740992)], pinned_version: Optional[Annotated[int, FieldInfo(annotation=NoneType, required=True, metadata=[Ge(ge=0), Le(le=9007199254740992)])]] = None, with_baseline: bool = False) -> None",
+        "model_config",
+    ],
+    "Tokens": [
+        "dataclass() (current: 'Tensor', anchor: 'Tensor', behaviour: 'Tensor', advantages: 'Tensor', sequences: 'Sequences') -> None",
+        "advantages",
+        "anchor",
+        "behaviour",
+        "current",
+        "log_ratio",
+        "sequence_log_ratio",
+        "sequences",
+    ],
+    "Trajectory": [
+        "dataclass() (token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool' = False) -> None",
+        "behaviour_logprobs",
+        "completion_text",
+        "finish_reason",
+        "is_baseline",
+        "loss_mask",
+        "newest_version",
+        "num_completion_tokens",
+        "oldest_version",
+        "token_ids",
+        "version_runs",
+    ],
+    "WeightCap": ["class(Options) (*, weight_cap: typing.Annotated[float, Gt(gt=0)] = 4.0) -> None", "model_config"],
+    "__version__": ["str"],
+    "advantage_estimator": [
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, needs_baseline: 'bool' = False, has_critic: 'bool' = False) -> 'Callable[[AdvantageFunction], Estimator[OptionsT_co]]'"
+    ],
+    "correction": [
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', switch: 'str' = '', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, repeats_ratio: 'bool' = False) -> 'Callable[[CorrectionFunction], Correction[OptionsT_co]]'"
+    ],
+    "none_of": ["function(like: 'Tensor') -> 'Tensor'"],
+    "policy_loss": [
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', presets: 'Mapping[str, Mapping[str, Any]] | None' = None, uses_ratio: 'bool' = True) -> 'Callable[[PolicyLoss], Loss[OptionsT_co]]'"
+    ],
+    "trajectory_filter": [
+        "function(*, options: 'type[OptionsT_co]' = <class 'penstock.trainer.algorithm.parts.Options'>, source: 'str', reason: 'str', switch: 'str' = '', reads_advantage: 'bool' = True, precedence: 'int' = 100) -> 'Callable[[FilterFunction], Filter[OptionsT_co]]'"
+    ],
+}
+
+
+def describe(value: Any) -> list[str]:
+    """Return kind and signature of a public object, and of each public member of a class of ours."""
+    if not inspect.isclass(value):
+        return [_signature("function", value)] if inspect.isroutine(value) else [type(value).__name__]
+    bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+    kind = "dataclass" if dataclasses.is_dataclass(value) else "class"
+    lines = [f"{kind}({bases}) {'' if issubclass(value, Exception) else inspect.signature(value)}".strip()]
+    for name in sorted(name for name in dir(value) if not name.startswith("_")):
+        member = inspect.getattr_static(value, name)
+        if (owner := _owner(value, name)) is None or not owner.__module__.startswith("penstock."):
+            continue
+        if inspect.isfunction(member) or isinstance(member, staticmethod | classmethod):
+            lines.append(_signature(name, getattr(value, name)))
+        else:
+            lines.append(name)
+    return lines
+
+
+def _owner(cls: type, name: str) -> type | None:
+    return next((base for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _signature(name: str, function: Any) -> str:
+    return f"{name}{inspect.signature(function)}"
+
+
+def test_the_public_interface_is_the_list():
+    """Names, kinds, signatures and members are those that users were given."""
+    found = {name: describe(getattr(penstock, name)) for name in sorted(penstock.__all__)}
+    shown = "\n".join(f"    {name!r}: {lines!r}," for name, lines in found.items() if INTERFACE.get(name) != lines)
+    gone = sorted(set(INTERFACE) - set(found))
+    assert found == INTERFACE, f"removed: {gone}; new or changed:\n{shown}"
+
+
+def test_import_penstock_is_light():
+    """``import penstock`` imports no other module of ours and no library; its names need no torch."""
+    code = (
+        "import sys; before = set(sys.modules); import penstock\n"
+        "more = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "assert not [name for name in sys.modules if name.startswith('penstock.')]\n"
+        "assert more - set(sys.stdlib_module_names) == {'penstock'}, more\n"
+        "assert {*penstock.__all__} <= set(dir(penstock))\n"
+        "[getattr(penstock, name) for name in penstock.__all__]\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: penstock.nothing\n"
+        "except AttributeError as err: assert 'public are' in str(err)\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_is_documented():
+    """docs/extending.md names each."""
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    assert [name for name in penstock.__all__ if name not in text] == []

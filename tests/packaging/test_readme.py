@@ -1,0 +1,97 @@
+"""The README: every command, flag, setting, make target, link and path in it exists, and it stays short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from penstock.console import launch
+from penstock.console.cli.main import app
+from penstock.protocol.config.run_file import load
+from penstock.trainer.settings import TrainerSettings
+from tests.packaging.conftest import ROOT
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+_BLOCKS = re.findall(r"```(\w*)\n(.*?)```", TEXT, re.DOTALL)
+_OVERRIDE = re.compile(r"[a-z_]+\.[a-z_.]+=.+")
+
+
+def commands(program: str) -> list[str]:
+    """Return the lines of code blocks that call a program, without comments."""
+    lines = [line for language, block in _BLOCKS if not language for line in block.splitlines()]
+    return [line.partition("  #")[0].strip() for line in lines if line.startswith(f"{program} ")]
+
+
+def _verb(words: list[str]) -> tuple[App, list[str]]:
+    """Return the app of the verb that words begin with, and the words after it."""
+    found, rest = app, words
+    while rest and rest[0] in found:
+        found, rest = found[rest[0]], rest[1:]
+    return found, rest
+
+
+def _flags(rest: list[str]) -> Iterator[str]:
+    return (word.partition("=")[0] for word in rest if word.startswith("--"))
+
+
+def test_there_are_commands():
+    """The examples are found at all."""
+    assert len(commands("penstock")) >= 15
+    assert len(commands("make")) >= 1
+
+
+@pytest.mark.parametrize("line", commands("penstock"))
+def test_every_command_exists_with_its_flags(line: str, monkeypatch: pytest.MonkeyPatch):
+    """The verb is one of the app's; each flag is one of the verb's, a setting, or in the help of its service."""
+    verb, rest = _verb(shlex.split(line)[1:])
+    assert verb.default_command is not None, f"no such verb: {line}"
+    known = {name for argument in verb.assemble_argument_collection() for name in argument.names}
+    unknown = [flag for flag in _flags(rest) if flag not in known and "." not in flag and flag != launch.LOCAL]
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "replace_process", lambda command: started.append(list(command)))
+    if unknown:
+        verb.default_command()
+        text = subprocess.run([*started[0], "--help"], capture_output=True, text=True, timeout=120, check=True).stdout
+        assert [flag for flag in unknown if flag not in text] == []
+
+
+def test_every_setting_exists(tmp_path: Path):
+    """The run file loads, and so does every override on a command line."""
+    (toml,) = [block for language, block in _BLOCKS if language == "toml"]
+    file = tmp_path / "run.toml"
+    file.write_text(toml)
+    words = [shlex.split(line) for line in commands("penstock")]
+    overrides = [word for line in words for word in line if _OVERRIDE.fullmatch(word)]
+    pairs = [pair for line in words for pair in pairwise(line) if pair[0].startswith("--") and "." in pair[0]]
+    overrides += [f"{flag[2:]}={value}" for flag, value in pairs]
+    assert len(overrides) >= 3
+    load(TrainerSettings, files=[file], overrides=overrides, environ={})
+
+
+def test_every_make_target_exists():
+    """In code blocks and in the text."""
+    makefile = (ROOT / "Makefile").read_text()
+    for target in {*re.findall(r"`make ([a-z-]+)`", TEXT), *(line.split()[1] for line in commands("make"))}:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_link_leads_to_a_file():
+    """Relative links, and paths in the table of where to change what."""
+    linked = set(re.findall(r"\]\(([^)#:]+)\)", TEXT))
+    table = [row for row in TEXT.splitlines() if row.startswith("| ") and "`" in row]
+    named = {path for row in table for path in re.findall(r"`([\w./]+)`", row) if "/" in path}
+    assert len(linked) >= 10
+    assert len(named) >= 15
+    assert [path for path in sorted(linked | named) if not (ROOT / path).exists()] == []
+
+
+def test_the_readme_is_short():
+    """At most 120 lines."""
+    assert len(TEXT.splitlines()) <= 120

@@ -1,0 +1,145 @@
+"""Nothing is imported from the working directory, whichever verb is typed and whatever it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cyclopts import App
+
+from penstock.console.cli.main import app
+from tests.packaging.conftest import HostileFolder
+from tests.servers import require
+
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+DEADLINE_S = 90.0
+SERVES_S = 12.0  # a verb that serves until it is stopped has imported everything by then
+
+# What a verb is given so that it gets as far as it can without servers; none: nothing.
+ARGUMENTS = {
+    "chat": ("run", "--prompt", "hello"),
+    "config show": ("run.toml",),
+    "data check": ("rows.jsonl",),
+    "dead-letters list": ("run",),
+    "dead-letters resend": ("run", "1"),
+    "dead-letters show": ("run", "1"),
+    "reward drain": ("name",),
+    "reward errors": ("run",),
+    "reward remove": ("name",),
+    "reward resume": ("name",),
+    "reward serve": ("my_reward.py",),
+    "reward serve-grader": ("grader.json",),
+    "reward serve-judge": ("judge.toml",),
+    "reward serve-model": ("no-model",),
+    "reward service": ("run.toml",),
+    "reward test": ("gsm8k",),
+    "rollout": ("run.toml",),
+    "runs rm": ("run", "--yes"),
+    "runs show": ("run",),
+    "sft": ("run.toml",),
+    "train": ("run.toml",),
+    "watch": ("run", "--plain"),
+    "weights": ("run",),
+    "weights export": ("run", "--version", "1", "--to", "folder"),
+    **dict.fromkeys(("replay", "rescore", "lineage", "audit"), ("run",)),
+    "quickstart": ("--help",),  # started in full below
+}
+NO_SERVERS = {"PENSTOCK_NATS__URL": "nats://127.0.0.1:1", "PENSTOCK_S3__ENDPOINT": "http://127.0.0.1:1"}
+SERVING = ("up", "reward serve")
+
+
+def _verbs(app: App, path: tuple[str, ...] = ()) -> Iterator[str]:
+    for name in app:
+        if name.startswith("-"):
+            continue
+        if app[name].default_command is not None:
+            yield " ".join((*path, name))
+        yield from _verbs(app[name], (*path, name))
+
+
+VERBS = sorted(_verbs(app))
+
+
+def run(folder: HostileFolder, *arguments: str, deadline_s: float = DEADLINE_S, **environment: str) -> tuple[int, str]:
+    """Run the command in the folder; a process that is still running at the deadline is stopped (exit code 124)."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PENSTOCK_"))}
+    with subprocess.Popen(
+        [PENSTOCK, *arguments],
+        cwd=folder.path,
+        env=environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait(deadline_s), process.communicate()[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                return 124, process.communicate(timeout=30)[0]
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return 124, process.communicate()[0]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """Exit code and output of every verb, started in one hostile folder, several at a time: most wait for servers."""
+    base = tmp_path_factory.mktemp("verbs")
+    folder = HostileFolder(base / "here", base / "imported")
+    (folder.path / "run.toml").write_text('[run]\nid = "run"\n')
+    (folder.path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (folder.path / "my_reward.py").write_text("def compute_score(*given, **named):\n    return 1.0\n")
+
+    def start(verb: str) -> tuple[int, str]:
+        deadline_s = SERVES_S if verb in SERVING else DEADLINE_S
+        return run(folder, *verb.split(), *ARGUMENTS.get(verb, ()), deadline_s=deadline_s, **NO_SERVERS)
+
+    with ThreadPoolExecutor(5) as pool:
+        found = dict(zip(VERBS, pool.map(start, VERBS), strict=True))
+    return found | {"": (0, folder.imported())}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_verb_imports_from_the_working_directory(outcomes: dict[str, tuple[int, str]]):
+    """Every verb starts in a folder of modules named like ours and like all that is installed, and imports none."""
+    assert outcomes[""] == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_runs_in_a_hostile_folder(verb: str, outcomes: dict[str, tuple[int, str]]):
+    """A verb serves until it is stopped, or ends with its own exit code and message and no traceback."""
+    code, output = outcomes[verb]
+    assert "imported from the working directory" not in output
+    assert "Traceback" not in output, output
+    assert code in ((0, 1, 2, 124) if verb in SERVING else (0, 1, 2)), output
+
+
+def test_a_python_without_a_safe_path_would_import_from_it(hostile_folder: HostileFolder):
+    """The control: the same command line without -P is caught."""
+    subprocess.run(
+        [sys.executable, "-m", "penstock", "version"], cwd=hostile_folder.path, capture_output=True, check=False
+    )
+    assert "-m penstock version" in hostile_folder.imported()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_nothing_that_a_ring_starts_imports_from_the_working_directory(hostile_folder: HostileFolder, tmp_path: Path):
+    """Servers, reward service, workers, their engines and the trainer learn in that folder as anywhere else."""
+    require("nats-server")
+    require("rclone")
+    arguments = ("--steps", "2", "--no-kill", "--json", "--dir", str(tmp_path / "runs"))
+    code, output = run(hostile_folder, "quickstart", *arguments, deadline_s=360.0)
+    assert hostile_folder.imported() == ""
+    assert code == 0, output[-4000:]
