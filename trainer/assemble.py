@@ -258,10 +258,11 @@ def _evaluator(
     session: _Session, prompts: PromptSet, publisher: Publisher, results: EvaluationLog, accounting: Accounting
 ) -> Evaluator:
     settings = session.settings
+    environment = settings.eval.environment or settings.rollout.environment
     return Evaluator(
         session.connections,
         prompts=prompts,
-        settings=settings.eval,
+        settings=settings.eval.model_copy(update={"environment": environment}),
         sampling=Sampling(
             max_new_tokens=settings.eval.max_new_tokens or settings.rollout.max_new_tokens,
             temperature=settings.eval.temperature,

@@ -44,6 +44,9 @@ def _listed(files: Files) -> tuple[Path, ...]:
     return tuple(files) if isinstance(files, list) else (files,)
 
 
+_ENVIRONMENT = r"^[A-Za-z0-9_.-]+$"  # as in `Task.environment`
+
+
 class ModelSettings(Section):
     """The policy and its numeric format."""
 
@@ -131,6 +134,12 @@ class RolloutSettings(Section):
         gt=0.0,
         le=100.0,
         description="Sampling temperature; the trainer divides its logits by it too, so that log-probabilities agree.",
+    )
+    environment: str = Field(
+        default="single_turn",
+        pattern=_ENVIRONMENT,
+        max_length=200,
+        description="Environment that generates the trajectories, by name; one of your own must be in worker.environments.",
     )
     max_attempts: int = Field(
         default=2, ge=1, description="How often a group is generated at most when it is too stale to be trained."
@@ -228,6 +237,9 @@ class EvalSettings(Section):
     temperature: float = Field(default=0.0, ge=0.0, le=100.0, description="Sampling temperature; 0 is greedy.")
     samples: int = Field(default=1, ge=1, description="Completions per prompt; their rewards are averaged.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest completion; none: as in rollout.")
+    environment: str | None = Field(
+        default=None, pattern=_ENVIRONMENT, max_length=200, description="Environment; none: as in rollout."
+    )
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalSettings:

@@ -89,6 +89,7 @@ class Evaluator:
         self._num_prompts = min(settings.num_prompts or len(prompts), len(prompts))
         self._samples = settings.samples
         self._sampling = sampling
+        self._environment = {} if settings.environment is None else {"environment": settings.environment}
         self._publisher = publisher
         self._deadline_s = deadline_s
         self._on_end = on_end
@@ -249,7 +250,7 @@ class Evaluator:
                     split="eval",
                     issued_version=evaluation.version,
                     pinned_version=evaluation.version,
-                )
+                ).model_copy(update=self._environment)
                 for index in range(first, min(first + per_pack, self._num_prompts))
             ]
             pack = pack_tasks(tasks)

@@ -403,4 +403,4 @@ class Dispatch:
             issued_version=version,
             attempt=key.attempt,
         )
-        return task.model_copy(update={"with_baseline": True}) if self._with_baseline else task
+        return task.model_copy(update={"environment": self._rollout.environment, "with_baseline": self._with_baseline})

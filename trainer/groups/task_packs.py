@@ -89,7 +89,14 @@ def make_task(
 
 def task_bytes(task: Task) -> int:
     """Return an upper bound of a task's size in a message: MessagePack takes at most 5 bytes for an int below 2^32."""
-    texts = (task.prompt_text, task.group_id, task.reward.name, task.reward.data_source, task.reward.extra_info)
+    texts = (
+        task.prompt_text,
+        task.group_id,
+        task.environment,
+        task.reward.name,
+        task.reward.data_source,
+        task.reward.extra_info,
+    )
     num_ints = len(task.prompt_ids) + len(task.sampling.stop_token_ids)
     truth = task.reward.ground_truth or ""
     return 5 * num_ints + sum(len(text.encode()) for text in (*texts, truth)) + 512

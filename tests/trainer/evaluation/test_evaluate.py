@@ -50,7 +50,7 @@ class Scene:
         self.accounting = Accounting()
         self.publisher = Publisher(connections, model_folder=folder / "model")
         self.evaluator = Evaluator(
-            connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5),
+            connections, prompts=prompts, settings=EvalSettings(samples=2, temperature=0.5, environment="maze"),
             sampling=Sampling(max_new_tokens=8, temperature=0.5), publisher=self.publisher, deadline_s=20.0,
             on_end=self.add, accounting=self.accounting,
         )  # fmt: skip

@@ -265,7 +265,15 @@ def prompt(num_tokens: int = 21, text: str = "sort", truth: str = '"1"') -> Prom
 
 def task(prompt: Prompt, group_id: str = "e0.p0.a0"):
     sampling = Sampling(max_new_tokens=9, stop_token_ids=(2,))
-    return make_task(prompt, group_id, sampling=sampling, group_size=8, split="train", issued_version=PolicyVersion(3))
+    return make_task(
+        prompt,
+        group_id,
+        sampling=sampling,
+        group_size=8,
+        split="train",
+        issued_version=PolicyVersion(3),
+        environment="single_turn",
+    )
 
 
 def test_a_pack_is_a_message_while_it_fits_and_an_object_when_it_does_not():

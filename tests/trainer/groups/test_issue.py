@@ -26,3 +26,11 @@ def test_an_unexpected_error_of_the_issuing_thread_is_raised_by_check() -> None:
         issuer._thread.join(20.0)
     with pytest.raises(AttributeError, match="publish"):
         issuer.check()
+
+
+def test_tasks_name_the_environment_of_the_run_file() -> None:
+    """`rollout.environment` is in every task, so that workers choose the environment by it."""
+    rollout = RolloutSettings(group_size=1, groups_per_step=3, max_staleness=0, max_new_tokens=4, environment="maze")
+    dispatch = Dispatch(prompts(), order=DataOrder(6, seed=1), rollout=rollout, stop_token_ids=(2,))
+    tasks = [task for pack in dispatch.next_packs(PolicyVersion(0)) for task in pack.tasks]
+    assert [task.environment for task in tasks] == ["maze"] * 3
