@@ -49,7 +49,7 @@ from penstock.trainer.algorithm.losses.sapo import sapo
 from penstock.trainer.algorithm.losses.tokens import Sequences
 from penstock.trainer.algorithm.losses.topr import topr_token
 from penstock.trainer.algorithm.objective import EssRule, PolicyGradient
-from penstock.trainer.learner.schedule import lr_factor
+from penstock.trainer.learner.learning_rate import lr_factor
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
 PPO = {"clip_low": 0.2, "clip_high": 0.2}

@@ -32,7 +32,7 @@ from penstock.trainer.data.dataset import PromptSet
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.evaluation.evaluate import Evaluator
 from penstock.trainer.evaluation.evaluation_log import EvaluationLog
-from penstock.trainer.evaluation.schedule import EvaluationSchedule
+from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.group_source import GroupHistory, open_generated, open_stored
 from penstock.trainer.learner.build_rank_group import build_rank_group

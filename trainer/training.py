@@ -18,7 +18,7 @@ from penstock.trainer.algorithm.mismatch import compare_fresh_tokens
 from penstock.trainer.commit import Committer
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import EngineMismatch
-from penstock.trainer.evaluation.schedule import EvaluationSchedule
+from penstock.trainer.evaluation.evaluation_schedule import EvaluationSchedule
 from penstock.trainer.groups.batcher import staleness_tokens
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.issue import Issuer

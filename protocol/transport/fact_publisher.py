@@ -13,7 +13,7 @@ from penstock.protocol import subjects
 from penstock.protocol.errors import MissingStream, StreamFull
 from penstock.protocol.facts import Fact, encode
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, RETRY_MAX_S, RETRY_S, Connection
-from penstock.protocol.transport.refusals import ERR_FULL, ERR_STORAGE_FULL, refusal
+from penstock.protocol.transport.nats_errors import ERR_FULL, ERR_STORAGE_FULL, refusal
 
 log = structlog.get_logger("protocol.bus")
 

@@ -18,9 +18,9 @@ from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from penstock.protocol.transport.acks import Acks
 from penstock.protocol.transport.delivery import Delivery, store_dead_letter
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
+from penstock.protocol.transport.nats_errors import refusal
 from penstock.protocol.transport.pending import Pending
 from penstock.protocol.transport.pull import Pull, PullRefused
-from penstock.protocol.transport.refusals import refusal
 
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")

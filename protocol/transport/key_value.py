@@ -14,8 +14,8 @@ from nats.js.kv import KeyValue as NatsKeyValue
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, MissingStream, StorageFull
 from penstock.protocol.transport.direct_get import direct_get
 from penstock.protocol.transport.nats_connection import NO_ANSWER, REQUEST_S, RETRY_S, Connection
+from penstock.protocol.transport.nats_errors import BOOTSTRAP, ERR_FULL, refusal
 from penstock.protocol.transport.pending import Pending
-from penstock.protocol.transport.refusals import BOOTSTRAP, ERR_FULL, refusal
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from penstock.protocol.errors import MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import REQUEST_S, Connection
-from penstock.protocol.transport.refusals import BOOTSTRAP, refusal
+from penstock.protocol.transport.nats_errors import BOOTSTRAP, refusal
 
 T = TypeVar("T")
 

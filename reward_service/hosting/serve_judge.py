@@ -13,7 +13,7 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import served_reward
 from penstock.reward_service.hosting.judge import settings as judge_settings
 from penstock.reward_service.hosting.judge.chat_client import Chat
-from penstock.reward_service.hosting.judge.panel import Panel
+from penstock.reward_service.hosting.judge.judge_groups import Panel
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 
 _TEACHES = """\

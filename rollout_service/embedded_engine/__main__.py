@@ -22,7 +22,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     from penstock.protocol.logs import configure  # noqa: PLC0415
     from penstock.rollout_service.embedded_engine.errors import EngineError  # noqa: PLC0415
-    from penstock.rollout_service.embedded_engine.serve import serve  # noqa: PLC0415
+    from penstock.rollout_service.embedded_engine.run_engine import serve  # noqa: PLC0415
 
     configure("embedded_engine")
     listener = socket.create_server((settings.host, settings.port))

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from penstock.trainer.errors import CheckpointError
 from penstock.trainer.learner.adapter import Lora
 from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspeed_config
-from penstock.trainer.learner.schedule import lr_factor
+from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import Schedule
 

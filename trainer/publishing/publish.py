@@ -23,8 +23,8 @@ from penstock.trainer.errors import PublicationFailed
 from penstock.trainer.publishing.publication import Publication, VersionPublisher
 from penstock.trainer.publishing.publish_coordinator import PublishCoordinator
 from penstock.trainer.publishing.rank_publisher import RankPublisher
-from penstock.trainer.publishing.refusals import Refusals
 from penstock.trainer.publishing.snapshot import AdapterBase, Snapshot, Weights
+from penstock.trainer.publishing.version_refusals import Refusals
 from penstock.trainer.publishing.version_writer import Label, VersionWriter
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 

@@ -22,7 +22,7 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting.judge import judge_reply
 from penstock.reward_service.hosting.judge import settings as judge_settings
 from penstock.reward_service.hosting.judge.chat_client import Chat
-from penstock.reward_service.hosting.judge.panel import Panel, pairs
+from penstock.reward_service.hosting.judge.judge_groups import Panel, pairs
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 from penstock.reward_service.hosting.judge.template import PAIRWISE, POINTWISE, Template
 from penstock.reward_service.hosting.serve_judge import JudgeReward

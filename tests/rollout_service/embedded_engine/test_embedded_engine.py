@@ -350,7 +350,7 @@ def test_a_terminated_engine_answers_waiting_clients(tmp_path: Path) -> None:
 
 def test_torch_is_the_only_framework_loaded() -> None:
     """The engine process imports torch but never transformers, whose import costs seconds."""
-    script = "import sys, penstock.rollout_service.embedded_engine.serve; print('transformers' in sys.modules, 'torch' in sys.modules)"
+    script = "import sys, penstock.rollout_service.embedded_engine.run_engine; print('transformers' in sys.modules, 'torch' in sys.modules)"
     ended = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=True
     )

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
+from penstock.trainer.algorithm.documentation_tables import with_reference
 from penstock.trainer.algorithm.presets import ALIASES, PRESETS, REFUSED, canonical
-from penstock.trainer.algorithm.reference import with_reference
 from penstock.trainer.algorithm.registries import ALL, LOSSES
 from penstock.trainer.critic_settings import CriticSettings
 

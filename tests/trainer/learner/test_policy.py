@@ -15,9 +15,9 @@ from penstock.protocol.errors import ConfigError
 from penstock.trainer.algorithm.batch import Row, build
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner.deepspeed_config import deepspeed_config
+from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.learner.load_model import load_policy
 from penstock.trainer.learner.logprobs import CompletionScorer
-from penstock.trainer.learner.schedule import lr_factor
 from penstock.trainer.learner.trainable import Optimisation
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.publishing.model_folder import split_shards, write_model_folder

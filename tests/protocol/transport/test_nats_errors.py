@@ -14,7 +14,7 @@ from penstock.deploy.servers import NatsServer
 from penstock.protocol.errors import BusError, BusRefused, BusUnreachable, MissingStream, PenstockError, StorageFull
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport.bus import Bus
-from penstock.protocol.transport.refusals import refusal
+from penstock.protocol.transport.nats_errors import refusal
 
 
 @pytest.fixture
