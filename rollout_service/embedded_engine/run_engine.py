@@ -35,7 +35,7 @@ from penstock.rollout_service.embedded_engine.settings import EngineSettings
 
 _DEFAULT_KV_BYTES = 2 * 1024**3
 
-log = structlog.get_logger("embedded_engine.serve")
+log = structlog.get_logger("embedded_engine.run_engine")
 
 
 def serve(settings: EngineSettings, listener: socket.socket, *, on_ready: Callable[[], None]) -> int:
