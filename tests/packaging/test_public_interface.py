@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from typing import Any
@@ -25,7 +26,7 @@ INTERFACE: dict[str, list[str]] = {
         "truncated",
     ],
     "ClipRange": [
-        "class(Options) (*, clip_low: typing.Annotated[float, Gt(gt=0.0), Le(le=1.0)] = 0.2, clip_high: typing.Annotated[float, Gt(gt=0)] = 0.2) -> None",
+        "class(Options) (*, clip_low: typing.Annotated[float, Gt(gt=0), Le(le=1)] = 0.2, clip_high: typing.Annotated[float, Gt(gt=0)] = 0.2) -> None",
         "model_config",
     ],
     "Completion": [
@@ -55,7 +56,7 @@ INTERFACE: dict[str, list[str]] = {
         "to_behaviour",
     ],
     "DualClip": [
-        "class(Options) (*, dual_clip: typing.Annotated[float | None, Gt(gt=1.0)] = 1.2) -> None",
+        "class(Options) (*, dual_clip: typing.Annotated[float | None, Gt(gt=1)] = 1.2) -> None",
         "model_config",
     ],
     "EngineChecksum": ["dataclass() (value: 'str', layout: 'str') -> None", "layout", "value"],
@@ -149,7 +150,7 @@ INTERFACE: dict[str, list[str]] = {
         "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int') -> 'list[list[Completion]]'",
     ],
     "Sampling": [
-        "class(Wire) (*, max_new_tokens: typing.Annotated[int, Ge(ge=1), Le(le=1000000)], temperature: typing.Annotated[float, Ge(ge=0.0), Le(le=100.0), AllowInfNan(allow_inf_nan=False)] = 1.0, top_p: typing.Annotated[float, Gt(gt=0.0), Le(le=1.0)] = 1.0, top_k: typing.Annotated[int, Ge(ge=-1)] = -1, stop_token_ids: tuple[int, ...] = ()) -> None",
+        "class(Wire) (*, max_new_tokens: typing.Annotated[int, Ge(ge=1), Le(le=1000000)], temperature: typing.Annotated[float, Ge(ge=0), Le(le=100), AllowInfNan(allow_inf_nan=False)] = 1.0, top_p: typing.Annotated[float, Gt(gt=0), Le(le=1)] = 1.0, top_k: typing.Annotated[int, Ge(ge=-1)] = -1, stop_token_ids: tuple[int, ...] = ()) -> None",
         "model_config",
     ],
     "Sequences": [
@@ -232,7 +233,10 @@ def describe(value: Any) -> list[str]:
         return [_signature("function", value)] if inspect.isroutine(value) else [type(value).__name__]
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
     kind = "dataclass" if dataclasses.is_dataclass(value) else "class"
-    lines = [f"{kind}({bases}) {'' if issubclass(value, Exception) else inspect.signature(value)}".strip()]
+    signature = "" if issubclass(value, Exception) else str(inspect.signature(value))
+    # typing caches Annotated types, and Gt(0) equals Gt(0.0): either may be shown
+    signature = re.sub(r"(?<=[=(])(-?[0-9]+)[.]0(?=[),])", r"\1", signature)
+    lines = [f"{kind}({bases}) {signature}".strip()]
     for name in sorted(name for name in dir(value) if not name.startswith("_")):
         member = inspect.getattr_static(value, name)
         if (owner := _owner(value, name)) is None or not owner.__module__.startswith("penstock."):

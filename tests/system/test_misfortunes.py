@@ -85,7 +85,7 @@ def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], 
                     ballast = fill(disk)
                     ring.issue(4)
                     ring.engine.wait_for_requests(2)
-                    wait_for(lambda: "S3 to store pack-" in ring.worker.log.read_text(), "the worker to say", 60.0)
+                    wait_for(lambda: "store pack pack-" in ring.worker.log.read_text(), "the worker to say", 60.0)
                     assert ring.holds("generated") == 0
                     ballast.unlink()
                     ring.wait_complete()
@@ -106,7 +106,7 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
                     ring.engine.wait_for_requests(2)
                     ballast = fill(disk)
                     ring.engine.flow.set()
-                    words = "is there but does not answer: is its disk full?"
+                    words = "is connected but does not answer: check its log, and whether its disk is full"
                     wait_for(lambda: words in ring.reward.output, "the reward service to say so", 40.0)
                     if OUTAGE_S > 15.0:  # a publication is tried for so long
                         wait_for(lambda: words in ring.worker.log.read_text(), "the worker to say so", 60.0)
@@ -128,7 +128,7 @@ def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
         ring.nats.resize(max_store_gb=0.001 / 1024)
         ring.nats.restart()
         ring.engine.flow.set()
-        wait_for(lambda: "room in the store of NATS" in ring.worker.log.read_text(), "the worker to say so")
+        wait_for(lambda: "storage of NATS" in ring.worker.log.read_text(), "the worker to say so")
         wait_for(lambda: "its storage is full" in ring.reward.output, "the reward service to say so")
         ring.nats.kill()
         ring.nats.resize(max_store_gb=1.0)

@@ -98,7 +98,7 @@ def test_equal_scores_give_a_warning(service: Service, tmp_path: Path):
     data = rows_file(tmp_path, *({"prompt": "say", "ground_truth": text} for text in ("a", "b", "c")))
     tried = penstock("reward", "test", "format", "--data", data, "--url", service.url, cwd=tmp_path)
     assert tried.returncode == 1
-    assert "all 21 scores are 0: such a reward teaches nothing" in tried.stderr
+    assert "all 21 scores are 0: equal scores give no training signal" in tried.stderr
 
 
 def test_rows_that_cannot_be_scored_are_named(service: Service, tmp_path: Path):

@@ -168,5 +168,5 @@ def test_a_replay_reports_user_code_that_changed(code: str) -> None:
     then = now | {f"extension loss {code}:tilted": "0" * 16}
     lines = differences(then, now)
     assert lines == [f"extension loss {code}:tilted: {'0' * 16} then, {digests[f'extension loss {code}:tilted']} now"]
-    assert lines[0] in describe(Verdict("r", environment_fingerprint=lines))
+    assert lines[0] in describe(Verdict("r", environment_differences=lines))
     assert AlgorithmSettings().extension_digests == {}

@@ -78,7 +78,7 @@ def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: s
     totals = run.record.chapters[-1].account.totals["train"]
     num_others = totals.issued - totals.used
     assert num_others > 0
-    assert f"not in it: {num_others} groups that no step of run {RUN} trained on (" in scored_again
+    assert f"not included: {num_others} groups that no step of run {RUN} trained on (" in scored_again
     found = find_input(AGAIN, run.blobs)[0]
     assert (found.source, found.reward, found.temperature, found.left_out) == (RUN, "positions", 1.0, {})
     assert found.source_record == run.record.end
@@ -148,7 +148,7 @@ def test_a_run_trains_on_it_without_an_engine(run: StoredRun) -> None:
         arguments = ("train", str(run.run_file), f"run.id={OFFLINE}", f"data.from_run={AGAIN}", *TRAINING)
         Command(run.folder, *arguments, "trainer.kill_at=stepped:4").wait(-9)
         Command(run.folder, *arguments).wait()
-        assert "the account closes" in run.console("audit", run=OFFLINE)
+        assert "the accounting balances" in run.console("audit", run=OFFLINE)
         assert users("scored-again", run.blobs) == [OFFLINE]
         delete_run(bus, OFFLINE)
     home = run.folder / "runs" / OFFLINE

@@ -15,7 +15,7 @@ from tests.trainer.learner.forks import Command
 from tests.trainer.producer import ScriptedProducer, write_run_file
 
 from penstock.console.record.audit import audit_run
-from penstock.console.record.audit_checks import Proof, prove
+from penstock.console.record.audit_checks import AuditResult, check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.quickstart_task import write_data, write_model
@@ -77,8 +77,8 @@ class Scene:
     def state(self, run_id: str) -> CheckpointState:
         return committed(self.checkpoints(run_id))[-1][1]
 
-    def audit(self, run_id: str) -> Proof:
-        return prove(gather(run_id, self.bus, self.blobs, self.checkpoints(run_id), reads_packs=True))
+    def audit(self, run_id: str) -> AuditResult:
+        return check_record(gather(run_id, self.bus, self.blobs, self.checkpoints(run_id), reads_packs=True))
 
     def producer(self, run_id: str) -> ScriptedProducer:
         return ScriptedProducer(self.nats.settings, self.s3.settings, run_id)
@@ -217,7 +217,7 @@ def test_a_suspended_trainer_that_resumes_changes_nothing(scene: Scene, run_id: 
     delete_run(scene.bus, run_id)
 
 
-def kinds(proof: Proof) -> set[str]:
+def kinds(proof: AuditResult) -> set[str]:
     assert not proof.closes
     return {breach.kind for breach in proof.breaches}
 
@@ -228,7 +228,7 @@ def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(scene: Scene, 
     folder, state = committed(tmp_path / "checkpoints")[-1]
     ids = {group_id for _, row in state.ledger for group_id in row}
     (folder / STATE_FILE).write_text(state.model_copy(update={"ledger": ()}).model_dump_json())
-    proof = prove(gather("undisturbed", scene.bus, scene.blobs, tmp_path / "checkpoints", reads_packs=False))
+    proof = check_record(gather("undisturbed", scene.bus, scene.blobs, tmp_path / "checkpoints", reads_packs=False))
     assert kinds(proof) == {"checkpoint altered", "not in the ledger"}
     assert {breach.group_id for breach in proof.breaches} - {""} == ids
 
@@ -267,7 +267,7 @@ def test_the_audit_command_prints_a_table_or_json(scene: Scene, capfd: pytest.Ca
     """`penstock audit` exits with 0 and prints a table, or one JSON object, for a finished run."""
     arguments = [str(scene.folder / "undisturbed.toml")]
     assert audit_run("undisturbed", arguments, {}, fast=False, as_json=False) == 0
-    assert "the account closes" in capfd.readouterr().out
+    assert "the accounting balances" in capfd.readouterr().out
     assert audit_run("undisturbed", arguments, {}, fast=True, as_json=True) == 0
     document = json.loads(capfd.readouterr().out)
     assert document["closes"]

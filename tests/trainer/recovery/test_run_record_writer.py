@@ -46,9 +46,9 @@ def test_a_single_step_makes_a_chapter(record_writer: RunRecordWriter, blobs: Bl
 
 def test_the_record_holds_the_digests_of_user_code(record_writer: RunRecordWriter, blobs: Blobs) -> None:
     """A replay compares them with those of the code that it runs."""
-    record_writer.weights(lambda: "0" * 64)
+    record_writer.set_weights(lambda: "0" * 64)
     digests = {"extension loss my_losses.py:tilted": "0123456789abcdef"}
-    record_writer.life(holder="h", at=0.0, step=0, version=0, parent=None, config=b"{}", extensions=digests)
+    record_writer.add_session(holder="h", at=0.0, step=0, version=0, parent=None, config=b"{}", extensions=digests)
     reference, _, _ = record_writer.write(Accounting().take_entries(), step=0, version=PolicyVersion(0))
     (chapter,) = chapters(reference, blobs.get)
     assert digests.items() <= chapter.lives[0].environment.items()

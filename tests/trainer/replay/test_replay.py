@@ -44,7 +44,7 @@ def test_a_version_is_traced_back_to_the_first(run: StoredRun) -> None:
         assert len(group["completions"]) == 4
     shown = run.console("lineage", "--version", str(record.steps[4].made_version))
     assert f"step 5 on version {record.steps[4].trained_version}" in shown
-    assert "the model that the run began with" in shown
+    assert "the initial model" in shown
     assert "no version 99" in run.console("lineage", "--version", "99", expected=1)
 
 
