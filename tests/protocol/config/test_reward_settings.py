@@ -125,16 +125,16 @@ def test_the_run_file_defines_rewards_and_shows_them_again(tmp_path: Path) -> No
     [
         ("reward.define.mine.parts.correct.wieght=1.0", r"unknown key reward.define.mine.parts.correct.wieght"),
         ("reward.define.mine.parts.correct.weight=much", "valid number"),
-        ("reward.define.mine.parts.correct.otherwise=-1.0", "does nothing without `needs`"),
+        ("reward.define.mine.parts.correct.otherwise=-1.0", "has no effect without `needs`"),
         ("reward.define.mine.parts.a b.reward=gsm8k", "pattern"),
         (
             "reward.define.other.parts.a.reward=mine",
-            r"reward.define.other.parts.a.reward names a reward that is made of parts",
+            r"reward.define.other.parts.a.reward is itself a reward made of parts",
         ),
     ],
 )
 def test_definitions_that_cannot_be_meant_are_refused(tmp_path: Path, line: str, text: str) -> None:
-    """Unknown keys, wrong values, idle switches and nested definitions are named at the door."""
+    """Unknown keys, wrong values, switches without effect and nested definitions are reported."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     with pytest.raises(ConfigError, match=text):
         load(Settings, files=[tmp_path / "run.toml"], overrides=[line])
