@@ -1,4 +1,4 @@
-"""A proxy before the real S3 server that can be told to refuse what writes or hold it up, and to answer parts as S3 does."""
+"""A proxy for the real S3 server that can refuse or delay writes, and answers parts as S3 does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RefusingS3:
         self.refusal: tuple[int, str] | None = None
         self.num_refused = 0
         self.num_gets = 0
-        self.says_partial = False  # 206 for a part, where the server behind says 200
+        self.says_partial = False  # 206 for a part, for which the real server answers 200
         self.only = ""
         self.gate = threading.Event()
         self.gate.set()

@@ -1,4 +1,4 @@
-"""Adapters beside the weights: what a worker needs of an engine that serves several policy versions at once."""
+"""Adapters in addition to the weights: what a worker requires of an engine that serves several policy versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 def running_engine(
     running_engine: EngineUnderTest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    """The engine of the other tests where it takes adapters; a SGLang of ours is started anew, with them enabled."""
+    """The engine of the other tests if it serves adapters; a local SGLang is restarted with adapters enabled."""
     if running_engine.kind == "embedded" or not real_sglang.ASKED:
         yield running_engine
         return
@@ -171,7 +171,7 @@ def test_a_load_says_what_is_loaded(engine: EngineUnderTest, adapters: dict[str,
 
 
 def test_a_name_is_given_once(serving: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
-    """A second adapter under a name that is taken is refused, and the first one stays."""
+    """A second adapter under a used name is refused, and the first one is kept."""
     answer = load(serving, "policy@1", adapters["policy@2"].folder, expect=400)
     assert answer["success"] is False
     assert "already loaded" in answer["error_message"]
@@ -188,7 +188,7 @@ def test_what_is_not_there_cannot_be_unloaded(engine: EngineUnderTest) -> None:
 def test_an_adapter_comes_while_others_generate(
     engine: EngineUnderTest, adapters: dict[str, Adapter], merged: dict[str | None, Dense]
 ) -> None:
-    """A load neither waits for a generation under way nor changes it, and serves at once."""
+    """A load neither waits for a running generation nor changes it, and the adapter is served immediately."""
     load(engine, "policy@1", adapters["policy@1"].folder)
     with engine.streaming(PROMPT, rid="by-weights", max_new_tokens=200) as stream:
         load(engine, "policy@2", adapters["policy@2"].folder)
@@ -201,7 +201,7 @@ def test_an_adapter_comes_while_others_generate(
 def test_a_retracted_generation_goes_on_by_its_adapter(
     serving: EngineUnderTest, merged: dict[str | None, Dense]
 ) -> None:
-    """What a pause set aside is computed again by the same adapter, beside one that runs by another."""
+    """A generation retracted by a pause is recomputed with the same adapter while another adapter runs."""
     with serving.streaming(PROMPT, rid="set-aside", lora_path="policy@1", max_new_tokens=200) as stream:
         serving.post("/pause_generation", {"mode": "retract"})
         serving.post("/continue_generation")

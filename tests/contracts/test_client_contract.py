@@ -69,7 +69,7 @@ async def wait_until_generating(client: EngineClient) -> None:
 
 
 async def test_a_server_as_the_worker_starts_it_has_no_objections(client: EngineClient) -> None:
-    """Nothing speaks against it, and it can load adapters, if it says so at all."""
+    """The probe reports no problem, and the engine can load adapters if it reports that."""
     report = await client.inspect()
     assert report.objections == []
     await client.health()
@@ -235,7 +235,7 @@ async def test_a_folder_that_is_missing_is_not_applied(
 async def test_adapters_are_served_next_to_the_weights(
     server: ServerUnderTest, client: EngineClient, dense: Dense, tmp_path: Path
 ) -> None:
-    """Two adapters and none at once: each computes as its merged model does, and its tokens are of its version."""
+    """Two adapters and the base concurrently: each computes as its merged model does, with tokens of its version."""
     if server.kind == "vllm" and not (await client.inspect()).takes_adapters:
         pytest.skip("this server was started without --enable-lora")
     adapters = {

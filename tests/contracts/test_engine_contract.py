@@ -32,7 +32,7 @@ def embedded_only(engine: EngineUnderTest, why: str) -> None:
 
 
 def test_reply_has_every_field_the_worker_reads(engine: EngineUnderTest) -> None:
-    """A completion says what was generated, why it ended, by which weights, and at what probability."""
+    """A completion contains tokens, finish reason, weight version and log-probabilities."""
     reply = engine.generate(PROMPT, rid="a" * 32, max_new_tokens=5, ignore_eos=True)
     meta = reply["meta_info"]
     assert len(reply["output_ids"]) == 5
@@ -208,7 +208,7 @@ def test_an_update_switches_to_the_new_weights(engine: EngineUnderTest, tmp_path
 
 
 def test_the_checksum_tells_weights_apart(engine: EngineUnderTest, tmp_path: Path) -> None:
-    """`/weights_checker` says the same for the same weights, whatever their version, and another for others."""
+    """`/weights_checker` depends on the weights only, not on their version."""
 
     def checksum() -> str:
         reply = engine.post("/weights_checker", {"action": "checksum"})
@@ -352,7 +352,7 @@ def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest,
     """Paused in place with requests that hold the cache, an update that is to flush it answers success false.
 
     SGLang has swapped the weights by then, and names the new version for every token, but the old one in its
-    model_info: the two disagree, which is how the worker sees it.
+    model_info: the worker detects the failure by this disagreement.
     """
     folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
     with engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=LONG) as stream:
@@ -382,7 +382,7 @@ def test_the_checksum_follows_the_weights(engine: EngineUnderTest, tmp_path: Pat
 
 
 def test_the_clients_neutral_parameters_change_nothing(engine: EngineUnderTest, dense: Dense) -> None:
-    """What the worker says of min_p and penalties leaves the distribution as it is."""
+    """The values that the worker sends for min_p and penalties leave the distribution unchanged."""
     neutral = {
         "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
         "min_new_tokens": 0, "top_p": 1.0, "top_k": -1,

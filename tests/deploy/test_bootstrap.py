@@ -19,7 +19,7 @@ from penstock.protocol.transport.bus import Bus
 
 
 def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """The second time nothing changes and published messages stay."""
+    """A second bootstrap changes nothing and keeps published messages."""
     bootstrap(bus, blobs, run_id)
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
     bootstrap(bus, blobs, run_id)

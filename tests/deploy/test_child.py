@@ -136,7 +136,7 @@ def test_processes_that_other_code_started_are_no_orphans(sleeper: Child) -> Non
 
 
 def test_a_failure_shows_exit_and_log(tmp_path: Path) -> None:
-    """The error says how the process ended and shows the end of its log."""
+    """The error contains the exit status and the end of the log."""
     child = Child("talker", [sys.executable, "-c", "print('last words'); raise SystemExit(3)"], log=tmp_path / "log")
     child.start()
     assert child.wait(20.0) == 3

@@ -83,7 +83,7 @@ def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
 
 
 def test_only_old_leftovers_of_uploads_are_removed(tmp_path: Path) -> None:
-    """Remains of interrupted uploads are removed after a day; uploads under way and objects stay."""
+    """Remains of interrupted uploads are removed after a day; running uploads and objects are kept."""
     old, new, kept = tmp_path / "b" / ".rclone_temp_put_1", tmp_path / ".rclone_temp_put_2", tmp_path / "b" / "object"
     for path in (old, new, kept):
         path.parent.mkdir(exist_ok=True)
@@ -133,7 +133,7 @@ def servers_of(data: Path) -> list[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, SIGTERM and SIGKILL leave no server running, and the folder can be used again at once."""
+    """Ctrl-C, SIGTERM and SIGKILL leave no server running, and the folder can be used again immediately."""
     data = tmp_path / "data"
     with penstock_up("--data", str(data)) as (process, _):
         assert len(servers_of(data)) == 2

@@ -205,7 +205,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:
-    """A setting that one of the services would refuse raises ConfigError at once."""
+    """A setting that one of the services refuses raises ConfigError before anything starts."""
     with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
         LocalRun([str(run_file), *extra])
     with pytest.raises(ConfigError, match="at least one rollout worker"):

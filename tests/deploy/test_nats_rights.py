@@ -178,7 +178,7 @@ def test_secrets_of_endpoints_are_read_by_reward_services_alone(roles: NatsRoles
     assert secrets.get(key).wait() is not None
     binding = [
         roles.bus(role).key_value(name) for role in ("trainer", "rollout", "viewer")
-    ]  # all at once: each times out
+    ]  # concurrently: each times out
     for bound in binding:
         with pytest.raises(BusRefused, match=r"(?i)permissions violation for publish"):
             bound.wait()

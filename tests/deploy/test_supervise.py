@@ -1,4 +1,4 @@
-"""Deaths are noticed, written down, and mended within bounds."""
+"""Exits of services are detected, recorded and followed by a restart within bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kinds(supervisor: Supervisor, name: str) -> list[str]:
 
 
 def test_a_killed_child_is_restarted(supervisor: Supervisor, tmp_path: Path) -> None:
-    """SIGKILL is noticed at once and recorded; another process is started."""
+    """SIGKILL is detected immediately and recorded; another process is started."""
     child = Child("worker", SLEEP, log=tmp_path / "log")
     child.start()
     supervisor.watch(child, child.relaunch)

@@ -110,7 +110,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_verb_imports_from_the_working_directory(outcomes: dict[str, tuple[int, str]]):
-    """Every verb starts in a folder of modules named like ours and like all that is installed, and imports none."""
+    """Every verb runs in a folder of modules named like Penstock's and all installed ones, and imports none of them."""
     assert outcomes[""] == (0, "")
 
 

@@ -75,7 +75,7 @@ def _same(a: Group, b: Group) -> bool:
 @given(st.lists(groups(), min_size=1, max_size=5), st.data())
 @examples(60)
 def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObject):
-    """Every group comes back equal, all at once or picked by its row group; texts come without tokens."""
+    """Every group is read back equal, all together or by its row group; texts can be read without tokens."""
     stored = group_pack.encode(packed)
     assert all(_same(a, b) for a, b in zip(packed, group_pack.decode(stored), strict=True))
     wanted = data.draw(st.lists(st.integers(0, len(packed) - 1), min_size=1, max_size=4))

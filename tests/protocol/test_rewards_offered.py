@@ -22,7 +22,7 @@ def offer(replica: str, *names: str, at: float = 100.0, run_id: str = "demo") ->
 
 
 def test_only_living_replicas_of_the_run_count() -> None:
-    """Records of the dead, of other runs, of other kinds and of other builds are not offers."""
+    """Records of ended processes, other runs, other kinds and other builds are not offers."""
     entries = [
         offer("a", "gsm8k"),
         offer("dead", "math", at=80.0),
@@ -42,6 +42,6 @@ def test_a_name_is_offered_when_any_replica_has_it() -> None:
 
 
 def test_records_of_the_long_dead_may_be_deleted() -> None:
-    """Only offers that are ten minutes old are forgotten; nothing else of the bucket is touched."""
+    """Only offers older than ten minutes are deleted; other keys of the bucket are unchanged."""
     entries = [offer("a", at=1000.0), offer("b", at=100.0), Entry("endpoints", b"{}"), Entry("available.x", b"?")]
     assert rewards_offered.expired_keys(entries, now=1000.0) == ["available.b"]

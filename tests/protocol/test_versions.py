@@ -23,7 +23,7 @@ def test_staleness_counts_versions_from_the_oldest_token():
 
 
 def test_a_sample_from_the_future_is_an_error():
-    """A sample newer than the trainer belongs to another life of the run."""
+    """A sample newer than the trainer is from an earlier trainer process of the run."""
     with pytest.raises(ValueError, match="newer than the trainer's version 4"):
         versions.staleness(PolicyVersion(4), PolicyVersion(5))
 

@@ -67,7 +67,7 @@ def load(folder: Path, **changes: Any) -> Classifier:
 
 
 def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
-    """What transformers says to each text by itself: no padding, so no question where it ends."""
+    """The score of transformers for each text alone: no padding, so that its end is unambiguous."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for text in texts:
@@ -93,7 +93,7 @@ def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tm
 
 
 def test_a_text_that_does_not_fit_is_an_error_and_no_half_score(tmp_path: Path) -> None:
-    """Empty and over-long texts have errors that name the limit; their neighbours are scored."""
+    """Empty and over-long texts have errors that name the limit; the other texts are scored."""
     build(tmp_path)
     scored = load(tmp_path, max_length=20).score(["hello", "", "x" * 40], special_tokens=True)
     assert scored[0].value is not None

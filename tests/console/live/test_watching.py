@@ -178,7 +178,7 @@ def test_waiting_ends_at_its_deadline(bus: Bus, ring_streams: str, services: Ser
 
 
 def test_the_rich_panel_draws_on_a_terminal(bus: Bus, ring_streams: str, services: Services):
-    """On a terminal the frame is drawn, and the last one stays on the screen."""
+    """On a terminal the frame is drawn, and the last frame remains on the screen."""
     out = io.StringIO()
     with LivePanel(ring_streams, bus, total_steps=2, mode="rich", stream=out):
         services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))

@@ -24,7 +24,7 @@ def scored(scorer: str) -> ScoredGroup:
 
 
 def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> None:
-    """Only the named weights change; closed gates stay closed; an unknown part is refused by name."""
+    """Only the named weights change; closed gates remain closed; an unknown part is refused by name."""
     found = reweight(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
     assert isinstance(found, ScoredGroup)
     assert found.rewards == pytest.approx((1.5, 0.5, -0.5))

@@ -1,4 +1,4 @@
-"""Rewards made of parts: the rule that weighs and gates, and what the run file may say of it."""
+"""Rewards made of parts: the rule of weights and gates, and its settings in the run file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
 
 
 def test_the_first_closed_gate_decides_alone() -> None:
-    """Below what a gate needs the reward is what the gate says, at it and above the sum."""
+    """Below the threshold of a gate the reward is `otherwise`; at it and above, the sum."""
     mine = definition(
         correct={},
         form={"weight": 0.2, "needs": 1.0, "otherwise": -0.5},
@@ -78,7 +78,7 @@ def test_a_missing_part_is_an_error_and_never_a_zero() -> None:
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=8), st.floats(-3, 3))
 def test_other_weights_give_what_such_a_definition_gives(scores: list[tuple[float, float]], weight: float) -> None:
-    """Re-weighting stored parts equals having defined the reward that way; gates stay."""
+    """Re-weighting stored parts equals defining the reward that way; gates are kept."""
     columns = {"a": tuple(a for a, _ in scores), "b": tuple(b for _, b in scores)}
     gated = definition(a={"needs": 0.0}, b={"weight": 0.1})
     expected = definition(a={"needs": 0.0}, b={"weight": weight})
@@ -87,7 +87,7 @@ def test_other_weights_give_what_such_a_definition_gives(scores: list[tuple[floa
 
 
 def test_other_weights_are_only_for_parts_there_are() -> None:
-    """A typing mistake in a part's name is refused, and so is a weight that is no number."""
+    """An unknown part name is refused, and so is a weight that is not a number."""
     with pytest.raises(ConfigError, match="no part c; its parts are a, b"):
         definition(a={}, b={}).reweighted({"c": 1.0})
     with pytest.raises(ValueError, match="finite"):

@@ -1,4 +1,4 @@
-"""The loader of run files: precedence, spelling, origins, and every mistake at once."""
+"""The loader of run files: precedence, spelling, origins, and all errors together."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_wrong_line_is_named_with_its_remedy(tmp_path: Path, line: str, reply:
 
 
 def test_every_mistake_is_reported_at_once(tmp_path: Path):
-    """One run of the loader shows all mistakes of file, environment and overrides; a wrong section once."""
+    """One call reports all errors of file, environment and overrides; a wrong section once."""
     file = write(tmp_path, "[trainr]\na=1\nb=2\n[trainer]\nlr='x'\n")
     messages = refused([file], "rollout.grup_size=1", environ={"PENSTOCK_RUN__IDD": "x"})
     assert len(messages) == 5
@@ -219,7 +219,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path):
 
 
 def test_a_contradiction_between_keys_names_where_both_stand(tmp_path: Path):
-    """A cross-field mistake is shown with the places of the keys that its text names."""
+    """A contradiction is reported with the origins of the keys that its text names."""
     file = write(tmp_path, "[trainer]\nsteps=1\n[rollout]\ngroup_size = 1\n")
     [message] = refused([file], "rollout.max_staleness=3")
     assert message == (
@@ -248,12 +248,12 @@ def test_unreadable_files_are_named(tmp_path: Path, content: bytes | None, reply
 
 @pytest.mark.parametrize("tokens", [["--trainer.steps"], ["trainer.steps"], ["=3"], ["--trainer.steps", "--run.id=x"]])
 def test_an_override_without_a_value_is_refused(tokens: list[str]):
-    """Half an override is a mistake, never a flag."""
+    """An override without a value is an error, never a flag."""
     assert "expected section.key=value or --section.key value" in refused(None, *tokens)[0]
 
 
 def test_environment_of_others_is_ignored():
-    """Only PENSTOCK_<SECTION>__<KEY> is read; digits stay text where text is wanted."""
+    """Only PENSTOCK_<SECTION>__<KEY> is read; digits are kept as text for text fields."""
     environ = {"PATH": "x", "PENSTOCK_SOMETHING": "y", "RUN__ID": "z", "PENSTOCK_NATS__PASSWORD": "0123"}
     loaded = load(Everything, overrides=["trainer.steps=1"], environ=environ)
     assert loaded.settings.nats.password == "0123"
@@ -329,7 +329,7 @@ def test_advice_points_to_sections_that_exist():
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "repetition_penalty"])
 def test_what_makes_log_probabilities_inexact_is_refused_with_the_reason(name: str):
-    """A cut or bent distribution of training samples is no unknown key but a mistake, and is explained."""
+    """Keys that change the distribution of training samples are refused with a reason, not as unknown keys."""
 
     class Rollout(Section):
         temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""A record as one story: whatever does not follow on what came before is an error that says where."""
+"""A run record is consistent: a chapter that does not continue the one before is an error with its position."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Shelf:
 
 
 def test_a_record_is_one_story() -> None:
-    """Lives and steps come in order; a version is found by who made it, a group by the steps it was used in."""
+    """Trainer processes and steps are in order; versions are found by their step, groups by the steps that used them."""
     record = Shelf().read()
     assert [step.step for step in record.steps] == [1, 2, 3]
     assert record.maker_of(0) == record.sessions[0]
@@ -63,7 +63,7 @@ def test_a_record_is_one_story() -> None:
     ids=["number", "run", "version", "step", "life"],
 )  # fmt: skip
 def test_what_does_not_follow_is_refused(change: Callable[[LineageChapter], LineageChapter], says: str) -> None:
-    """Chapters, steps and versions are held against one another, whatever their hashes say."""
+    """Chapters, steps and versions are compared with one another, even if their hashes are right."""
     with pytest.raises(RecordBroken, match=says):
         Shelf().read(change)
 

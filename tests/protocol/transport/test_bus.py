@@ -1,4 +1,4 @@
-"""The door to NATS, on real servers: what a caller can rely on, and what each failure looks like."""
+"""The NATS adapter on real servers: its guarantees, and the error of each failure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
 
 @pytest.fixture
 def short_run(bus: Bus, blobs: Blobs, run_id: str) -> str:
-    """A run whose messages come again half a second after their reader died."""
+    """A run whose messages are redelivered half a second after their reader ended."""
     bootstrap(bus, blobs, run_id, SHORT)
     return run_id
 
@@ -182,7 +182,7 @@ def test_every_call_can_be_awaited(bus: Bus, ring_streams: str) -> None:
 
 
 def test_messages_of_a_dead_reader_come_again(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
-    """What a reader held when it went away is delivered to another one, counted as a redelivery."""
+    """A message held by an ended reader is delivered to another one, counted as a redelivery."""
     issue(bus, short_run, 1)
     with Bus.connect(nats_settings, name="reader") as reader:
         take_one(task_inbox(reader, short_run, SHORT))
@@ -249,7 +249,7 @@ def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams
 
 
 def test_a_message_that_comes_back_at_once_is_held_again(bus: Bus, ring_streams: str) -> None:
-    """What comes back while it is still being given back is held, and so kept alive, like any other."""
+    """A message redelivered during its negative acknowledgement is held, and its ack wait extended, like any other."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
     delivery = take_one(inbox)
@@ -332,7 +332,7 @@ def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, ring_streams
 
 
 def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
-    """A message that nobody can process ends with its reason, its groups and its payload."""
+    """A message that cannot be processed is stored with its reason, its groups and its payload."""
     issue(bus, ring_streams, 1)
     delivery = take_one(task_inbox(bus, ring_streams))
     delivery.dead_letter("reward_unknown", "no reward is called 'exactly'").wait()
@@ -344,7 +344,7 @@ def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, ring_streams:
 
 
 def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -> None:
-    """The largest message that can be published can also be buried, whole: it may be sent again."""
+    """The largest message that can be published also fits whole into a dead letter, so that it can be resent."""
     tasks = [make_task(f"e0.p{i}.{'x' * 150}", prompt_text="long " * 10) for i in range(100)]
     fact = make_task_issued(ring_streams, "p1", tasks)
     bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
@@ -358,14 +358,14 @@ def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -
 
 
 def test_an_oversized_fact_is_refused_with_advice(bus: Bus, ring_streams: str) -> None:
-    """A fact above the limit is refused before it is sent, and the text says what to do."""
+    """A fact above the limit is refused before it is sent, with a fix."""
     fact = make_task_issued(ring_streams, "p1", [make_task(prompt_text="x" * 70_000)])
     with pytest.raises(MessageTooLarge, match="groups_per_message"):
         bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
 
 
 def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Back-pressure: a refused publication goes on when a reader has made room, and nothing is lost."""
+    """Back-pressure: a refused publication succeeds after a reader has freed space, and nothing is lost."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=3))
     for number in range(3):
         issue(bus, run_id, number)
@@ -383,7 +383,7 @@ def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: 
 
 
 def test_a_stream_that_stays_full_is_an_error_in_the_end(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Back-pressure beyond its deadline says which subject is full and who is to blame."""
+    """Back-pressure beyond its deadline is an error that names the full subject and its slow reader."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     issue(bus, run_id, 1)
     fact = make_task_issued(run_id, "p2")
@@ -392,7 +392,7 @@ def test_a_stream_that_stays_full_is_an_error_in_the_end(bus: Bus, blobs: Blobs,
 
 
 def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> None:
-    """Publishing and binding to a run that was not bootstrapped says how to do that."""
+    """Publishing and binding to a run without streams is an error that explains the bootstrap."""
     with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
         issue(bus, run_id, 1)
     with pytest.raises(MissingStream, match=rf"no consumer rollout-train.*deploy\.bootstrap --run {run_id}"):
@@ -407,7 +407,7 @@ def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> Non
 
 @pytest.mark.parametrize("max_messages", [1, 10])
 def test_a_stream_deleted_under_its_reader_is_an_error(bus: Bus, ring_streams: str, max_messages: int) -> None:
-    """A fetch from a stream that was deleted says so instead of waiting for ever."""
+    """A fetch from a deleted stream raises an error instead of waiting for ever."""
     inbox = task_inbox(bus, ring_streams)
     assert bus.delete_stream(f"{ring_streams}-tasks").wait() is True
     with pytest.raises(MissingStream, match="no consumer rollout-train"):
@@ -442,7 +442,7 @@ def test_what_is_in_flight_is_read_from_the_broker(bus: Bus, ring_streams: str) 
 
 
 def test_a_key_moves_only_from_the_revision_one_knows(bus: Bus, ring_streams: str) -> None:
-    """Compare-and-swap: the first writer wins, the second is told, nothing is overwritten."""
+    """Compare-and-swap: the first writer wins, the second gets an error, nothing is overwritten."""
     store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
     assert store.get("head").wait() is None
     first = store.swap("head", b"1", None).wait()
@@ -471,7 +471,7 @@ def test_a_deleted_key_can_be_made_again(bus: Bus, ring_streams: str) -> None:
 
 
 def test_an_empty_bucket_has_no_entries(bus: Bus, ring_streams: str) -> None:
-    """Listing a bucket without keys gives nothing, at once."""
+    """Listing an empty bucket returns nothing, without waiting."""
     store = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
     assert store.entries().wait() == []
 
@@ -544,7 +544,7 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, ring_streams: str) -
     assert seen == [fact]
 
 
-# ── a server that dies ────────────────────────────────────────────────────────────────────────────
+# ── a server that is killed ───────────────────────────────────────────────────────────────────────
 
 
 def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
@@ -594,7 +594,7 @@ def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
 def test_acknowledgements_outlast_a_server_that_dies_under_them(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """What was acknowledged one by one or together is confirmed and gone, also when the server dies in the middle."""
+    """Single and batched acknowledgements are confirmed, also when the server is killed in between."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id):
@@ -646,7 +646,7 @@ def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], N
 
 
 def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """A waiting fetch, a tail, a held message and a key-value bucket go on when the server is back."""
+    """A waiting fetch, a tail, a held message and a key-value bucket continue after the server's restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id, SHORT):
@@ -685,7 +685,7 @@ def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], 
 
 
 def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """A read that was under way when the server was killed is asked again, and answered by its next life."""
+    """A read interrupted by a kill of the server is repeated and answered after the restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.buckets(run_id):
@@ -707,7 +707,7 @@ def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[],
 def test_a_fetch_while_the_server_is_away_is_empty_after_its_time(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """The reader's loop goes on, and the bus says for how long the server has been away."""
+    """The reader's loop continues, and the bus reports for how long the server has been unreachable."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
@@ -753,7 +753,7 @@ def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServ
 
 
 def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, ring_streams: str) -> None:
-    """Whoever waits for a call when the bus is closed is told, and later calls are refused."""
+    """Closing the bus ends waiting calls with an error, and later calls are refused."""
     bus = Bus.connect(nats_settings, name="test")
     pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
     bus.close()

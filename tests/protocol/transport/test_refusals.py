@@ -1,4 +1,4 @@
-"""What NATS refuses is told in words: which stream or bucket, by which limit, and what is to be done."""
+"""Refusals of NATS are errors that name the stream or bucket, the limit and the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def small_nats(tmp_path: Path) -> Iterator[NatsServer]:
 
 
 def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: str) -> None:
-    """A new key is refused by name, limit and remedy; old keys stay and can be written again, and with more room the key goes in."""
+    """A new key is refused by name, limit and remedy; old keys remain writable, and with more space the key is accepted."""
     js = bus._connection.js
     name = f"{run_id}-small"
     config = api.KeyValueConfig(bucket=name, max_bytes=2000, direct=True)
@@ -86,7 +86,7 @@ def test_streams_that_want_the_same_subjects_are_refused(bus: Bus, run_id: str) 
 
 
 def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, run_id: str) -> None:
-    """Errors of a request's form, whichever they are, come as ours and with the server's words."""
+    """Every error of an invalid request is raised as a Penstock error with the server's text."""
     with pytest.raises(PenstockError, match=rf"stream {run_id}.*NATS at nats://.* says: .*error 100\d\d"):
         bus.ensure_stream(StreamSpec(run_id, ("a..b",), "limits", 10, 1024)).wait()
 
@@ -107,7 +107,7 @@ def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, ru
     ],
 )
 def test_every_refusal_is_an_error_of_ours(code: int, number: int, kind: type[BusError], says: str) -> None:
-    """Each code becomes the error that a caller knows how to take, and its text names request, server and remedy."""
+    """Each code becomes an error that callers handle, whose text names request, server and fix."""
     err = refusal(APIError(code=code, err_code=number, description="no"), "stream r-tasks", "nats://h:1")
     assert type(err) is kind
     assert str(err).startswith(f"stream r-tasks: NATS at nats://h:1 says: no (error {number})")

@@ -1,4 +1,4 @@
-"""Adapters as versions: what a manifest may say of one, what names it, and what it makes of its base."""
+"""Adapters as versions: their manifests, their names, and merging them into their base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAW = (RAW.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)  # finite bfl
 
 
 def an_adapter() -> tuple[PublishedWeights, VersionManifest, VersionManifest]:
-    """Publish a model and an adapter upon it."""
+    """Publish a model and an adapter on it."""
     run = PublishedWeights()
     base = run.publish_anchor(random_state(RNG))
     return run, base, run.publish_adapter(RAW)
@@ -94,7 +94,7 @@ def test_a_manifest_of_an_adapter_that_contradicts_itself_is_refused(fields: dic
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_merging_is_what_torch_computes(dtype: str):
-    """W + alpha / r B A, summed in float32 and rounded once: to the last bit or its neighbour, other weights untouched."""
+    """W + alpha / r B A, summed in float32 and rounded once: to within one unit in the last place, other weights unchanged."""
     generator = torch.Generator().manual_seed(3)
     kind = getattr(torch, dtype)
     weight, down, up = (torch.randn(shape, generator=generator).to(kind) for shape in ((6, 5), (3, 5), (6, 3)))
@@ -147,7 +147,7 @@ def test_bfloat16_is_rounded_as_torch_rounds():
     ],
 )
 def test_tensors_that_are_no_pairs_are_refused(names: list[str]):
-    """A factor alone, a name that PEFT does not know, or a tensor beside the factors is named."""
+    """A factor alone, a name that PEFT does not know, or a tensor other than the factors is named in the error."""
     with pytest.raises(MalformedWeights, match="pair of low-rank factors"):
         list(factor_pairs(names))
 

@@ -84,6 +84,6 @@ def damaged(**entry: object) -> bytes:
     ],
 )
 def test_what_is_not_safetensors_is_refused(data: bytes):
-    """Damaged and hostile bytes are an error that says so, never a digest."""
+    """Damaged and hostile bytes raise an error and never yield a digest."""
     with pytest.raises(MalformedWeights, match="not safetensors"):
         safetensors_digests(data)

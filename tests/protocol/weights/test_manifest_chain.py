@@ -101,7 +101,7 @@ def test_an_anchor_as_head_is_enough_alone():
 
 
 def test_a_mirror_with_other_bytes_starts_from_the_anchor():
-    """The right number with another root, or a version of another life of the run, is not built upon."""
+    """A parent with another root or from another trainer process is refused."""
     run, manifests = a_run(3)
     for held in (
         Held(PolicyVersion(2), "0" * 64),
