@@ -111,9 +111,9 @@ async def test_a_server_whose_weights_another_client_changed_is_replaced(
 async def test_a_server_that_crashes_at_an_update_restarts_with_the_version_before(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
-    """A truncated file kills it, and it cannot start from one either: the old version is served on, the new refused.
+    """A truncated file kills the server, and it cannot start from it: it serves the old version, the new one is refused.
 
-    What was under way is refused; the version after is followed as if nothing had been.
+    Requests in progress are refused; the next version is loaded as usual.
     """
     bad = write_changed_copy(model, tmp_path / "v1", seed=1)
     file = bad / "model.safetensors"

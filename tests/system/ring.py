@@ -1,4 +1,4 @@
-"""A whole ring without a trainer: own servers, a worker process and a reward service process, for tests of misfortunes."""
+"""All services except the trainer, on their own servers: a worker and a reward service process, for tests of faults."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Ring:
         return None if entry is None else decode(entry.value, Heartbeat)
 
     def wait_complete(self, deadline_s: float = 60.0) -> None:
-        """Wait for the reward of every group ever issued, and see that each came exactly once and none died."""
+        """Wait for the reward of every group ever issued, and check that each arrived exactly once and none was dead-lettered."""
         ids = [f"e0.p{number}.a0" for number in range(self._num_issued)]
         found = self.wire.wait_scored(*ids, deadline_s=deadline_s)
         wait_for(lambda: self.holds("tasks") == self.holds("generated") == 0, "the queues to be empty", deadline_s)
@@ -110,7 +110,7 @@ class Ring:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A file system of a size of its own at ``folder``; the test is skipped where nobody may mount one."""
+    """A file system of a given size at ``folder``; the test is skipped without the right to mount one."""
     folder.mkdir()
     mount = shutil.which("mount")
     if mount is None or not sys.platform.startswith("linux"):
@@ -126,7 +126,7 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Write until nothing more fits; returns the file, whose removal makes room."""
+    """Write until nothing more fits; returns the file, whose removal frees the space."""
     ballast = disk / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):

@@ -37,7 +37,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_json_line_tells_what_happened(quickstart: dict):
-    """All steps were made on stale data too, evaluated on the same prompts, and every figure is there."""
+    """All steps ran, also on stale data, with evaluations on the same prompts, and all figures are present."""
     assert quickstart["steps"] == STEPS
     assert 0.0 < quickstart["accuracy_before"] < 1.0
     assert 0.0 < quickstart["accuracy_after"] <= 1.0
@@ -114,7 +114,7 @@ READING = {
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_finished_run_is_read_with_one_command(quickstart: dict):
-    """Nobody has to start a server for any verb that reads; each leaves the store as it found it: free."""
+    """Verbs that only read start the stored servers themselves, and release the store afterwards."""
     runs = quickstart["folder"].parent
     for what, (command, holds) in READING.items():
         done = subprocess.run(

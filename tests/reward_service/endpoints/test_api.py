@@ -25,7 +25,7 @@ from penstock.protocol.transport.bus import Bus
 def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """The life of a registration, as a person with curl sees it."""
+    """The states of a registration, as seen with curl."""
     service = start_service()
     endpoint = start_endpoint(good(0.5))
     name = f"mine-{wire.run_id}"
@@ -76,7 +76,7 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
 def test_a_failing_endpoint_is_told_apart_by_its_test(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Testing a broken endpoint shows the same reason that a dead letter would carry."""
+    """Testing a broken endpoint shows the same reason as its dead letter would."""
     service = start_service()
     name = f"broken-{wire.run_id}"
     service.register(name, start_endpoint(raw("nonsense")).url)
@@ -202,7 +202,7 @@ def test_a_door_open_to_others_needs_a_token(
 
 
 def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Many people registering at two replicas at once lose nobody's endpoint."""
+    """Concurrent registrations at two replicas lose no endpoint."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]
 
@@ -217,7 +217,7 @@ def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service
 
 
 def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """A registration made before SIGKILL is there in the next life."""
+    """A registration made before SIGKILL is present after the restart."""
     name = f"kept-{wire.run_id}"
     first = start_service()
     first.register(name, "http://127.0.0.1:9/")
@@ -232,7 +232,7 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
 def test_health_turns_red_while_nats_is_away(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-    """/healthz answers 503 while NATS is gone, and 200 again once it is back; the service lives on."""
+    """/healthz answers 503 while NATS is gone, and 200 again after its restart; the service keeps running."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)

@@ -23,7 +23,7 @@ StartEndpoint = Callable[[Behaviour], EndpointServer]
 
 
 def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
-    """An endpoint that says when it is asked and answers when it is let."""
+    """An endpoint that signals each request and answers when the test allows it."""
     asked, release = threading.Event(), threading.Event()
 
     def behave(request: dict[str, Any]) -> Answer:
@@ -65,7 +65,7 @@ def test_an_endpoint_that_hangs_slows_nobody_else(
 def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Calls under way end at the old version, who waits goes to the new; each group is scored once and says by whom."""
+    """Running calls end at the old version, waiting ones go to the new; each group is scored once and names its version."""
     service = start_service()
     behave, asked, release = blocking(0.25)
     name = f"mine-{wire.run_id}"
@@ -128,7 +128,7 @@ def test_an_endpoint_lives_by_its_lease(wire: Wire, start_service: StartService,
 def test_a_drained_endpoint_is_asked_nothing_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; patience has an end."""
+    """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; the wait is bounded."""
     service = start_service("reward_service.patience_s=3")
     endpoint, name = start_endpoint(good(0.5)), f"drained-{wire.run_id}"
     service.register(name, endpoint.url)

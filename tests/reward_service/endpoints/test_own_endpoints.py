@@ -118,7 +118,7 @@ def example(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_an_example_registers_itself_and_scores_signed_requests(
     language: str, wire: Wire, start_service: Callable[..., Service], example: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """The examples in Python and Node score a run with signatures, refuse strangers, and unregister on SIGINT."""
+    """The examples in Python and Node score a run with signatures, refuse unsigned requests, and unregister on SIGINT."""
     if language == "node":
         require_package("node", "nodejs")
     service = start_service("reward_service.token=right", "reward_service.endpoint_attempts=50")
@@ -156,7 +156,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     wire: Wire, start_service: Callable[..., Service], tmp_path: Path
 ) -> None:
-    """With --secret-file strangers get 401; after Ctrl-C the endpoint is gone at once and its last call still answered."""
+    """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint, and its last call is still answered."""
     service = start_service("reward_service.token=right")
     (tmp_path / "token").write_text("right\n")
     (tmp_path / "secret").write_text(SECRET + "\n")

@@ -83,7 +83,7 @@ def test_an_entry_that_is_neither_network_nor_host_is_refused(entry: str) -> Non
     ],
 )
 def test_the_runs_own_servers_are_never_endpoints(host: str, address: str, port: int, *, refused: bool) -> None:
-    """NATS and S3 are refused by every name and address they have here, their neighbours on other ports are not."""
+    """NATS and S3 are refused by every name and address they have here; other ports of the same hosts are not."""
     nats = OwnServer("NATS", "localhost", 4222, frozenset({ipaddress.ip_address("127.0.0.1")}))
     store = OwnServer("the object store", "store.example", 9000, frozenset({ipaddress.ip_address("10.0.0.7")}))
     policy = TargetPolicy(PRIVATE_TARGETS, [nats, store])

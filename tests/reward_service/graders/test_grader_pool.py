@@ -1,4 +1,4 @@
-"""Grader processes: who is to blame when one does not come to an end."""
+"""Grader processes: whether the answer or the grader failed when one does not finish."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def pool() -> AsyncIterator[GraderPool]:
 
 
 async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: GraderPool) -> None:
-    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others go on."""
+    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; other answers are graded."""
     completions = (f"\\boxed{{{BOMB}}}", "\\boxed{x+1}", "\\boxed{x}")
     verdicts = await math_answer.judge(completions, "1+x", pool.equal)
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
@@ -40,7 +40,7 @@ async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) ->
 
 
 async def test_a_grader_killed_by_somebody_is_no_verdict(pool: GraderPool) -> None:
-    """A grader that dies of another cause is replaced; if that happens twice it is an error, never a 0."""
+    """A grader that exits for another reason is replaced; a second exit is an error, never a 0."""
     assert await pool.equal("x+1", "1+x") is Graded.RIGHT
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)

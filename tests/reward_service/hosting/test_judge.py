@@ -40,7 +40,7 @@ def said(text: str | None, *, finish: str = "stop", **message: Any) -> Answer:
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[[Behaviour], EndpointServer]]:
-    """A factory of chat servers that say what a test scripts."""
+    """A factory of chat servers that answer as scripted by a test."""
     started: list[EndpointServer] = []
 
     def start(behaviour: Behaviour) -> EndpointServer:
@@ -117,7 +117,7 @@ async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Beh
 
 
 async def test_a_busy_judge_is_asked_again(scripted: Callable[[Behaviour], EndpointServer]) -> None:
-    """429 and 5xx pass by themselves; how many questions are under way at once is bounded."""
+    """429 and 5xx are retried; the number of concurrent questions is bounded."""
     calls, busy, most = [0], [0], [0]
 
     def behave(_: dict[str, Any]) -> Answer:
@@ -270,7 +270,7 @@ def test_keys_come_from_outside_the_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
-    """Our own chat endpoint takes the request; what an untrained model says is no verdict, and its tokens are counted."""
+    """Penstock's chat endpoint accepts the request; the output of an untrained model is no verdict, and its tokens are counted."""
     build_model(tmp_path / "model")
     with embedded_engine(tmp_path / "model", tmp_path, "--weight-version", "0") as engine:
         settings = JudgeSettings(
@@ -315,7 +315,7 @@ def test_a_judge_scores_a_run_and_tells_its_cost(
 
 
 def test_the_version_of_a_judge_is_that_of_its_settings(tmp_path: Path) -> None:
-    """Another template is another scorer: scored groups say which one judged them."""
+    """Another template is another scorer: scored groups record which one judged them."""
     versions = []
     for template in (POINTWISE, POINTWISE + " "):
         (tmp_path / "judge.toml").write_text(

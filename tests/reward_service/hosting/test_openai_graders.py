@@ -1,4 +1,4 @@
-"""OpenAI's graders, evaluated here: what they say, what they refuse, and whose fault a missing value is."""
+"""OpenAI's graders, evaluated locally: results, refusals, and the cause reported for a missing value."""
 
 from __future__ import annotations
 

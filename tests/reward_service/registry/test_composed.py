@@ -113,7 +113,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
 
 
 def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_path: Path) -> None:
-    """Wrong parameters are one text on stderr, with every mistake; no server is asked."""
+    """Wrong parameters are reported together on stderr; no server is contacted."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
     command = [
         sys.executable,
@@ -174,7 +174,7 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
     ],
 )
 def test_a_part_that_cannot_be_meant_is_named(part: dict[str, Any], text: str) -> None:
-    """Every mistake says which part of which reward, and what would be right."""
+    """Every error names the part, the reward and the expected value."""
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
     assert "reward.define.mine.parts.one" in str(refused.value)
@@ -187,7 +187,7 @@ def test_a_definition_does_not_take_a_built_ins_name() -> None:
 
 
 class Scripted:
-    """A scorer that gives what the test says."""
+    """A scorer with the results set by the test."""
 
     slow = False
 
@@ -210,7 +210,7 @@ class Scripted:
     ],
 )
 async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
-    """What never gets better decides before what may, and a failure before a wait; kind and wait stay."""
+    """A permanent failure takes precedence over a temporary one, and a failure over a wait; kind and wait are kept."""
     definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
 
     async def nobody(request: RewardRequest) -> Scripted:
@@ -227,7 +227,7 @@ async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second:
 
 
 def make_texts() -> GroupTexts:
-    """A group of one completion, as a reward sees it."""
+    """A group of one completion, as passed to a reward."""
     return GroupTexts("g", "", ("x",), ("stop",), RewardRequest(name="mine", ground_truth='"4"'))
 
 

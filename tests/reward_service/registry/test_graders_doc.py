@@ -1,4 +1,4 @@
-"""docs/graders.md says of every built-in reward what the code says."""
+"""docs/graders.md describes every built-in reward as the code does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_example_is_a_run_file() -> None:
 
 
 def test_every_data_set_is_listed_with_its_reward() -> None:
-    """Each data set of the code stands in one row, that of its reward, and the page counts the answers right."""
+    """Each data set of the code is in one row, that of its reward, and the page states the right number of answers."""
     listed = {
         source: rewards.strip("`")
         for rewards, sources in _rows("Data sets")

@@ -1,4 +1,4 @@
-"""The table of answers (tests/data/answers.jsonl): what every built-in reward says of them, with a source or a reason each."""
+"""The table of answers (tests/data/answers.jsonl): the score of every built-in reward for each, with a source or a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_table_is_large_and_gives_reasons() -> None:
 
 
 async def test_every_answer_gets_its_verdict(graders: Graders) -> None:
-    """Right is right and wrong is wrong, whatever an answer costs: exhausted graders are bounded and say wrong."""
+    """Verdicts do not depend on the cost of an answer: exhausted graders are bounded and score it as wrong."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in TABLE:
         groups.setdefault(json.dumps([row["reward"], row.get("parameters", {})]), []).append(row)
@@ -118,7 +118,7 @@ def _truth(name: str) -> str:
 
 
 async def _grade(gold: str, answer: str) -> Graded:
-    """Stand where a grader process stands, whose own limits are tested beside it."""
+    """Replace a grader process, whose limits are tested separately."""
     return Graded.WRONG
 
 

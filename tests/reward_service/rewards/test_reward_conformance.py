@@ -15,7 +15,7 @@ from penstock.reward_service.rewards import answer_line, format, gsm8k, math_ans
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
 CASE = next(case for case in VECTORS["cases"] if case["id"] == "verl/reward/gsm8k-strict")
 
-# Where we read the number that stands there: a currency sign, no space, a trailing dot, 3.0, a fraction.
+# Where Penstock reads the number in the text: a currency sign, no space, a trailing dot, 3.0, a fraction.
 FORGIVEN = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
 
 
@@ -36,7 +36,7 @@ def recorded(case_id: str) -> dict:
     return next(case for case in VECTORS["cases"] if case["id"] == case_id)
 
 
-# Where we read the number that stands there: thousands, 3.0, a trailing dot, a fraction.
+# Where Penstock reads the number in the text: thousands, 3.0, a trailing dot, a fraction.
 FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
 
 

@@ -305,7 +305,7 @@ ONLY_ON_X86 = {
     "calls_of_x32_programs": MACHINE_CODE.replace("CODE", "'b8270000400f05c3'"),
 }
 
-# Programs that want test code to believe them: f(3) is 4242 and they do not know it.
+# Programs that try to pass without the answer: f(3) is 4242, which they do not know.
 FORGERIES = {
     "always_equal": "class E:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return E()",
     "always_equal_number": "class E(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\ndef f(x): return E(1)",

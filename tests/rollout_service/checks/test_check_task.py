@@ -71,7 +71,7 @@ def test_limits_that_a_config_does_not_name_are_not_checked():
     ],
 )
 def test_limits_are_read_from_the_config(tmp_path: Path, config: dict[str, Any], expected: ModelLimits):
-    """Also from the text part of a model that sees."""
+    """Also for the text part of a vision model."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelLimits.of(tmp_path) == expected
 

@@ -1,4 +1,4 @@
-"""No engine is ever handed a folder that it would die of, or serve wrongly."""
+"""No engine is given a folder that it would crash on, or serve wrongly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(tmp_path: Path) -> WeightsCheck:
 
 
 def test_other_values_of_the_same_model_pass(check: WeightsCheck, tmp_path: Path):
-    """Only what would hurt is refused; the same holds when the tensors stand in several files."""
+    """Only harmful differences are refused; also when the tensors are in several files."""
     moved = {name: value + 1 for name, value in tensors().items()}
     check.check(write(tmp_path / "v1", moved), V1)
     shards = tmp_path / "v2"

@@ -81,7 +81,7 @@ async def test_the_engine_with_the_fewest_pending_tokens_is_asked(model: Path):
 
 
 async def test_an_engine_that_is_not_ready_gets_no_requests(model: Path):
-    """The others get them; when none is ready, the error says so."""
+    """The others get them; if none is ready, an error is raised."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             pool._engines[0].ready.clear()  # pyright: ignore[reportAttributeAccessIssue]
@@ -131,7 +131,7 @@ async def test_an_engine_that_has_its_version_serves_it_while_another_still_drai
 
 
 async def test_one_failing_engine_fails_the_request_alone(model: Path):
-    """The error is the engine's own, and its promised tokens are forgotten."""
+    """The engine's error is raised, and its reserved tokens are released."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             one.status = 500

@@ -1,4 +1,4 @@
-"""How a worker starts SGLang: flags, environment, and a life that ends with the worker's."""
+"""How a worker starts SGLang: flags, environment, and its exit together with the worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pairs(words: list[str]) -> set[tuple[str, str]]:
 
 
 def test_settings_become_flags():
-    """Each setting is the flag of its name, and the weights' folder and version are said."""
+    """Each setting is the flag of its name, and the weights' folder and version are passed."""
     words = flags(
         python="/opt/sglang/bin/python", tp_size=4, ep_size=2, dp_size=2, mem_fraction_static=0.8, dtype="bfloat16",
         context_length=4096, attention_backend="fa3", quantization="fp8", extra_args=("--enable-fp32-lm-head",),
@@ -84,7 +84,7 @@ def test_what_is_not_set_is_left_to_sglang():
 
 
 def test_a_second_engine_takes_the_next_gpus():
-    """Servers of one worker do not share GPUs unless they are told where to begin."""
+    """Servers of one worker do not share GPUs unless a base GPU is set."""
     assert ("--base-gpu-id", "4") in pairs(flags(1, tp_size=2, dp_size=2))
     assert ("--base-gpu-id", "6") in pairs(flags(2, tp_size=8, gpus_per_engine=3))
 
@@ -115,7 +115,7 @@ def test_contradictions_are_refused(overrides: list[str], reply: str):
 
 
 def test_several_urls_are_several_engines():
-    """Commas stand between them; a slash at the end is nothing."""
+    """They are separated by commas; a trailing slash is ignored."""
     settings = load(
         RolloutSettings,
         overrides=["run.id=demo", "worker.engine=sglang-url", "worker.engine_url=http://a:1/, https://b:2"],
@@ -159,7 +159,7 @@ raise SystemExit(1)
 
 
 async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tmp_path: Path):
-    """The error comes at once, not at the deadline, although the process had a port."""
+    """The error is raised immediately, not at the deadline, although the process had a port."""
     engine = ManagedEngine(
         sglang_command(as_server(_EXITS_WHEN_ASKED)),
         SglangClient,
@@ -171,7 +171,7 @@ async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tm
 
 
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
-    """The log says which, and why."""
+    """The log names it with the reason."""
     engine = ManagedEngine(
         sglang_command(SglangSettings(python=Path("/nowhere/python"))),
         SglangClient,

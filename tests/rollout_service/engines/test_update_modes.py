@@ -1,4 +1,4 @@
-"""In which order an engine is asked to take new weights, and what becomes of what was under way."""
+"""The order of an engine's update calls, and the result of generations in progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(2,))
 
 @pytest.fixture
 async def client(faulty_engine: FaultyEngine) -> AsyncIterator[SglangClient]:
-    """A client of an engine that behaves until it is told otherwise."""
+    """A client of an engine without faults until a test sets one."""
     faulty_engine.version = "0"
     client = SglangClient(faulty_engine.url)
     yield client
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A reply whose first completion was ended after two tokens, and whose second had not begun; whole ones stay."""
+    """A reply whose first completion was ended after two tokens, and whose second had not begun; complete ones are kept."""
     if rows[0]["meta_info"]["weight_version"] != "0":
         return rows
     for row, length in zip(rows, (2, 0), strict=False):
@@ -57,7 +57,7 @@ def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_going_back_to_an_older_version_waits_for_what_runs():
-    """A training generation never goes on by an older version; the first load has nothing to interrupt."""
+    """A training generation never continues with an older version; the first load interrupts nothing."""
     assert mode_of("retract", V1, V2) == "retract"
     assert mode_of("retract", V2, V1) == "drain"
     assert mode_of("abort", None, V1) == "drain"
@@ -68,7 +68,7 @@ def test_going_back_to_an_older_version_waits_for_what_runs():
 async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path, mode: UpdateMode
 ):
-    """After an update that failed it stays paused until one succeeds."""
+    """After a failed update it remains paused until one succeeds."""
     faulty_engine.refuse_loads = 1
     with pytest.raises(WeightsNotApplied):
         await client.load_weights(model, V1, mode)
@@ -123,7 +123,7 @@ async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
 async def test_a_cut_completion_is_asked_for_again_from_where_it_was(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """Each with its own prefix and what room is left; the parts come back as one completion of two versions."""
+    """Each with its own prefix and remaining token limit; the parts are returned as one completion of two versions."""
     faulty_engine.rewrite = cut
     faulty_engine.flow.clear()
     generating = asyncio.create_task(client.generate([[5, 6], [7]], SAMPLING, 1))

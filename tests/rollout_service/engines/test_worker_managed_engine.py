@@ -170,7 +170,7 @@ async def test_an_engine_that_serves_what_it_was_not_given_is_replaced(
 
 
 async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
-    """An engine that does not even say what it serves, once a request failed, is replaced."""
+    """An engine that does not answer model_info after a failed request is replaced."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = child_of(engine)
@@ -185,7 +185,7 @@ async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: P
 
 
 async def test_a_first_start_that_fails_shows_the_log(tmp_path: Path, model: Path):
-    """The error says how the process ended and what it wrote last."""
+    """The error contains the exit status and the last output."""
     engine = build(script("import sys; print('no such device'); sys.exit(3)"), tmp_path)
     with pytest.raises(EngineUnreachable, match=r"(?s)ended with status 3.*no such device"):
         await engine.load(model, V0)

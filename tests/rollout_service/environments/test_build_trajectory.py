@@ -54,7 +54,7 @@ def read(row: Row, num_prompt_tokens: int = 2, max_new_tokens: int = 64) -> Comp
 
 @given(replies())
 def test_every_token_keeps_its_id_logprob_and_version(reply: tuple[list[int], Row]):
-    """A trajectory is the prompt, then the completion token for token, each with what the engine said about it."""
+    """A trajectory is the prompt, then the completion token for token, each with the values that the engine reported."""
     prompt, row = reply
     trajectory = build_trajectory(prompt, read(row, len(prompt)))
     said = row["meta_info"]["output_token_logprobs"]
@@ -86,7 +86,7 @@ def test_what_is_built_survives_its_pack(reply: tuple[list[int], Row]):
 
 @given(st.text(max_size=6) | st.none() | st.integers() | st.lists(st.integers(), max_size=2))
 def test_only_decimal_labels_are_versions(label: object):
-    """Any label but a decimal number is of no version of ours; the engine's default is not either."""
+    """Any label but a decimal number is not a Penstock version, nor is the engine's default."""
     version = read_version(label)
     if version is not None:
         assert isinstance(label, str)

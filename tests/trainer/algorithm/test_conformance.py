@@ -1,7 +1,7 @@
 """Every loss, estimator, penalty and correction against public implementations: outputs and gradients.
 
-`tests/data/conformance.json.gz` holds what they return. `ADAPTERS` says which of our functions, with which
-options, answers for which of theirs; `DISAGREEMENTS` lists the cases in which Penstock differs, with
+`tests/data/conformance.json.gz` holds what they return. `ADAPTERS` maps each public function to the Penstock
+function and options it is compared with; `DISAGREEMENTS` lists the cases in which Penstock differs, with
 the reason; `OTHER_RULES` those that score answers. No other case may be left out.
 """
 

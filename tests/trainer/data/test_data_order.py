@@ -39,7 +39,7 @@ def test_order_never_changes():
 
 
 def test_neighbours_are_separated():
-    """A shuffled order is close to random: neighbours are on average a third of the file apart."""
+    """A shuffled order is close to random: adjacent rows are on average a third of the file apart."""
     order = DataOrder(1000, 3)
     prompts = [order.at(i).prompt for i in range(1000)]
     jumps = [abs(a - b) for a, b in pairwise(prompts)]

@@ -111,7 +111,7 @@ def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
 
 
 class ManualAnswers:
-    """Answers the tasks of a run when a test says so."""
+    """Answer the tasks of a run when a test requests it."""
 
     def __init__(self, connections: Connections, producer: ScriptedProducer) -> None:
         self._inbox = connections.bus.inbox(streams.tasks_consumer(connections.run_id, "train"), TaskIssued).wait()

@@ -2,7 +2,7 @@
 
 The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and the
 commit (`tests/trainer/recovery/ring_commit.py`). The queues are in memory, with the guarantees of the real ones and no
-more: a message is delivered again until it is acknowledged, in any order; message ids are forgotten whenever a server
+more: a message is delivered again until it is acknowledged, in any order; message ids are lost whenever a server
 restarts. `tests/trainer/recovery/test_exactly_once.py` runs it, and shows that it finds planted bugs.
 """
 
@@ -338,7 +338,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self):
-        """The server restarts, and forgets the message ids of what was consumed."""
+        """The server restarts and loses the message ids of consumed messages."""
         self.tasks.known.clear()
         self.scored.known.clear()
 

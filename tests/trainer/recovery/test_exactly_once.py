@@ -85,7 +85,7 @@ class StepPassedOver(RingMachine):
     "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
 )
 def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
-    """A trainer that forgets what its checkpoint should hold, or acknowledges before it, fails the machine."""
+    """A trainer that omits state from its checkpoint, or acknowledges before the commit, fails the machine."""
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(broken, settings=HUNT)
 
