@@ -158,7 +158,7 @@ def test_an_unknown_adapter_is_an_error(serving: EngineUnderTest) -> None:
     assert "policy@99" in str(ask(serving, [PROMPT, PROMPT], ["policy@1", "policy@99"], expect=400))
 
 
-def test_a_load_says_what_is_loaded(engine: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
+def test_a_load_reports_the_loaded_adapters(engine: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
     """Load and unload answer with the names and folders of all that are loaded; the list of models has them too."""
     first, second = adapters["policy@1"].folder, adapters["policy@2"].folder
     assert load(engine, "policy@1", first)["loaded_adapters"] == {"policy@1": str(first)}
@@ -198,7 +198,7 @@ def test_an_adapter_comes_while_others_generate(
     assert_computed_by(merged[None], PROMPT, reply)
 
 
-def test_a_retracted_generation_goes_on_by_its_adapter(
+def test_a_retracted_generation_continues_with_its_adapter(
     serving: EngineUnderTest, merged: dict[str | None, Dense]
 ) -> None:
     """A generation retracted by a pause is recomputed with the same adapter while another adapter runs."""

@@ -207,7 +207,7 @@ def test_an_update_switches_to_the_new_weights(engine: EngineUnderTest, tmp_path
     assert reply["meta_info"]["weight_version"] == "1"
 
 
-def test_the_checksum_tells_weights_apart(engine: EngineUnderTest, tmp_path: Path) -> None:
+def test_the_checksum_differs_for_different_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
     """`/weights_checker` depends on the weights only, not on their version."""
 
     def checksum() -> str:

@@ -31,7 +31,7 @@ def _programs() -> None:
     require("rclone")
 
 
-def test_a_stack_remembers_its_data_ports_and_secrets(tmp_path: Path) -> None:
+def test_a_stack_keeps_its_data_ports_and_secrets(tmp_path: Path) -> None:
     """A second start over the same folder has the same addresses, credentials and objects."""
     with LocalStack(tmp_path / "data") as stack:
         environment = stack.environment()
@@ -64,7 +64,7 @@ def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
         Blobs(stack.s3).check()
 
 
-def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
+def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
     """Either server is restarted on its port, and clients reconnect."""
     supervisor = Supervisor()
     stack = LocalStack(tmp_path / "data")
@@ -165,7 +165,7 @@ def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None
         assert all(f"export {name}={value}\n" in written for name, value in environment.items())
 
 
-def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
+def test_errors_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
     """A folder in use and a bad run id are reported in one line, without a traceback."""
     with LocalStack(tmp_path / "data"):
         for arguments, text in (

@@ -100,7 +100,7 @@ KEYS = {  # key: the role that writes it
 }
 
 
-def test_the_committed_file_is_what_the_rights_say(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_committed_file_matches_the_rights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`--check` passes for the file in the repository, and names the command that repairs another one."""
     assert command.main(["--check", str(CONFIG)]) == 0
     (tmp_path / "old.conf").write_text("listen: 0.0.0.0:4222\n")

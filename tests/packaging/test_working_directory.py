@@ -135,7 +135,7 @@ def test_a_python_without_a_safe_path_would_import_from_it(hostile_folder: Hosti
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_nothing_that_a_ring_starts_imports_from_the_working_directory(hostile_folder: HostileFolder, tmp_path: Path):
+def test_no_service_imports_from_the_working_directory(hostile_folder: HostileFolder, tmp_path: Path):
     """Servers, reward service, workers, their engines and the trainer learn in that folder as anywhere else."""
     require("nats-server")
     require("rclone")

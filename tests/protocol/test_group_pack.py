@@ -137,7 +137,7 @@ def test_long_groups_are_compressed_harder():
         assert encoding in token_ids.encodings
 
 
-def test_the_summary_says_what_the_pack_holds():
+def test_the_summary_matches_the_pack():
     """The message's description of a group agrees with its trajectories."""
     summary = _group().summary(row_group=3)
     assert (summary.row_group, summary.completion_tokens, summary.oldest_version) == (3, (9, 9), 4)

@@ -21,7 +21,7 @@ def offer(replica: str, *names: str, at: float = 100.0, run_id: str = "demo") ->
     return Entry(rewards_offered.key(replica), encode(fact))
 
 
-def test_only_living_replicas_of_the_run_count() -> None:
+def test_only_running_replicas_of_the_run_count() -> None:
     """Records of ended processes, other runs, other kinds and other builds are not offers."""
     entries = [
         offer("a", "gsm8k"),
@@ -41,7 +41,7 @@ def test_a_name_is_offered_when_any_replica_has_it() -> None:
     assert rewards_offered.names_not_offered({"gsm8k"}, []) == {"gsm8k"}
 
 
-def test_records_of_the_long_dead_may_be_deleted() -> None:
+def test_expired_records_may_be_deleted() -> None:
     """Only offers older than ten minutes are deleted; other keys of the bucket are unchanged."""
     entries = [offer("a", at=1000.0), offer("b", at=100.0), Entry("endpoints", b"{}"), Entry("available.x", b"?")]
     assert rewards_offered.expired_keys(entries, now=1000.0) == ["available.b"]

@@ -46,7 +46,7 @@ def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_s
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 100))
-def test_runs_say_the_version_of_every_token(tokens: list[int], start: int):
+def test_runs_give_the_version_of_every_token(tokens: list[int], start: int):
     """Compressing versions into runs loses nothing, and neighbouring runs differ."""
     runs = versions.runs_from_versions(tokens, start)
     assert [run.version for run in runs for _ in range(run.start, run.end)] == tokens

@@ -65,7 +65,7 @@ def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service
     assert sorted(len(fact.groups) for fact in wire.scored) == [1, 1]
 
 
-def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
+def test_unscorable_groups_are_dead_lettered_at_once_and_the_rest_is_scored(
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """An unknown reward and a missing ground truth are dead letters that name only their groups, with the reason."""
@@ -91,7 +91,7 @@ def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
     wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
 
 
-def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
+def test_a_pack_that_differs_from_its_message_is_dead_lettered_at_once(
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
@@ -119,7 +119,7 @@ def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
     wire.wait_idle()
 
 
-def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_a_hostile_ground_truth_fails_its_group_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
     """JSON nested too deeply is dead-lettered without retries; the service continues with other packs."""
     service = start_service()
     deep = RewardRequest.model_construct(
@@ -136,7 +136,7 @@ def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[.
     assert service.alive()
 
 
-async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
+async def test_a_built_in_reward_that_raises_fails_its_group_alone() -> None:
     """An unexpected exception is an error of its group only, with the reward's name."""
 
     def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
@@ -160,7 +160,7 @@ async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)
 
 
-def test_a_stepping_wall_clock_ends_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stepping_wall_clock_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time since the last request is monotonic while the wall clock is set back by an hour."""
     before, wall = pack_progress.now(), time.time()
     monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
@@ -195,7 +195,7 @@ def test_a_killed_service_loses_no_group(
     assert not wire.dead
 
 
-def test_packs_wait_while_s3_is_away(
+def test_packs_wait_while_s3_is_unreachable(
     bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
 ) -> None:
     """An outage of the store does not count as an attempt: the pack waits through any number of deliveries, and is scored later."""
@@ -308,9 +308,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
 
 
-def test_the_record_of_a_replica_killed_long_ago_is_taken_away(
-    wire: Wire, start_service: Callable[..., Service]
-) -> None:
+def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: Callable[..., Service]) -> None:
     """A starting replica deletes expired offers, so that the shared bucket does not grow for ever."""
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
     key = rewards_offered.key(f"dead-{wire.run_id}")

@@ -34,7 +34,7 @@ def outage(started: float) -> None:
     wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
 
 
-def test_everyone_waits_for_a_dead_trainer(
+def test_all_services_wait_for_a_killed_trainer(
     nats_server: NatsServer, s3_server: S3Server, run_id: str, tmp_path: Path
 ) -> None:
     """The bounded streams fill up, both services name what they wait for, and a trainer that starts later gets every group once."""

@@ -36,7 +36,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_json_line_tells_what_happened(quickstart: dict):
+def test_the_json_line_contains_the_results(quickstart: dict):
     """All steps ran, also on stale data, with evaluations on the same prompts, and all figures are present."""
     assert quickstart["steps"] == STEPS
     assert 0.0 < quickstart["accuracy_before"] < 1.0

@@ -93,7 +93,7 @@ def until(view: RunView, watcher: Watcher, is_there: Callable[[], object]) -> No
         time.sleep(0.02)
 
 
-def test_a_watcher_sees_earlier_messages(bus: Bus, ring_streams: str, services: Services):
+def test_a_watcher_gets_earlier_messages(bus: Bus, ring_streams: str, services: Services):
     """Steps, weights, dead letters, heartbeats and queues all reach the view, old and new."""
     services.say(recorded.evaluation(0, 0.5, recorded.START), recorded.step(1, recorded.START + 1))
     services.say(recorded.published(0), recorded.published(1), recorded.applied("rollout-0", 1), task(ring_streams))

@@ -94,7 +94,7 @@ def test_other_weights_are_only_for_parts_there_are() -> None:
         definition(a={}).reweighted({"a": float("nan")})
 
 
-def test_the_digest_tells_definitions_apart() -> None:
+def test_the_digest_differs_for_different_definitions() -> None:
     """Any change of a part, or of the order of gates, is another definition."""
     plain = definition(a={}, b={})
     others = [definition(b={}, a={}), definition(a={"weight": 0.5}, b={}), definition(a={"parameters": {"n": 1}}, b={})]

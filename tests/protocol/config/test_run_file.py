@@ -155,7 +155,7 @@ def test_dictionaries_merge_and_lists_replace(tmp_path: Path):
     assert loaded.origins["data.map.answer"] == f"{second}:4"
 
 
-def test_none_clears_what_files_said(tmp_path: Path):
+def test_none_clears_values_of_files(tmp_path: Path):
     """`None` empties a dictionary and returns a field that cannot be None to its default."""
     file = write(tmp_path, "[trainer]\nsteps=1\nlr=0.5\ndual_clip='none'\n[data]\nmap={prompt='q'}\n")
     loaded = load(Everything, files=[file], overrides=["data.map=None", "trainer.lr=None"])
@@ -206,7 +206,7 @@ def test_a_wrong_line_is_named_with_its_remedy(tmp_path: Path, line: str, reply:
     assert reply in message
 
 
-def test_every_mistake_is_reported_at_once(tmp_path: Path):
+def test_all_errors_are_reported_together(tmp_path: Path):
     """One call reports all errors of file, environment and overrides; a wrong section once."""
     file = write(tmp_path, "[trainr]\na=1\nb=2\n[trainer]\nlr='x'\n")
     messages = refused([file], "rollout.grup_size=1", environ={"PENSTOCK_RUN__IDD": "x"})
@@ -218,7 +218,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path):
     assert messages[4] == "trainer.steps is required: set `steps` under [trainer] or as an override"
 
 
-def test_a_contradiction_between_keys_names_where_both_stand(tmp_path: Path):
+def test_a_contradiction_between_keys_names_both_origins(tmp_path: Path):
     """A contradiction is reported with the origins of the keys that its text names."""
     file = write(tmp_path, "[trainer]\nsteps=1\n[rollout]\ngroup_size = 1\n")
     [message] = refused([file], "rollout.max_staleness=3")
@@ -285,7 +285,7 @@ def test_shown_config_reads_back_as_itself(tmp_path: Path):
     assert again.settings == loaded.settings
 
 
-def test_files_and_overrides_are_told_apart():
+def test_files_and_overrides_are_distinguished():
     """Bare words are run files, `@` is allowed before them, and a value after `--key` is no file."""
     files, overrides = split_arguments(
         ["a.toml", "trainer.lr=1", "--data.train", "x.toml", "@", "b.toml", "@c.toml", "--run.id=y"]
@@ -308,7 +308,7 @@ def test_lines_are_found_in_awkward_toml():
 
 
 @given(st.lists(st.sampled_from(["x = 1", "", "# c", "y = [\n1,\n2]", "z = '''\nq = 1\n'''"]), unique=True))
-def test_every_key_stands_on_the_line_that_was_found(statements: list[str]):
+def test_every_key_is_on_the_line_that_was_found(statements: list[str]):
     """For any order of statements, the found line is the one that begins with the key."""
     text = "\n".join(statements)
     lines = text.split("\n")

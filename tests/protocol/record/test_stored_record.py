@@ -39,7 +39,7 @@ class Shelf:
         return StoredRecord.read("r", last, self.get)
 
 
-def test_a_record_is_one_story() -> None:
+def test_a_record_is_consistent() -> None:
     """Trainer processes and steps are in order; versions are found by their step, groups by the steps that used them."""
     record = Shelf().read()
     assert [step.step for step in record.steps] == [1, 2, 3]
@@ -68,7 +68,7 @@ def test_what_does_not_follow_is_refused(change: Callable[[LineageChapter], Line
         Shelf().read(change)
 
 
-def test_the_end_is_what_nats_says_where_no_checkpoint_is(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_end_is_taken_from_nats(tmp_path: Path) -> None:
     """Without the run's folder the key in NATS names the last chapter; a run that committed nothing has none."""
     known = CheckpointCommitted(epoch=1, step=3, version=3, chapter=3, record=BLOB, state_sha256="0" * 64)
     assert end_of_record("r", tmp_path, lambda: encode(known)) == BLOB

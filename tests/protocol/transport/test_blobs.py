@@ -23,7 +23,7 @@ from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused,
 from penstock.protocol.transport.blobs import Blobs
 
 
-def test_what_was_stored_comes_back(blobs: Blobs, run_id: str) -> None:
+def test_stored_objects_are_read_back(blobs: Blobs, run_id: str) -> None:
     """The reference of a stored object fetches the same bytes, the empty object included."""
     for data in (b"", b"x", bytes(range(256)) * 500):
         ref = blobs.put(f"runs/{run_id}/{len(data)}", data)
@@ -118,7 +118,7 @@ def test_a_server_that_has_no_partial_answers_is_asked_for_one_once(
         assert proxy.num_gets == num_gets
 
 
-def test_a_listing_holds_what_lies_below_its_prefix(blobs: Blobs, run_id: str) -> None:
+def test_a_listing_contains_the_objects_below_its_prefix(blobs: Blobs, run_id: str) -> None:
     """Objects are listed with sizes and times, at any depth, and deleted ones are gone."""
     before = datetime.now(UTC)
     prefix = f"runs/{run_id}/"
@@ -190,7 +190,7 @@ def test_a_server_that_never_answers_is_an_error_within_the_deadline(s3_settings
             Blobs(settings, deadline_s=1.0).put("x", b"data")
 
 
-def test_a_server_that_comes_back_is_waited_for(own_s3: Callable[[], S3Server]) -> None:
+def test_a_call_waits_for_a_server_restart(own_s3: Callable[[], S3Server]) -> None:
     """A call during an outage completes after the restart, and earlier objects are still stored."""
     server = own_s3()
     blobs = Blobs(server.settings)

@@ -144,9 +144,7 @@ def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, ring_streams: str) -> None
     assert inbox.fetch(10, 0.1).wait() == []
 
 
-def test_an_ended_fetch_takes_no_message_away_from_others(
-    bus: Bus, ring_streams: str, nats_settings: NatsSettings
-) -> None:
+def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, ring_streams: str, nats_settings: NatsSettings) -> None:
     """A message that comes after a fetch's time goes to whoever fetches then."""
     first = task_inbox(bus, ring_streams)
     assert first.fetch(10, 0.1).wait() == []
@@ -181,7 +179,7 @@ def test_every_call_can_be_awaited(bus: Bus, ring_streams: str) -> None:
 # ── redelivery ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_messages_of_a_dead_reader_come_again(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
+def test_messages_of_an_ended_reader_are_redelivered(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
     """A message held by an ended reader is delivered to another one, counted as a redelivery."""
     issue(bus, short_run, 1)
     with Bus.connect(nats_settings, name="reader") as reader:
@@ -215,7 +213,7 @@ def test_a_redelivered_message_that_is_still_held_is_not_handed_out_twice(bus: B
     assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
 
 
-def test_a_reader_that_starts_anew_gets_its_messages_at_once(
+def test_a_restarted_reader_gets_its_messages_immediately(
     bus: Bus, ring_streams: str, nats_settings: NatsSettings
 ) -> None:
     """After a reset, all unacknowledged messages come without waiting for their ack wait."""
@@ -226,7 +224,7 @@ def test_a_reader_that_starts_anew_gets_its_messages_at_once(
     assert len(task_inbox(bus, ring_streams).fetch(1, 2.0).wait()) == 1
 
 
-def test_a_message_given_back_comes_again_after_its_delay(bus: Bus, ring_streams: str) -> None:
+def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, ring_streams: str) -> None:
     """A message that was given back is delivered again, not before its delay is over."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
@@ -239,7 +237,7 @@ def test_a_message_given_back_comes_again_after_its_delay(bus: Bus, ring_streams
     assert again.num_delivered == 2
 
 
-def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams: str) -> None:
+def test_a_message_requeued_without_delay_is_redelivered(bus: Bus, ring_streams: str) -> None:
     """Without delay the same inbox gets the message again, every time."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
@@ -248,7 +246,7 @@ def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams
     assert take_one(inbox, 5.0).num_delivered == 21
 
 
-def test_a_message_that_comes_back_at_once_is_held_again(bus: Bus, ring_streams: str) -> None:
+def test_a_message_redelivered_immediately_is_held_again(bus: Bus, ring_streams: str) -> None:
     """A message redelivered during its negative acknowledgement is held, and its ack wait extended, like any other."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
@@ -382,7 +380,7 @@ def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: 
     assert take_one(inbox).fact.pack_id == "p3"
 
 
-def test_a_stream_that_stays_full_is_an_error_in_the_end(bus: Bus, blobs: Blobs, run_id: str) -> None:
+def test_a_stream_that_stays_full_is_an_error_at_the_deadline(bus: Bus, blobs: Blobs, run_id: str) -> None:
     """Back-pressure beyond its deadline is an error that names the full subject and its slow reader."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     issue(bus, run_id, 1)
@@ -441,7 +439,7 @@ def test_what_is_in_flight_is_read_from_the_broker(bus: Bus, ring_streams: str) 
 # ── key-value ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_moves_only_from_the_revision_one_knows(bus: Bus, ring_streams: str) -> None:
+def test_a_key_is_updated_only_from_its_current_revision(bus: Bus, ring_streams: str) -> None:
     """Compare-and-swap: the first writer wins, the second gets an error, nothing is overwritten."""
     store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
     assert store.get("head").wait() is None
@@ -487,7 +485,7 @@ def publish_event(bus: Bus, run: str, number: int) -> None:
     bus.publish(subjects.events(run, "log"), event(run, number), msg_id=f"e{number}").wait()
 
 
-def test_a_tail_sees_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
+def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
     """What was there before and what comes later arrives once and in order; unreadable things are skipped."""
     for number in range(5):
         publish_event(bus, ring_streams, number)
@@ -507,7 +505,7 @@ def test_a_tail_sees_everything_in_order_from_the_start(bus: Bus, ring_streams: 
     assert seen == [float(n) for n in range(10)]
 
 
-def test_a_tail_from_now_on_sees_only_what_comes_later(bus: Bus, ring_streams: str) -> None:
+def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, ring_streams: str) -> None:
     """Without from_start nothing old is delivered, and nothing published after the call is missed."""
     publish_event(bus, ring_streams, 1)
     seen: list[float] = []
@@ -547,7 +545,7 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, ring_streams: str) -
 # ── a server that is killed ───────────────────────────────────────────────────────────────────────
 
 
-def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
+def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
     """Three SIGKILLs among 600 publications: afterwards every message is there exactly once."""
@@ -591,7 +589,7 @@ def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
         assert sorted(seen) == sorted(f"p{n}" for n in range(600))
 
 
-def test_acknowledgements_outlast_a_server_that_dies_under_them(
+def test_acknowledgements_are_repeated_after_a_server_is_killed(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
     """Single and batched acknowledgements are confirmed, also when the server is killed in between."""
@@ -619,7 +617,9 @@ def test_acknowledgements_outlast_a_server_that_dies_under_them(
         assert inbox.num_held == 0
 
 
-def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
     """A consumer that lost its record with its server confirms what was held, and gives out the rest once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
@@ -645,7 +645,7 @@ def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], N
         assert inbox.num_held == 0
 
 
-def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_readers_continue_after_a_server_is_killed(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """A waiting fetch, a tail, a held message and a key-value bucket continue after the server's restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
@@ -684,7 +684,9 @@ def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], 
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
 
 
-def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_a_key_is_read_although_the_server_is_killed_during_the_read(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
     """A read interrupted by a kill of the server is repeated and answered after the restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
@@ -704,7 +706,7 @@ def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[],
         assert [entry.key for entry in listing.wait()] == ["head"]
 
 
-def test_a_fetch_while_the_server_is_away_is_empty_after_its_time(
+def test_a_fetch_from_an_unreachable_server_is_empty_after_its_timeout(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
     """The reader's loop continues, and the bus reports for how long the server has been unreachable."""
@@ -764,7 +766,7 @@ def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, r
     bus.close()
 
 
-def test_a_denied_publication_says_so(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_a_denied_publication_is_an_error(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """A user without the right to publish gets the server's reason, not a timeout."""
     server = own_nats()
     config = server.store / "nats.conf"

@@ -25,7 +25,7 @@ def small_nats(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
-def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: str) -> None:
+def test_a_full_bucket_is_an_error_with_its_size_and_loses_nothing(bus: Bus, run_id: str) -> None:
     """A new key is refused by name, limit and remedy; old keys remain writable, and with more space the key is accepted."""
     js = bus._connection.js
     name = f"{run_id}-small"
@@ -56,7 +56,7 @@ def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: st
     bus.delete_stream(f"KV_{name}").wait()
 
 
-def test_a_store_without_room_for_a_run_says_so(small_nats: NatsServer, run_id: str) -> None:
+def test_a_store_without_space_for_a_run_is_an_error(small_nats: NatsServer, run_id: str) -> None:
     """Error 10047: streams and buckets that reserve more than the store has are refused with the limit to raise."""
     with Bus.connect(small_nats.settings, name="test") as bus:
         for create in (
@@ -106,7 +106,7 @@ def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, ru
         (500, 19999, BusError, "error 19999"),
     ],
 )
-def test_every_refusal_is_an_error_of_ours(code: int, number: int, kind: type[BusError], says: str) -> None:
+def test_every_refusal_is_a_penstock_error(code: int, number: int, kind: type[BusError], says: str) -> None:
     """Each code becomes an error that callers handle, whose text names request, server and fix."""
     err = refusal(APIError(code=code, err_code=number, description="no"), "stream r-tasks", "nats://h:1")
     assert type(err) is kind

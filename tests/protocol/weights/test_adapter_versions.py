@@ -30,7 +30,7 @@ def an_adapter() -> tuple[PublishedWeights, VersionManifest, VersionManifest]:
     return run, base, run.publish_adapter(RAW)
 
 
-def test_an_adapter_is_read_alone_and_whole_from_wherever_a_mirror_stands():
+def test_an_adapter_is_read_alone_and_whole_from_any_version_of_a_mirror():
     """Its way has one step, which fetches none of its base's bytes; whoever holds it needs nothing."""
     run, base, adapter = an_adapter()
     for held in (None, held_of(base), Held(PolicyVersion(1), "0" * 64)):
@@ -61,7 +61,7 @@ def test_the_root_names_base_scale_and_factors():
     assert len(roots) == 5
 
 
-def test_a_base_is_the_one_that_the_adapter_was_trained_upon():
+def test_a_base_is_the_one_that_the_adapter_was_trained_on():
     """Another version, another state, another run, or a version that is no anchor is refused."""
     _, base, adapter = an_adapter()
     verify_base(adapter, base)
@@ -183,7 +183,7 @@ def test_an_adapter_of_another_model_or_dtype_is_refused():
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"r": 0, "lora_alpha": 1, "target_modules": ["q"]}', b'{"r": 1, "lora_alpha": NaN}']
 )
-def test_a_config_that_says_nothing_usable_is_refused(data: bytes):
+def test_an_unusable_config_is_refused(data: bytes):
     """What is served is never guessed."""
     with pytest.raises(MalformedWeights, match=r"adapter_config\.json"):
         AdapterConfig.from_json(data)

@@ -178,7 +178,7 @@ def test_the_head_must_be_what_was_announced():
             verify_head(manifest, **expected)
 
 
-def test_a_manifest_says_how_much_changed():
+def test_a_manifest_contains_the_number_of_changes():
     """Density and bytes follow from the buckets; what is stored for a version is listed once."""
     run, (anchor, patch) = a_run(1)
     assert anchor.density == 1.0

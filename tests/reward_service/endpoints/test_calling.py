@@ -101,7 +101,7 @@ def test_a_signing_secret_that_is_none_is_refused_without_showing_it(secret: str
     assert not secret or f"input_value='{secret}" not in str(err.value)
 
 
-def test_a_lease_lives_by_the_readers_clock() -> None:
+def test_a_lease_expires_by_the_readers_clock() -> None:
     """A lease expires when its revision is unchanged for its duration; a new or first seen revision restarts it."""
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()

@@ -119,7 +119,7 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
     assert one.metrics().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
 
 
-async def test_a_full_line_turns_groups_away(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
     """Groups that do not fit into the queue are refused immediately, which does not count as a failure of the endpoint."""
     release = threading.Event()
 
@@ -226,7 +226,7 @@ async def test_requests_are_signed_and_carry_the_api_key(
     assert server.keys[0] == server.keys[1]
 
 
-async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
+async def test_answers_are_checked_against_what_the_endpoint_declared(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
@@ -271,7 +271,7 @@ async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls
         assert client.metrics(second).finishing == {}
 
 
-async def test_who_waits_for_an_endpoint_that_is_unregistered_is_told(
+async def test_groups_that_wait_for_an_unregistered_endpoint_are_refused(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """The running call may end; queued groups are redelivered."""

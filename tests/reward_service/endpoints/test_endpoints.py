@@ -193,7 +193,7 @@ def test_an_unregistered_endpoint_may_come_back(
     assert not wire.dead
 
 
-def test_a_reward_with_too_many_parts_is_dead_and_the_others_are_scored(
+def test_a_reward_with_too_many_parts_is_dead_lettered_and_the_others_are_scored(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Rewards too large for a message are dead letters; a pack that is too large is announced in pieces."""
@@ -220,7 +220,7 @@ def service_delete(service: Service, name: str) -> int:
     return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
-def test_an_endpoint_is_found_by_name_and_told_its_name(
+def test_an_endpoint_is_found_by_name_and_gets_its_name(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """A host name is resolved, its checked address is called, and the Host header still carries the name."""

@@ -238,7 +238,7 @@ async def test_honest_programs_use_what_they_use(pool: SandboxPool) -> None:
         assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
 
 
-async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> None:
+async def test_an_external_kill_of_a_program_is_an_error(pool: SandboxPool) -> None:
     """A SIGKILL from outside (the memory of the machine ran out) is never a 0, and the next program is graded."""
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
     killed = 0
@@ -256,7 +256,7 @@ async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> No
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
 
 
-async def test_a_zygote_that_dies_is_replaced(pool: SandboxPool) -> None:
+async def test_a_killed_zygote_is_replaced(pool: SandboxPool) -> None:
     """A killed zygote is started again and does not affect a verdict."""
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
     for pid in pool.pids:
@@ -314,7 +314,7 @@ def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) ->
     assert canary.probe("off").kind is None
 
 
-def test_the_service_says_which_sandbox_it_uses(shared_service: Service) -> None:
+def test_the_service_reports_its_sandbox(shared_service: Service) -> None:
     """GET /v1/rewards names the sandbox, and a row scored by hand is run in it."""
     listed = {row["name"]: row for row in shared_service.get("/v1/rewards")["rewards"]}
     assert "programs are run in" in listed["code"]["description"]

@@ -92,7 +92,7 @@ async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
     assert faulty_engine.pauses == ["continue", "retract", "continue"]
 
 
-async def test_what_the_answer_to_an_update_says_is_believed_before_anything_is_asked(
+async def test_the_answer_to_an_update_is_used_before_another_request(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
     """A version in it must be the one that was asked for; a checksum in it is the engine's, until the next update."""
