@@ -1,4 +1,4 @@
-"""The reward service as a real process, and real HTTP endpoints that behave as badly as a test wants."""
+"""The reward service as a real process, and real HTTP endpoints with the faults that a test chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """A child whose output goes to a file that a failing test shows."""
+    """A child process whose output is written to a file that a failing test shows."""
 
     def __init__(
         self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT

@@ -56,6 +56,6 @@ def running_worker(nats_server: NatsServer, s3_server: S3Server, ring_end: RingE
 
 @pytest.fixture
 def sglang_worker(running_worker: Child) -> Iterator[Child]:
-    """That worker, one for all tests: what kills its server is mended by it. A failed test shows its log."""
+    """That worker, one for all tests: it restarts its server after a kill. A failed test shows its log."""
     yield running_worker
     print(f"── log of {running_worker.name} ──\n{running_worker.log_tail(40)}")

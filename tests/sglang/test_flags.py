@@ -1,4 +1,4 @@
-"""Every flag that a worker, or the compose file, gives to SGLang is one that the pinned version knows."""
+"""Every flag that a worker, or the compose file, gives to SGLang is supported by the pinned version."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What SGLang 0.5.23 does with faulty weights, and that a worker's engine does not stay poisoned.
+"""The behaviour of SGLang 0.5.23 with faulty weights; a worker's engine recovers from them.
 
-The worker never hands such a folder over (`rollout_service/checks/check_weights.py`); here the check is gone round, to see
-what it saves us from, and that the next line holds.
+The worker never passes such a folder on (`rollout_service/checks/check_weights.py`); these tests bypass the check, to
+show what it prevents, and that the engine recovers without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Supervised:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def supervised(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Supervised]:
-    """One engine for all tests: what kills its server is mended by it, which is what they are about."""
+    """One engine for all tests: it restarts its server after a kill, which the tests check."""
     scratch = tmp_path_factory.mktemp("supervised")
     build_model(scratch / "model")
     engine = managed_sglang(scratch / "sglang.log")
@@ -53,7 +53,7 @@ async def supervised(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(supervised: Supervised) -> ManagedEngine:
-    """The engine on version 0, whatever the test before left."""
+    """The engine, reset to version 0."""
     await asyncio.wait_for(supervised.engine.load(supervised.model, V0), 2 * START_S)
     return supervised.engine
 
@@ -65,7 +65,7 @@ def model(supervised: Supervised) -> Path:
 
 
 async def greedy(engine: ManagedEngine) -> list[int]:
-    """The most likely tokens, by whatever it serves."""
+    """The most likely tokens, by the served weights."""
     [[completion]] = await engine.client.generate([PROMPT], GREEDY, 1)
     return completion.token_ids
 

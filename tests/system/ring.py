@@ -29,7 +29,7 @@ SMALL = 1024 * 1024
 
 
 class Ring:
-    """Issues tasks at one end, takes rewards at the other, and reads what the services say meanwhile."""
+    """Issues tasks, reads rewards, and reads the heartbeats of the services."""
 
     def __init__(
         self, nats: NatsServer, s3: S3Server, run_id: str, folder: Path, limits: StreamLimits, bus: Bus
@@ -85,7 +85,7 @@ class Ring:
         return self.bus.stream_state(f"{self.run_id}-{stage}").wait().num_messages
 
     def state(self, role: str, service_id: str) -> str:
-        """What a service's last heartbeat says it does; empty when it has none."""
+        """The activity in a service's last heartbeat; empty without one."""
         beat = self._beat(role, service_id)
         return "" if beat is None else beat.state
 

@@ -31,7 +31,7 @@ def test_every_process_is_killed_once_and_nothing_is_lost_or_counted_twice(tmp_p
 
 
 def test_a_plan_kills_every_process_and_is_the_same_for_the_same_seed() -> None:
-    """Every victim is killed, in the order of the steps, never in the last ones; every crash point comes once."""
+    """Every victim is killed, in the order of the steps, never in the last ones; every crash point is used once."""
     for seed in range(20):
         kills = plan_kills(seed, VICTIMS, num_kills=30, steps=60)
         assert kills == plan_kills(seed, VICTIMS, num_kills=30, steps=60)

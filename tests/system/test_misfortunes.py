@@ -1,4 +1,4 @@
-"""A worker process and a reward service process outlast whoever they depend on; nothing is lost, nothing comes twice."""
+"""A worker and a reward service survive failures of all their dependencies; nothing is lost or duplicated."""
 
 from __future__ import annotations
 

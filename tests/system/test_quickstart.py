@@ -53,7 +53,7 @@ def test_the_json_line_contains_the_results(quickstart: dict):
 
 @pytest.mark.slow
 def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
-    """Every issued group was trained, dropped with a reason, or is under way; none is unaccounted for."""
+    """Every issued group was trained, dropped with a reason, or is in flight; none is unaccounted for."""
     groups = quickstart["groups"]
     assert groups["trained"] == 48 * STEPS
     ended = groups["trained"] + sum(groups["dropped"].values())  # dead letters are among the dropped
@@ -75,7 +75,7 @@ def test_the_first_step_compares_trainer_and_engine(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_report_is_there_to_read_and_to_look_at(quickstart: dict):
-    """Markdown, JSON and a picture stand in the run's folder, and the report says what to type next."""
+    """Markdown, JSON and a picture are in the run's folder, and the report names the next commands."""
     folder = quickstart["folder"]
     text = (folder / "report.md").read_text()
     assert f"{quickstart['accuracy_before']:.3f} → {quickstart['accuracy_after']:.3f}" in text

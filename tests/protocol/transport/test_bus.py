@@ -55,7 +55,7 @@ def short_run(bus: Bus, blobs: Blobs, run_id: str) -> str:
 
 
 def issue(bus: Bus, run: str, number: int, *, split: str = "train") -> bool:
-    """Publish task pack ``number``; returns whether the server knew it already."""
+    """Publish task pack ``number``; returns True if it is a duplicate for the server."""
     fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
     return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}").wait().duplicate
 
@@ -138,14 +138,14 @@ def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, ring_streams: 
 
 
 def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, ring_streams: str) -> None:
-    """When nothing comes in time, the result is an empty list."""
+    """If no message arrives in time, the result is an empty list."""
     inbox = task_inbox(bus, ring_streams)
     assert inbox.fetch(1, 0.1).wait() == []
     assert inbox.fetch(10, 0.1).wait() == []
 
 
 def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, ring_streams: str, nats_settings: NatsSettings) -> None:
-    """A message that comes after a fetch's time goes to whoever fetches then."""
+    """A message that arrives after a fetch's timeout goes to the next fetch."""
     first = task_inbox(bus, ring_streams)
     assert first.fetch(10, 0.1).wait() == []
     with Bus.connect(nats_settings, name="other") as other:
@@ -216,7 +216,7 @@ def test_a_redelivered_message_that_is_still_held_is_not_handed_out_twice(bus: B
 def test_a_restarted_reader_gets_its_messages_immediately(
     bus: Bus, ring_streams: str, nats_settings: NatsSettings
 ) -> None:
-    """After a reset, all unacknowledged messages come without waiting for their ack wait."""
+    """After a reset, all unacknowledged messages are redelivered without waiting for their ack wait."""
     issue(bus, ring_streams, 1)
     with Bus.connect(nats_settings, name="first life") as reader:
         take_one(task_inbox(reader, ring_streams))
@@ -269,7 +269,7 @@ def dead_letters(bus: Bus, run: str, count: int) -> list[DeadLetter]:
 
 
 def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
-    """A message of another kind is stored with reason and bytes, acknowledged, and not handed out."""
+    """A message of another kind is stored with reason and bytes, acknowledged, and not delivered."""
     event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
     bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="1").wait()
     inbox = task_inbox(bus, ring_streams)
@@ -321,7 +321,7 @@ def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
 
 
 def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, ring_streams: str) -> None:
-    """Good messages of the same fetch are handed out."""
+    """Valid messages of the same fetch are delivered."""
     event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
     issue(bus, ring_streams, 1)
     bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="poison").wait()
@@ -486,7 +486,7 @@ def publish_event(bus: Bus, run: str, number: int) -> None:
 
 
 def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
-    """What was there before and what comes later arrives once and in order; unreadable things are skipped."""
+    """Earlier and later messages arrive once and in order; undecodable ones are skipped."""
     for number in range(5):
         publish_event(bus, ring_streams, number)
     bus.publish(subjects.events(ring_streams, "log"), make_task_issued(ring_streams), msg_id="odd").wait()

@@ -142,7 +142,7 @@ class Fuzzer:
         self.counters = Counters()
 
     def go(self, num_mutations: int) -> Counters:
-        """Try mutations; raises AssertionError, or whatever a reader raised that it must not, at the first miss."""
+        """Try mutations; raises AssertionError, or the unexpected error of a reader, at the first failure."""
         kinds = [self.segment, self.segment, self.segment, self.manifest, self.layout, self.adapter]
         for number in range(num_mutations):
             kind = kinds[number % len(kinds)]
@@ -163,7 +163,7 @@ class Fuzzer:
         return self.counters
 
     def segment(self) -> str:
-        """Mutate a segment; whatever passes is applied between canaries and compared by hash."""
+        """Mutate a segment; one that passes is applied between canaries and compared by hash."""
         sample = self.random.choice(self.samples)
         data = self._mutated_segment(sample)
         num_words = sample.old.size // sample.word_bytes
@@ -337,7 +337,7 @@ class Fuzzer:
         return json.dumps(document).encode()
 
     def _edit(self, document: Any) -> None:
-        """Replace, remove or swap something somewhere in a JSON document."""
+        """Replace, remove or swap a random value of a JSON document."""
         at: Any = document
         while True:
             keys = list(at) if isinstance(at, dict) else list(range(len(at)))

@@ -59,7 +59,7 @@ def ref_of(key: str, data: bytes) -> BlobRef:
 
 
 class WrongBytes(Exception):
-    """A hash is not the one that was promised."""
+    """A hash differs from the expected one."""
 
 
 class PublishedWeights:

@@ -31,7 +31,7 @@ def an_adapter() -> tuple[PublishedWeights, VersionManifest, VersionManifest]:
 
 
 def test_an_adapter_is_read_alone_and_whole_from_any_version_of_a_mirror():
-    """Its way has one step, which fetches none of its base's bytes; whoever holds it needs nothing."""
+    """Its plan has one step, which fetches none of its base's bytes; a mirror that holds it fetches nothing."""
     run, base, adapter = an_adapter()
     for held in (None, held_of(base), Held(PolicyVersion(1), "0" * 64)):
         plan = run.plan(held)
@@ -45,7 +45,7 @@ def test_an_adapter_is_read_alone_and_whole_from_any_version_of_a_mirror():
 
 
 def test_the_root_names_base_scale_and_factors():
-    """Whatever would change what is served changes the root: another model, another alpha, another bit of a factor."""
+    """Every change of the served weights changes the root: another model, another alpha, another bit of a factor."""
     _, base, adapter = an_adapter()
     assert adapter.base is not None
     digests = bucket_digests(ADAPTER_LAYOUT.buckets[0], RAW.data)
@@ -115,7 +115,7 @@ def test_merging_is_what_torch_computes(dtype: str):
 
 
 def test_bfloat16_is_rounded_as_torch_rounds():
-    """Ties go to even, the largest becomes infinite, what is not a number stays one: bit for bit torch's."""
+    """Ties go to even, the largest becomes infinite, NaN is kept: bit for bit as torch."""
     bits = np.concatenate(
         [RNG.integers(0, 2**32, 4096, dtype=np.uint32), np.arange(0x7F7F8000, 0x7F808001, 0x4000, dtype=np.uint32)]
     )

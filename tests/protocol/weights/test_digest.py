@@ -1,4 +1,4 @@
-"""The name of a set of weights: one value for the same tensors, whoever computes it and in whatever order."""
+"""The name of a set of weights: one value for the same tensors, in any implementation and any order."""
 
 import json
 import struct

@@ -114,7 +114,7 @@ def test_a_mirror_with_other_bytes_starts_from_the_anchor():
 
 
 def test_a_chain_without_end_is_cut():
-    """More parents than allowed without an anchor are an error that says what to do."""
+    """More parents than allowed without an anchor are an error with a fix."""
     run, _ = a_run(6)
     with pytest.raises(ChainBroken, match="no full snapshot within 4 parents; publish a full snapshot"):
         run.plan(None, max_hops=4)

@@ -1,4 +1,4 @@
-"""The parts of a robust call, each by itself: breaker, rate, signature, leases, tokens."""
+"""The parts of a robust call, each in isolation: breaker, rate, signature, leases, tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_breaker_opens_only_when_most_of_enough_calls_failed() -> None:
 
 
 def test_a_half_open_breaker_lets_one_call_through() -> None:
-    """After its pause one call goes through; success closes it, failure doubles the pause up to a bound."""
+    """After its pause one call is allowed; success closes it, failure doubles the pause up to a bound."""
     breaker = tripped()
     assert breaker.state(FIRST_PAUSE_S) is BreakerState.HALF_OPEN
     assert breaker.admit(FIRST_PAUSE_S)
@@ -57,7 +57,7 @@ def test_a_half_open_breaker_lets_one_call_through() -> None:
 
 
 def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
-    """Answers of calls that were under way when it opened neither close nor prolong it."""
+    """Answers of calls in progress when it opened neither close nor prolong it."""
     breaker = tripped()
     breaker.record(0.1, failed=False)
     assert breaker.state(0.2) is BreakerState.OPEN
@@ -67,7 +67,7 @@ def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
 
 @given(st.floats(0.5, 100.0), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=200))
 def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None:
-    """Whatever the rhythm of asking, no more than the rate and one second's worth go through."""
+    """For any pattern of requests, no more than the rate plus one second's burst are allowed."""
     bucket, now, passed = TokenBucket(rate, 0.0), 0.0, 0
     for pause in pauses:
         now += pause

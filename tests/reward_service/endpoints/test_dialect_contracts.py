@@ -168,7 +168,7 @@ async def test_trl_functions_get_prompts_completions_and_columns() -> None:
 
 
 async def test_slime_servers_answer_one_sample() -> None:
-    """``{prompt, response, label}`` goes out; the number may be under slime's reward key."""
+    """``{prompt, response, label}`` is sent; the number may be under slime's reward key."""
     app = FastAPI()
 
     @app.post("/rm")
@@ -228,7 +228,7 @@ async def test_nemo_gym_servers_verify_a_response() -> None:
 
 
 async def test_openai_graders_are_run_once_a_completion() -> None:
-    """The grader, the row as item and the sample go out; a flagged error is no score, even with a reward."""
+    """The grader, the row as item and the sample are sent; a flagged error is no score, even with a reward."""
     app = FastAPI()
 
     @app.post("/v1/fine_tuning/alpha/graders/run")

@@ -1,4 +1,4 @@
-"""Endpoints as they come, hang, are replaced, drained and lost, seen from the run: nothing lost, nothing twice."""
+"""Endpoints are registered, hang, are replaced, drained and lost; the run gets every reward exactly once."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
 def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """SIGKILL in mid-work: every group is scored; what came twice carries the same id, which a trainer drops."""
+    """SIGKILL during scoring: every group is scored; duplicates have the same id, which a trainer drops."""
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     victim, survivor = start_service(replica="r0"), start_service(replica="r1")
     asked, release = threading.Event(), threading.Event()

@@ -82,7 +82,7 @@ def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
 async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """While one call is under way, whoever comes waits, and then goes in one call, whatever pack it is of."""
+    """While one call is running, groups wait, and are then sent in one call, from any pack."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -229,7 +229,7 @@ async def test_requests_are_signed_and_carry_the_api_key(
 async def test_answers_are_checked_against_what_the_endpoint_declared(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
+    """A row without ground truth is refused without a call; a score without a declared part is invalid."""
     server = serve(good(0.5))
     (refused,) = await line(server, needs_ground_truth=True).score_groups(groups(1), attempt=1)
     assert isinstance(refused, BadGroundTruth)
@@ -244,7 +244,7 @@ async def test_answers_are_checked_against_what_the_endpoint_declared(
 async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """Replaced in mid-work: the call under way is scored by the old version, the line by the new; each group once."""
+    """Replaced during scoring: the running call is scored by the old version, the queue by the new; each group once."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:

@@ -35,7 +35,7 @@ def signed(body: bytes = BODY, secret: str = SECRET, age_s: float = 0.0) -> dict
 
 
 def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
-    """A signed request is parsed whatever the headers' case; numbers, scores and None become one answer."""
+    """A signed request is parsed for any case of its headers; numbers, scores and None become one answer."""
     request = endpoint_kit.read(BODY, {name.title(): value for name, value in signed().items()}, [OTHER, SECRET])
     assert request.groups[0].completions == ["a", "b"]
     said = json.loads(endpoint_kit.answer(request, [[0.5, None]]))

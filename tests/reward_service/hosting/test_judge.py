@@ -155,7 +155,7 @@ def test_scores_are_read_in_the_forms_models_write_them() -> None:
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8])
 def test_pairs_meet_equally_often_and_in_both_places(num: int) -> None:
-    """Everybody meets everybody in both orders; with few opponents every answer still has as many comparisons."""
+    """Every pair is compared in both orders; with few opponents every answer still has as many comparisons."""
     full = pairs(num, opponents=None, both_orders=True)
     assert len(full) == num * (num - 1)
     assert len(set(full)) == len(full)

@@ -176,7 +176,7 @@ def said(text: str) -> Answer:
 async def test_a_model_scores_by_the_guides_response_format(
     start_endpoint: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """The filled messages, the sampling parameters and the schema go out; prose and numbers off the range are errors."""
+    """The filled messages, the sampling parameters and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
     server = start_endpoint(lambda _: said(next(texts)))
     chat = Chat(JudgeSettings(base_url=server.url, model="x", retries=0), "")

@@ -57,7 +57,7 @@ parameters.factor = 4.0
 
 
 def copy_of_the_package(folder: Path) -> Path:
-    """Copy what the reward service needs below ``folder``; returns what goes on PYTHONPATH."""
+    """Copy what the reward service needs below ``folder``; returns the entry for PYTHONPATH."""
     package = folder / "site" / "penstock"
     for name in ("protocol", "reward_service"):
         shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))

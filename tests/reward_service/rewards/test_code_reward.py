@@ -32,7 +32,7 @@ GOOD = "print(2 * int(input()))"
 
 @pytest.fixture
 async def pool() -> AsyncIterator[SandboxPool]:
-    """Two slots in whatever sandbox holds here; a machine without any fails, it does not skip."""
+    """Two slots in the sandbox available on this machine; a machine without any fails, it does not skip."""
     found = canary.probe("auto")
     assert found.kind is not None, found
     pool = SandboxPool(Launch(found.kind), 2, LIMITS)
@@ -214,7 +214,7 @@ async def test_tests_that_cannot_be_run_are_the_row_s_fault(pool: SandboxPool, t
 
 
 async def test_helpers_of_the_tests_cannot_be_given_by_the_program(pool: SandboxPool) -> None:
-    """A name that setup defines is the data set's, whatever the program calls by that name."""
+    """A name defined by setup refers to the data set's object, even if the program defines the same name."""
     tests = Assertions(("assert close(f(1), 2)",), setup="def close(a, b): return a == b", entry_points=("f",))
     assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
 

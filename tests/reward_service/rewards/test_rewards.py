@@ -239,7 +239,7 @@ def test_every_fraction_is_read_back(value: Any) -> None:
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
 def test_no_text_breaks_a_reward(completion: str, latexish: str) -> None:
-    """Whatever a policy writes, a reward gives a finite verdict."""
+    """For any text of a policy a reward gives a finite verdict."""
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
         assert format.judge((text,), None)[0].reward in {0.0, 1.0}

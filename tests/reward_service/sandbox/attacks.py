@@ -21,7 +21,7 @@ def call(name, *arguments):
     return result
 """
 
-# Each is one or more statements; whatever comes after the statement that has to fail is the proof of escape.
+# Each is one or more statements; the code after the statement that has to fail proves the escape.
 NETWORK = {
     "tcp4": "socket.create_connection(('127.0.0.1', W['tcp4']), 2)",
     "tcp6": "socket.create_connection(('::1', W['tcp6']), 2)",

@@ -202,7 +202,7 @@ def test_calls_by_another_numbering_are_fatal(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", attacks.FORGERIES)
 def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> None:
-    """Whatever a program does in the calls of its tests, an answer it does not know is not passed."""
+    """No action of a program during its tests passes an answer that it does not know."""
     program = attacks.FORGERIES[name]
     tests = Assertions(
         (

@@ -109,7 +109,7 @@ def test_nan_is_found_in_every_format(tmp_path: Path, dtype: torch.dtype):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
 def test_a_truncated_file_is_refused(check: WeightsCheck, tmp_path: Path, keep: int):
-    """At whatever byte it ends."""
+    """Truncated at any byte."""
     folder = write(tmp_path / "cut", tensors())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])

@@ -80,7 +80,7 @@ async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
 async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """The first one does, after whoever was killed before us, and the one after an update that failed while paused."""
+    """The first one does, since an earlier worker may have been killed, and so does the one after an update that failed while paused."""
     await client.load_weights(model, V1)
     await client.load_weights(model, V2)
     assert faulty_engine.pauses == ["continue"]
@@ -154,7 +154,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 300), st.floats(-20, 0)), max_size=6)
 
 @given(parts=st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=6), stopped=st.booleans())
 def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]], int]], stopped: bool):
-    """Whatever the cuts: tokens and logprobs in order, runs without gap or overlap, each token's version its part's."""
+    """For any cuts: tokens and logprobs are in order, runs have no gap or overlap, each token has its part's version."""
     finishes = ["abort"] * (len(parts) - 1) + ["stop" if stopped else "length"]
     sequence = Resumption([1, 2], max_new_tokens=100)
     for (sampled, version), finish in zip(parts, finishes, strict=True):

@@ -1,4 +1,4 @@
-"""The published versions that a worker knows, and those it has refused."""
+"""The published versions known to a worker, and those it has refused."""
 
 from __future__ import annotations
 

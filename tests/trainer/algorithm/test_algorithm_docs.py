@@ -28,7 +28,7 @@ def _is_named(word: str) -> bool:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_its_row_and_its_formula(name: str) -> None:
-    """The row says the aggregation that the preset sets, its source, and what others call it; a paragraph explains it."""
+    """The row names the aggregation that the preset sets, its source, and its names elsewhere; a paragraph explains it."""
     _, advantage, loss, aggregation, source, elsewhere = (cell.strip() for cell in ROWS[name])
     assert aggregation == PRESETS[name]["aggregation"]
     assert advantage

@@ -76,7 +76,7 @@ DISAGREEMENTS = {
     "openrlhf/kl/k3": "the recorded output is that of k1, whatever the estimator",
     "verl/pg/clip_cov-rng/token-mean/base": "which candidates are drawn depends on torch's random state, theirs and ours differ",
 }
-# Rules for rewards, which are no losses: the reward service has its own, and says where they differ.
+# Rules for rewards, which are not losses: the reward service has its own, with tests of the differences.
 OTHER_RULES = {
     "verl/reward/gsm8k-strict": "held by tests/reward_service/rewards/test_reward_conformance.py",
     "verl/reward/gsm8k-flexible": "held by tests/reward_service/rewards/test_reward_conformance.py",

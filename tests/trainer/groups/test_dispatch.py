@@ -134,7 +134,7 @@ TestDispatchMachine.settings = examples(150, stateful_step_count=40)
     st.integers(1, 50),
 )
 def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness, per_message, closings, num_prompts):
-    """Whatever is trained when, at most (max_staleness + 1) * groups_per_step groups are outstanding."""
+    """In any order of training, at most (max_staleness + 1) * groups_per_step groups are outstanding."""
     limits = rollout(groups_per_step=per_step, max_staleness=staleness)
     order = DataOrder(num_prompts, seed=0)
     state = START

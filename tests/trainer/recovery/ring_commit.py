@@ -1,4 +1,4 @@
-"""The commit of the ring machine: the trainer's own, over a folder in memory and objects in a dictionary.
+"""The commit of the state machine: the trainer's own, over a folder in memory and objects in a dictionary.
 
 `Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The rest of a trainer is replaced here: an object store,
 a key in NATS and a lease that never fail, weights that are a digest, and a collector whose acknowledgements reach the

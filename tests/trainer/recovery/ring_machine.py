@@ -365,7 +365,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.letters)
     @rule(pick=PICK)
     def send_again(self, pick):
-        """A dead letter is sent again, whatever the present state of its groups."""
+        """A dead letter is sent again, in any state of its groups."""
         number = pick % len(self.letters)
         letter, message = self.letters[number]
         queue = self.tasks if letter.stage == "tasks" else self.scored
@@ -399,7 +399,7 @@ class RingMachine(RuleBasedStateMachine):
         assert IssuerState.is_in(now, stored), "acknowledged, but the checkpoint does not hold the present state"
         assert stored.version == self.version, "acknowledged, but the checkpoint is of older weights"
 
-    # ── what must be true at every moment ─────────────────────────────────────────────────────
+    # ── what must always be true ──────────────────────────────────────────────────────────────
 
     @invariant()
     def every_group_has_one_effect(self):

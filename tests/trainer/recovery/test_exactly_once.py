@@ -1,4 +1,4 @@
-"""Whatever the broker does and wherever the trainer is killed: every group counts once, and the accounting closes."""
+"""For any behaviour of the broker and any kill of the trainer, every group counts once, and the accounting closes."""
 
 from __future__ import annotations
 
