@@ -185,7 +185,7 @@ def test_what_is_not_there_cannot_be_unloaded(engine: EngineUnderTest) -> None:
     assert "policy@99" in answer["error_message"]
 
 
-def test_an_adapter_comes_while_others_generate(
+def test_an_adapter_is_loaded_while_others_generate(
     engine: EngineUnderTest, adapters: dict[str, Adapter], merged: dict[str | None, Dense]
 ) -> None:
     """A load neither waits for a running generation nor changes it, and the adapter is served immediately."""
@@ -214,7 +214,7 @@ def test_a_retracted_generation_continues_with_its_adapter(
 def test_an_unload_waits_for_those_who_compute_with_it(
     serving: EngineUnderTest, merged: dict[str | None, Dense]
 ) -> None:
-    """A generation with an adapter that is unloaded meanwhile ends whole, by that adapter; then it is gone."""
+    """A generation completes with its adapter though that is unloaded in between; then the adapter is removed."""
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
         serving.streaming(PROMPT, rid="by-adapter", lora_path="policy@1", max_new_tokens=150) as stream,
@@ -227,7 +227,7 @@ def test_an_unload_waits_for_those_who_compute_with_it(
     assert listed(serving) == {"policy@2", "policy@3"}
 
 
-def test_new_weights_go_below_the_adapters(
+def test_new_weights_replace_the_base_of_the_adapters(
     serving: EngineUnderTest, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
     """An update of the weights leaves the adapters loaded: they change the new ones."""

@@ -33,7 +33,7 @@ SAMPLING = Sampling(max_new_tokens=3000, temperature=1.0, stop_token_ids=(3,))
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 V0, V1, V2, V3 = map(PolicyVersion, range(4))
 TOLERANCE = 1e-5  # nats; float32 against float32
-SPAN_SLACK = 2  # tokens: SGLang may attribute the step under way, when it stops in place, to either version
+SPAN_SLACK = 2  # tokens: SGLang may attribute the running step, when it stops in place, to either version
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -61,7 +61,7 @@ async def client(server: ServerUnderTest) -> AsyncIterator[EngineClient]:
 
 
 async def wait_until_generating(client: EngineClient) -> None:
-    """Wait until samples run, so that an update meets them: SGLang runs the prompts alone before, one sequence each."""
+    """Wait until samples run, so that an update interrupts them: SGLang first runs the prompts alone, one sequence each."""
     deadline = time.monotonic() + DEADLINE_S
     while (await client.metrics()).get("engine_running", 0) <= len(PROMPTS):
         assert time.monotonic() < deadline, "no sample was ever running"
@@ -136,7 +136,7 @@ async def test_an_update_switches_to_the_new_weights(
 
 
 async def test_the_checksum_follows_the_weights(client: EngineClient, server: ServerUnderTest, tmp_path: Path) -> None:
-    """Equal weights have equal checksums, whatever their version; other weights have another one of the same layout."""
+    """Equal weights have equal checksums under any version; other weights have another one of the same layout."""
     first = await client.weights_checksum()
     await client.load_weights(write_changed_copy(server.model, tmp_path / "v1", seed=1), V1)
     other = await client.weights_checksum()
@@ -151,7 +151,7 @@ async def test_the_checksum_follows_the_weights(client: EngineClient, server: Se
 async def test_every_token_is_of_the_version_that_sampled_it(
     client: EngineClient, server: ServerUnderTest, dense: Dense, tmp_path: Path, mode: UpdateMode
 ) -> None:
-    """Completions are whole whatever was loaded meanwhile; tokens, logprobs, versions and text belong together."""
+    """Completions are complete with any loads in between; tokens, logprobs, versions and text belong together."""
     folders = [write_changed_copy(server.model, tmp_path / f"v{i}", seed=i) for i in (1, 2)]
     models = {0: dense, 1: Dense(folders[0]), 2: Dense(folders[1])}
 

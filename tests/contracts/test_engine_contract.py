@@ -1,4 +1,4 @@
-"""What every engine promises the rollout worker: SGLang's HTTP contract as Penstock relies on it."""
+"""The contract of every engine with the rollout worker: the part of SGLang's HTTP API that Penstock relies on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contracts.tiny_model import Dense, read_tensors, write_changed_copy, 
 from tests.servers import wait_for
 
 PROMPT = [5, 17, 88, 250, 31, 9]
-LONG = 6000  # tokens: many seconds of generation, so that something can happen meanwhile
+LONG = 6000  # tokens: many seconds of generation, so that other requests can be sent during it
 TOLERANCE = 1e-5  # nats; float32 against float32
 
 
@@ -26,7 +26,7 @@ def logprobs_of(reply: dict) -> list[float]:
 
 
 def embedded_only(engine: EngineUnderTest, why: str) -> None:
-    """Skip what the real SGLang is known not to survive."""
+    """Skip tests that are known to crash the real SGLang."""
     if engine.kind != "embedded":
         pytest.skip(why)
 
@@ -271,7 +271,7 @@ def test_in_place_keeps_old_keys_and_values(engine: EngineUnderTest, dense: Dens
         reply = stream.result()
     old, new = reply["meta_info"]["weight_versions"]
     assert (old["version"], new["version"], new["end"]) == ("0", "1", len(reply["output_ids"]))
-    cut = old["end"] - 2  # SGLang may attribute the step under way to either version
+    cut = old["end"] - 2  # SGLang may attribute the running step to either version
     tokens, logprobs = reply["output_ids"], logprobs_of(reply)
     assert logprobs[:cut] == pytest.approx(dense.of_completion(PROMPT, tokens)[:cut], abs=TOLERANCE)
     after = torch.tensor(Dense(folder).of_completion(PROMPT, tokens))[cut + 4 : cut + 24]
@@ -312,7 +312,7 @@ def test_a_missing_folder_is_refused_and_the_old_weights_stay(engine: EngineUnde
 def test_a_faulty_checkpoint_is_refused_and_the_old_weights_stay(
     engine: EngineUnderTest, tmp_path: Path, fault: str
 ) -> None:
-    """Whatever is wrong with a folder is found before the served weights are touched."""
+    """Every error of a folder is found before the served weights are changed."""
     embedded_only(engine, "SGLang 0.5.23 crashes, or serves it")
     tensors = read_tensors(engine.model)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -368,7 +368,7 @@ def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest,
 
 
 def test_the_checksum_follows_the_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
-    """Equal weights have equal checksums, whatever they are called; other weights have another."""
+    """Equal weights have equal checksums under any name; other weights have another."""
     folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
     first = engine.post("/weights_checker", {"action": "checksum"})
     assert first["success"]

@@ -62,7 +62,7 @@ def check_fields(name: str, value: dict[str, Any]) -> None:
 
 
 async def test_every_exchange_is_of_vllms_own_form(fake: FakeVllm, client: VllmClient, tmp_path: Path) -> None:
-    """Everything the client does once; then each request and each reply is held against vLLM's description."""
+    """Run every call of the client once; each request and reply is validated against vLLM's OpenAPI description."""
     fake.exchanges.clear()
     model = fake._folder
     await client.inspect()

@@ -62,7 +62,7 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, **changes: 
 
 
 def build_endless_model(folder: Path, *, seed: int = 0) -> None:
-    """Write a random model that never ends a completion by itself."""
+    """Write a random model that never ends a completion."""
     build_model(folder, seed=seed, eos_token_id=None)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"]

@@ -166,7 +166,7 @@ def test_streams_and_consumers_are_changed_by_admin_alone(roles: NatsRoles, role
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.usefixtures("run_streams")
 def test_a_durable_consumer_belongs_to_its_role(roles: NatsRoles, role: str) -> None:
-    """Another role cannot pull from it, acknowledge or reset; no role can rewrite one, whatever the filter subject."""
+    """Another role cannot pull from it, acknowledge or reset; no role can rewrite one, with any filter subject."""
     forbidden = []
     for name, (owner, kind) in DURABLES.items():
         stream = f"{RUN}-{kind}"

@@ -1,4 +1,4 @@
-"""Nothing is imported from the working directory, whichever verb is typed and whatever it starts."""
+"""No verb, nor any process it starts, imports from the working directory."""
 
 from __future__ import annotations
 

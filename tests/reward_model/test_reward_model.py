@@ -80,7 +80,7 @@ def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("padding", ["own", "none", "end of text"])
-def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tmp_path: Path) -> None:
+def test_a_batch_gives_the_same_scores_as_single_texts(kind: str, padding: str, tmp_path: Path) -> None:
     """Padding changes no score with any padding token, also the token that ends texts."""
     settings = {"own": {}, "none": {"pad_token": None}, "end of text": {"pad_token": "<|im_end|>"}}[padding]
     model = build(tmp_path, kind, **settings)

@@ -219,7 +219,7 @@ def test_packs_wait_while_s3_is_unreachable(
         service.kill()
 
 
-def test_sigterm_finishes_what_is_under_way(
+def test_sigterm_finishes_packs_in_progress(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """After SIGTERM the packs in progress are scored and acknowledged, and the replica deletes its records."""

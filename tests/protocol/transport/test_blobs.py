@@ -32,7 +32,7 @@ def test_stored_objects_are_read_back(blobs: Blobs, run_id: str) -> None:
         assert blobs.exists(ref.key)
 
 
-def test_files_of_many_parts_come_back(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
+def test_files_of_many_parts_are_read_back(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
     """A file above the part size is stored in parts and fetched whole, under its own name only when verified."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * 4 * 1024 * 12)  # 12 MiB: three parts
@@ -58,7 +58,7 @@ def test_an_altered_object_is_corrupt(blobs: Blobs, s3_server: S3Server, run_id:
 
 
 def test_an_object_of_another_size_is_corrupt(blobs: Blobs, run_id: str) -> None:
-    """An object that is shorter or longer than its message promised is refused, and no more than promised is read."""
+    """An object shorter or longer than its message states is refused, and no more than the stated size is read."""
     ref = blobs.put(f"runs/{run_id}/x", b"payload")
     for size in (6, 8, 0):
         with pytest.raises(BlobCorrupt, match=f"expected {size} bytes"):
@@ -89,7 +89,7 @@ def test_a_missing_object_is_named(blobs: Blobs, run_id: str, tmp_path: Path) ->
     assert not blobs.exists(ref.key)
 
 
-def test_a_part_of_an_object_is_verified_by_itself(blobs: Blobs, run_id: str) -> None:
+def test_a_part_of_an_object_is_verified_alone(blobs: Blobs, run_id: str) -> None:
     """A range is fetched alone; one that was altered, or that the object is too short for, is corrupt."""
     data = bytes(range(256)) * 10
     ref = blobs.put(f"runs/{run_id}/ranged", data)
@@ -203,7 +203,7 @@ def test_a_call_waits_for_a_server_restart(own_s3: Callable[[], S3Server]) -> No
 
 
 class _Front(BaseHTTPRequestHandler):
-    """Answers 500 to the first requests of each method, then hands everything to the real server."""
+    """Answers 500 to the first requests of each method, then forwards all to the real server."""
 
     protocol_version = "HTTP/1.1"
     upstream = ""
@@ -278,7 +278,7 @@ def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
 
 
 @pytest.mark.parametrize("refusal", [(507, "InsufficientStorage"), (403, "RequestTimeTooSkewed")])
-def test_a_write_outlasts_a_store_that_is_full_or_finds_the_clocks_apart(
+def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
     refusing: RefusingS3, run_id: str, refusal: tuple[int, str]
 ) -> None:
     """The write is retried until there is space or the clock is right; reads work meanwhile."""

@@ -86,7 +86,7 @@ def test_an_acknowledged_message_is_gone_from_its_queue(bus: Bus, ring_streams: 
 
 
 def test_a_queue_is_read_without_taking_from_it(bus: Bus, ring_streams: str) -> None:
-    """All messages are read, in several batches, held ones too; they still come to who fetches them."""
+    """All messages are read, in several batches, held ones too; they are still delivered to a fetch."""
     stream = f"{ring_streams}-tasks"
     assert bus.read_stream(stream).wait() == []
     for number in range(700):
@@ -128,7 +128,7 @@ def test_a_fetch_returns_what_is_there_without_waiting_for_more(bus: Bus, ring_s
 
 
 def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, ring_streams: str) -> None:
-    """A fetch of many that found nothing ends as soon as one message comes."""
+    """A waiting fetch of many messages ends as soon as one arrives."""
     inbox = task_inbox(bus, ring_streams)
     pending = inbox.fetch(50, 60.0)
     started = time.monotonic()
@@ -199,7 +199,7 @@ def test_a_held_message_is_not_delivered_to_others(bus: Bus, short_run: str, nat
     assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
 
 
-def test_a_redelivered_message_that_is_still_held_is_not_handed_out_twice(bus: Bus, short_run: str) -> None:
+def test_a_redelivered_message_that_is_still_held_is_not_delivered_twice(bus: Bus, short_run: str) -> None:
     """A redelivery renews the handle of the delivery at hand, and its acknowledgement counts."""
     issue(bus, short_run, 1)
     spec = streams.tasks_consumer(short_run, "train", SHORT)

@@ -1,4 +1,4 @@
-"""Patch segments restore changes bit for bit, however often and over whatever they are applied."""
+"""Patch segments restore changes bit for bit, however often and to any bytes they are applied."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_gaps_beyond_sixteen_bits_are_bridged(word_bytes: int, gap: int):
     assert np.array_equal(applied(patch_segment.encode(old, new, word_bytes), old, word_bytes), new)
 
 
-def test_fillers_may_meet_the_border_of_a_block():
+def test_fillers_may_be_at_the_border_of_a_block():
     """Thousands of long gaps, more than are decoded in one block, are restored."""
     rng = np.random.default_rng(5)
     indices = np.cumsum(rng.integers(1, 3 * FILLER, 40_000))

@@ -201,7 +201,7 @@ def test_an_api_open_to_other_hosts_needs_a_token(
     assert "reward_service.token_file" in service.output
 
 
-def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_concurrent_registrations_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
     """Concurrent registrations at two replicas lose no endpoint."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]

@@ -208,7 +208,7 @@ def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
         assert len({scored.generated.group_id for scored in times}) == 1
 
 
-def test_secrets_go_in_and_never_come_out(
+def test_secrets_are_write_only(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
     """A registration's secrets are used by every replica, after a restart too, and shown by no call, log or registry."""

@@ -79,7 +79,7 @@ def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
     return [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)]
 
 
-async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
+async def test_groups_of_many_packs_share_a_call_when_the_endpoint_is_slow(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """While one call is running, groups wait, and are then sent in one call, from any pack."""

@@ -60,7 +60,7 @@ def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
     ],
     ids=["none", "foreign", "altered", "old", "future", "no time", "another id", "nonsense"],
 )
-def test_a_request_that_was_not_signed_as_it_came_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
+def test_a_request_that_differs_from_its_signature_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
     """Nothing missing, foreign, altered, old or from the future gets through, and no text shows the key."""
     headers = sign()  # now, not when the tests were collected, which may be long ago
     with pytest.raises(endpoint_kit.BadSignature, match=text) as refused:

@@ -154,7 +154,7 @@ def test_scores_are_read_in_the_forms_models_write_them() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8])
-def test_pairs_meet_equally_often_and_in_both_places(num: int) -> None:
+def test_pairs_are_compared_equally_often_and_in_both_orders(num: int) -> None:
     """Every pair is compared in both orders; with few opponents every answer still has as many comparisons."""
     full = pairs(num, opponents=None, both_orders=True)
     assert len(full) == num * (num - 1)
@@ -243,7 +243,7 @@ def test_a_judge_that_cannot_work_is_refused_at_the_start(changes: dict[str, Any
     assert "judge.toml" in str(refused.value)
 
 
-async def test_columns_come_from_the_row_and_long_answers_are_not_judged(
+async def test_columns_are_taken_from_the_row_and_long_answers_are_not_judged(
     scripted: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """A template may use the row's own columns; a row without one, and an answer beyond the limit, are errors."""

@@ -130,7 +130,7 @@ async def test_every_style_is_called_as_it_was_written(style: str, tmp_path: Pat
         ("def f(completions, colour):\n    return [1, 1]", "colour"),
     ],
 )
-async def test_whatever_goes_wrong_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
+async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
     """An exception, None, NaN or a wrong count is an error with its position; it is never a 0."""
     scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert len(scores) == 2

@@ -171,7 +171,7 @@ def test_more_requests_than_rows_are_served_exactly(small_engine: EngineUnderTes
         assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=1e-5)
 
 
-def test_a_seed_gives_the_same_completion_whatever_else_runs(small_engine: EngineUnderTest) -> None:
+def test_a_seed_gives_the_same_completion_with_any_other_requests(small_engine: EngineUnderTest) -> None:
     """A completion depends on sampling_seed only, not on other requests; the n samples of one seed differ."""
     params = {"max_new_tokens": 20, "sampling_seed": 7, "ignore_eos": True}
     alone = small_engine.generate(PROMPT, **params)["output_ids"]

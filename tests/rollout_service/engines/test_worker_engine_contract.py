@@ -51,7 +51,7 @@ def engine_url(request: pytest.FixtureRequest, model: Path, tmp_path_factory: py
         runner.run(process.stop())
 
 
-async def test_completions_come_in_the_order_of_their_prompts(engine_url: str):
+async def test_completions_are_in_the_order_of_their_prompts(engine_url: str):
     """``n`` completions of each prompt, whole and consistent, each stamped with the version."""
     client = SglangClient(engine_url)
     prompts = [[5, 6, 7], [8, 9], [10]]
@@ -107,7 +107,7 @@ async def test_an_engine_that_is_not_there_is_named():
     await client.close()
 
 
-async def test_an_answer_that_does_not_come_is_given_up():
+async def test_a_missing_answer_is_an_error_at_the_deadline():
     """The deadline is named."""
     with FaultyEngine() as engine:
         engine.flow.clear()

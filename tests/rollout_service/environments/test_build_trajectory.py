@@ -71,7 +71,7 @@ def test_every_token_keeps_its_id_logprob_and_version(reply: tuple[list[int], Ro
 
 
 @given(replies())
-def test_what_is_built_survives_its_pack(reply: tuple[list[int], Row]):
+def test_a_built_trajectory_round_trips_through_its_pack(reply: tuple[list[int], Row]):
     """A group encoded as Parquet and decoded again is the same, token for token."""
     prompt, row = reply
     task = make_task(prompt_ids=prompt, group_size=2)

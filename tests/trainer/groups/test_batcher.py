@@ -41,7 +41,7 @@ def test_the_oldest_samples_go_first() -> None:
     assert not box.holds("e0.p3.a0")
 
 
-def test_staleness_is_measured_at_the_moment_of_use() -> None:
+def test_staleness_is_measured_at_the_time_of_use() -> None:
     """A group that was fresh on arrival is dropped as stale at a later version, with its tokens."""
     box = batcher(groups_per_step=1)
     box.offer(ready(1, 0))
