@@ -15,7 +15,7 @@ _HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 
 class RefusingS3:
-    """Passes everything on; while ``refusal`` is set, writes are answered with that status and S3 error code.
+    """Forwards all requests; while ``refusal`` is set, writes are answered with that status and S3 error code.
 
     Writes wait until ``gate`` is set, as it is at first. ``only`` limits both to keys that end so.
     """

@@ -45,7 +45,7 @@ def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         """Start it."""

@@ -178,7 +178,7 @@ def test_a_name_is_given_once(serving: EngineUnderTest, adapters: dict[str, Adap
     assert answer["loaded_adapters"]["policy@1"] == str(adapters["policy@1"].folder)
 
 
-def test_what_is_not_there_cannot_be_unloaded(engine: EngineUnderTest) -> None:
+def test_an_unknown_adapter_cannot_be_unloaded(engine: EngineUnderTest) -> None:
     """An unload of an unknown name is refused."""
     answer = engine.post("/unload_lora_adapter", {"lora_name": "policy@99"}, expect=400)
     assert answer["success"] is False
@@ -211,9 +211,7 @@ def test_a_retracted_generation_continues_with_its_adapter(
     assert_computed_by(merged["policy@1"], PROMPT, reply)
 
 
-def test_an_unload_waits_for_those_who_compute_with_it(
-    serving: EngineUnderTest, merged: dict[str | None, Dense]
-) -> None:
+def test_an_unload_waits_for_requests_that_use_it(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
     """A generation completes with its adapter though that is unloaded in between; then the adapter is removed."""
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
@@ -239,7 +237,7 @@ def test_new_weights_replace_the_base_of_the_adapters(
 
 
 @pytest.mark.parametrize("what", ["missing folder", "no config", "cut short", "rank beyond the maximum"])
-def test_what_is_no_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, what: str) -> None:
+def test_an_invalid_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, what: str) -> None:
     """A folder that cannot be read, or whose rank is too large, is refused; nothing is listed, and the engine serves."""
     rank = 512 if what == "rank beyond the maximum" else 4
     one = Adapter.random(engine.model, tmp_path / "adapter", seed=9, rank=rank)
@@ -287,7 +285,7 @@ def test_what_would_compute_something_else_is_refused(
 
 
 def spoil(adapter: Adapter, change: str) -> None:
-    """Make an adapter wrong in one way."""
+    """Make an adapter with one error."""
     name = sorted(adapter.tensors)[0]
     config: dict[str, dict[str, Any]] = {
         "rslora": {"use_rslora": True},

@@ -1,4 +1,4 @@
-"""What every engine's client provides to the worker, asked of every engine through its own `EngineClient`."""
+"""The contract of every `EngineClient` with the worker, tested against each engine."""
 
 from __future__ import annotations
 

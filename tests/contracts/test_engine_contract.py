@@ -279,7 +279,7 @@ def test_in_place_keeps_old_keys_and_values(engine: EngineUnderTest, dense: Dens
 
 
 def test_pause_with_abort_returns_partial_completions(engine: EngineUnderTest) -> None:
-    """pause_generation in its default mode ends what runs with what it has."""
+    """pause_generation in its default mode ends running requests with the tokens they have."""
     with engine.streaming(PROMPT, rid="4" * 32, max_new_tokens=LONG) as stream:
         engine.post("/pause_generation")
         reply = stream.result()

@@ -96,7 +96,7 @@ async def test_every_exchange_is_of_vllms_own_form(fake: FakeVllm, client: VllmC
 
 
 def check_reply(reply: dict[str, Any]) -> None:
-    """Hold the fake's reply against the models that vLLM builds its own from."""
+    """Validate the fake's reply with the response models of vLLM."""
     assert set(reply) <= set(API["models"]["GenerateTokensResponse"]["fields"])
     for choice in reply["choices"]:
         check_fields("GenerateTokensChoice", choice)

@@ -142,7 +142,7 @@ def test_services_use_the_servers_that_the_run_file_names(
 
 
 def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: Path, tmp_path: Path) -> None:
-    """A reward file is served by a process of its own; both are killed, and its reward is offered at the same address."""
+    """A reward file is served by a separate process; both are killed, and its reward is offered at the same address."""
     file = ROOT / "examples" / "my_reward.py"
     with LocalRun([str(run_file)], num_workers=1, reward_files=[file]) as run:
         run.start_services()

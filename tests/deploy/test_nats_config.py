@@ -1,4 +1,4 @@
-"""The permissions of each NATS role, asked from a real nats-server: what its rights list works, everything else is refused."""
+"""The permissions of each NATS role, on a real nats-server: operations in its rights succeed, all others are refused."""
 
 from __future__ import annotations
 

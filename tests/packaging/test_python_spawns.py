@@ -33,7 +33,7 @@ def command_lines(source: str) -> Iterator[str]:
 
 
 def test_every_python_process_starts_with_a_safe_path():
-    """What is started as ``sys.executable``, or with -m, has -P or -I before it."""
+    """Every command with ``sys.executable`` or -m has -P or -I before it."""
     files = sorted(file for name in OURS[1:] for file in (ROOT / name).rglob("*.py"))
     assert {str(file): line for file in files for line in command_lines(file.read_text(encoding="utf-8"))} == {}
 

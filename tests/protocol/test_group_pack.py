@@ -1,4 +1,4 @@
-"""Packs of groups: what is stored is what was sampled, and damage is an error."""
+"""Packs of groups: groups round-trip unchanged, and damage is an error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _same(a: Group, b: Group) -> bool:
 
 @given(st.lists(groups(), min_size=1, max_size=5), st.data())
 @examples(60)
-def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObject):
+def test_a_pack_round_trips(packed: list[Group], data: st.DataObject):
     """Every group is read back equal, all together or by its row group; texts can be read without tokens."""
     stored = group_pack.encode(packed)
     assert all(_same(a, b) for a, b in zip(packed, group_pack.decode(stored), strict=True))

@@ -1,4 +1,4 @@
-"""Which rewards a run can ask for, as the trainer reads it from the registry bucket."""
+"""The rewards that a run can use, as the trainer reads them from the registry bucket."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_only_running_replicas_of_the_run_count() -> None:
 
 
 def test_a_name_is_offered_when_any_replica_has_it() -> None:
-    """Names add up over replicas; what is in none of them is missing."""
+    """Names of all replicas are merged; names in none of them are missing."""
     offers = rewards_offered.current_offers([offer("a", "gsm8k"), offer("b", "mine")], run_id="demo", now=100.0)
     assert rewards_offered.names_not_offered({"gsm8k", "mine", "typo"}, offers) == {"typo"}
     assert rewards_offered.names_not_offered({"gsm8k"}, []) == {"gsm8k"}

@@ -36,7 +36,7 @@ def test_tokens_of_unknown_version_are_an_error():
 
 @given(st.integers(0, 10**6), st.integers(0, 50), st.integers(1, 512), st.integers(0, 60))
 def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_staleness: int, per_step: int, lag: int):
-    """What is out never exceeds (max_staleness + 1) steps of groups, less one for each version the announced one is behind."""
+    """Outstanding groups never exceed (max_staleness + 1) steps of groups, less one for each version the announced one is behind."""
     more = versions.admissible_groups(
         outstanding=outstanding, max_staleness=max_staleness, groups_per_step=per_step, lag=lag
     )

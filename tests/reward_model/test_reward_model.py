@@ -125,7 +125,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert half != full
 
 
-def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
     """No folder, no head (transformers would make one at random) and a length beyond the model are errors at the start."""
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(tmp_path / "absent")

@@ -94,7 +94,7 @@ class Wire:
         self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()
 
     def take(self) -> dict[str, list[ScoredGroup]]:
-        """Take what was scored so far; returns every announcement of every group."""
+        """Read the rewards so far; returns every announcement of every group."""
         for inbox in self._inboxes:
             for delivery in inbox.fetch(100, 0.1).wait():
                 delivery.ack().wait()

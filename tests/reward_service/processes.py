@@ -45,7 +45,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self.log.read_text()
 
     def alive(self) -> bool:

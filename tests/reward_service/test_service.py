@@ -346,7 +346,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
     assert "Traceback" not in service.output
 
 
-def test_health_and_metrics_tell_what_was_scored(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_health_and_metrics_count_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
     """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
     service = start_service("reward_service.token=secret")
     wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])

@@ -191,7 +191,7 @@ def test_a_pack_generated_twice_is_announced_once(
     assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
 
 
-def test_a_stopping_worker_finishes_what_is_in_flight(
+def test_a_stopping_worker_finishes_packs_in_flight(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """After SIGTERM the worker takes no new pack, announces the one in flight, and exits with status 0."""

@@ -1,4 +1,4 @@
-"""Workers on a real SGLang server; everything here is skipped unless ``make test-sglang`` asks for it."""
+"""Workers on a real SGLang server; all tests are skipped except under ``make test-sglang``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RUN = "sglang"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip by name where no server was asked for."""
+    """Skip by name if no server was requested."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and not real_sglang.ASKED:

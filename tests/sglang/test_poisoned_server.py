@@ -70,7 +70,7 @@ async def greedy(engine: ManagedEngine) -> list[int]:
     return completion.token_ids
 
 
-async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(
+async def test_weights_that_sglang_accepts_silently_are_refused_by_the_check(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
     """A missing tensor and a NaN are a success to SGLang, under the new version's number; the check names both."""
@@ -93,7 +93,7 @@ async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(
 async def test_a_server_whose_weights_another_client_changed_is_replaced(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
-    """Within seconds it is noticed, distrusted, killed, and another serves what was wanted."""
+    """Within seconds the failure is detected, the server is killed, and another serves the requested version."""
     other = write_changed_copy(model, tmp_path / "other", seed=1)
     first = engine.client
     await first.load_weights(other, V2)  # not through the engine: as an outsider would

@@ -135,7 +135,7 @@ def fill(disk: Path) -> Path:
 
 
 def environment_of_clock(library: str, clock: Path) -> Mapping[str, str]:
-    """Variables under which a process reads its wall clock's offset from a file, each time anew."""
+    """Return variables that make a process read its wall clock's offset from a file on each call."""
     return {
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": str(clock),

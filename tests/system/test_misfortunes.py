@@ -49,7 +49,7 @@ def test_all_services_wait_for_a_killed_trainer(
             assert "stream is full, waiting" in ring.worker.log_tail()
             assert "stream is full, waiting" in ring.reward.output
             ring.wait_complete()
-            wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to go on")
+            wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to continue")
 
 
 def test_killed_servers_are_waited_for(ring: Ring) -> None:
@@ -107,9 +107,9 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
                     ballast = fill(disk)
                     ring.engine.flow.set()
                     words = "is there but does not answer: is its disk full?"
-                    wait_for(lambda: words in ring.reward.output, "the reward service to say so", 40.0)
+                    wait_for(lambda: words in ring.reward.output, "the reward service to report it", 40.0)
                     if OUTAGE_S > 15.0:  # a publication is tried for so long
-                        wait_for(lambda: words in ring.worker.log.read_text(), "the worker to say so", 60.0)
+                        wait_for(lambda: words in ring.worker.log.read_text(), "the worker to report it", 60.0)
                     ballast.unlink()
                     nats.kill()
                     nats.restart()
@@ -128,8 +128,8 @@ def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
         ring.nats.resize(max_store_gb=0.001 / 1024)
         ring.nats.restart()
         ring.engine.flow.set()
-        wait_for(lambda: "room in the store of NATS" in ring.worker.log.read_text(), "the worker to say so")
-        wait_for(lambda: "its storage is full" in ring.reward.output, "the reward service to say so")
+        wait_for(lambda: "room in the store of NATS" in ring.worker.log.read_text(), "the worker to report it")
+        wait_for(lambda: "its storage is full" in ring.reward.output, "the reward service to report it")
         ring.nats.kill()
         ring.nats.resize(max_store_gb=1.0)
         ring.nats.restart()

@@ -65,7 +65,7 @@ def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_first_step_compares_trainer_and_engine(quickstart: dict):
-    """Nothing but version 0 can have sampled it, so every run begins with the two agreeing, or not at all."""
+    """It was sampled by version 0, so that a run starts only if the two agree."""
     rows = map(json.loads, (quickstart["folder"] / "metrics.jsonl").read_text().splitlines())
     first = next(row for row in rows if row["kind"] == "step")
     assert first["mismatch"]["tokens"] == first["tokens_trained"] >= MIN_TOKENS
@@ -86,7 +86,7 @@ def test_the_report_is_there_to_read_and_to_look_at(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_model_folder_loads_with_transformers(quickstart: dict):
-    """What was trained is an ordinary Hugging Face folder."""
+    """The trained model is a regular Hugging Face folder."""
     folder = quickstart["folder"] / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -57,7 +57,7 @@ def test_a_frame_shows_everything(snapshot: Snapshot):
 
 
 def test_a_frame_of_a_run_without_events():
-    """Before the first message the panel shows what it waits for."""
+    """Before the first message the panel names what it waits for."""
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
     assert "waiting for the services" in text

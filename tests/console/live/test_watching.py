@@ -206,7 +206,7 @@ def test_the_panel_survives_a_restart_of_nats(own_nats: Callable[[], NatsServer]
 def test_watch_ends_with_the_run_and_prints_one_json_object(
     bus: Bus, ring_streams: str, services: Services, nats_settings: NatsSettings
 ):
-    """`penstock watch --json` writes lines to stderr and nothing but the summary to stdout."""
+    """`penstock watch --json` writes lines to stderr and only the summary to stdout."""
     services.say(recorded.event("state", recorded.START, text="training", total_steps=2))
     services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
     services.say(recorded.event("state", recorded.START + 2, text="finished", finished=True))

@@ -103,7 +103,7 @@ def test_the_digest_differs_for_different_definitions() -> None:
 
 
 def test_the_run_file_defines_rewards_and_shows_them_again(tmp_path: Path) -> None:
-    """Tables become a definition; overrides reach into it; what is shown loads to the same settings."""
+    """Tables become a definition; overrides change its values; printed settings load to the same settings."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     loaded = load(Settings, files=[tmp_path / "run.toml"], overrides=["reward.define.mine.parts.form.weight=0.3"])
     mine = loaded.settings.reward.define["mine"]

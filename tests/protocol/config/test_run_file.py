@@ -260,7 +260,7 @@ def test_environment_of_others_is_ignored():
 
 
 def test_secrets_are_masked_everywhere():
-    """No text that the loader makes shows a secret, be it right or wrong."""
+    """No text of the loader contains a secret, whether valid or not."""
     loaded = load(Everything, overrides=["trainer.steps=1", "nats.password=hunter2"])
     assert "hunter2" not in format_config(loaded)
     assert "hunter2" not in str(config_document(loaded))

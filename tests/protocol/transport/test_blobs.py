@@ -103,7 +103,7 @@ def test_a_part_of_an_object_is_verified_alone(blobs: Blobs, run_id: str) -> Non
 
 
 @pytest.mark.parametrize(("says_partial", "num_gets"), [(True, 3), (False, 4)])
-def test_a_server_that_has_no_partial_answers_is_asked_for_one_once(
+def test_a_server_without_partial_answers_gets_one_range_request(
     s3_settings: S3Settings, run_id: str, says_partial: bool, num_gets: int
 ) -> None:
     """Each part takes one request, except the first if the server answers a range with the whole object."""

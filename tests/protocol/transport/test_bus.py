@@ -73,7 +73,7 @@ def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[Tas
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_acknowledged_message_is_gone_from_its_queue(bus: Bus, ring_streams: str) -> None:
+def test_an_acknowledged_message_is_removed_from_its_queue(bus: Bus, ring_streams: str) -> None:
     """What was published is delivered as it was, and an acknowledged message leaves the work queue."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
@@ -117,7 +117,7 @@ def test_the_same_message_id_is_stored_once(bus: Bus, ring_streams: str) -> None
     assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 1
 
 
-def test_a_fetch_returns_what_is_there_without_waiting_for_more(bus: Bus, ring_streams: str) -> None:
+def test_a_fetch_returns_available_messages_without_waiting_for_more(bus: Bus, ring_streams: str) -> None:
     """A fetch of many ends with the few that are there, long before its time is up."""
     for number in range(3):
         issue(bus, ring_streams, number)
@@ -225,7 +225,7 @@ def test_a_restarted_reader_gets_its_messages_immediately(
 
 
 def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, ring_streams: str) -> None:
-    """A message that was given back is delivered again, not before its delay is over."""
+    """A requeued message is redelivered, not before its delay."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
     delivery = take_one(inbox)
@@ -425,7 +425,7 @@ def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, ring_strea
 # ── the broker's figures ──────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_in_flight_is_read_from_the_broker(bus: Bus, ring_streams: str) -> None:
+def test_messages_in_flight_are_read_from_the_broker(bus: Bus, ring_streams: str) -> None:
     """Waiting and held messages are counted by the broker."""
     for number in range(5):
         issue(bus, ring_streams, number)
@@ -620,7 +620,7 @@ def test_acknowledgements_are_repeated_after_a_server_is_killed(
 def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """A consumer that lost its record with its server confirms what was held, and gives out the rest once."""
+    """A consumer whose state was lost with its server confirms held messages, and delivers the others once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id):

@@ -53,7 +53,7 @@ def test_a_clock_that_is_wrong_is_named_with_both_times(s3_settings: S3Settings,
         ({"Date": "Mon, 04 May 2026 14:20:00 +0200"}, "and 2026-05-04 12:20:00 UTC at the server, 20 minutes"),
     ],
 )  # fmt: skip
-def test_clocks_are_apart_only_where_the_server_gives_its_time(headers: dict[str, str], says: str) -> None:
+def test_a_clock_skew_is_reported_only_if_the_server_gives_its_time(headers: dict[str, str], says: str) -> None:
     """No date, an invalid date, or at most fifteen minutes of difference: the error does not mention clocks."""
     text = clock_skew(headers, NOW)
     assert says in text

@@ -49,7 +49,7 @@ def test_a_full_bucket_is_an_error_with_its_size_and_loses_nothing(bus: Bus, run
         bucket.swap("other", b"x" * 200, None).wait()
     found = {entry.key: entry.value for entry in bucket.entries().wait()}
     assert found == dict.fromkeys(written, b"x" * 200)
-    bucket.put("k0", b"y" * 200).wait()  # in place of what is there
+    bucket.put("k0", b"y" * 200).wait()  # replacing the existing one
     wider = bus._connection.call(js.stream_info(f"KV_{name}"), "look").wait().config
     bus._connection.call(js.update_stream(wider.evolve(max_bytes=4000)), "widen").wait()
     bucket.put(keys[len(written)], b"x").wait()
@@ -67,8 +67,8 @@ def test_a_store_without_space_for_a_run_is_an_error(small_nats: NatsServer, run
                 create()
 
 
-def test_what_is_not_there_is_named(bus: Bus, run_id: str) -> None:
-    """Errors 10059 and 10014: the stream, or the consumer of a stream that is there, with how to make it."""
+def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
+    """Errors 10059 and 10014: the stream, or the consumer of an existing stream, with the command that creates it."""
     with pytest.raises(MissingStream, match=rf"stream {run_id}.*deploy.bootstrap"):
         bus.stream_state(run_id).wait()
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
@@ -77,8 +77,8 @@ def test_what_is_not_there_is_named(bus: Bus, run_id: str) -> None:
     bus.delete_stream(run_id).wait()
 
 
-def test_streams_that_want_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
-    """Error 10065: the second stream names what is in its way."""
+def test_streams_with_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
+    """Error 10065: the error names the stream that has the subjects."""
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
     with pytest.raises(BusError, match=rf"{run_id}-too.*10065.*another stream has these subjects"):
         bus.ensure_stream(StreamSpec(f"{run_id}-too", (f"{run_id}.a",), "limits", 10, 1024)).wait()

@@ -68,7 +68,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Sample:
-    """A valid segment, the bucket it starts from, and what it leads to."""
+    """A valid segment, the bucket before it, and the bucket after it."""
 
     codec: str
     data: bytes

@@ -184,7 +184,7 @@ def test_an_adapter_of_another_model_or_dtype_is_refused():
     "data", [b"", b"[]", b"{}", b'{"r": 0, "lora_alpha": 1, "target_modules": ["q"]}', b'{"r": 1, "lora_alpha": NaN}']
 )
 def test_an_unusable_config_is_refused(data: bytes):
-    """What is served is never guessed."""
+    """The served weights are never guessed."""
     with pytest.raises(MalformedWeights, match=r"adapter_config\.json"):
         AdapterConfig.from_json(data)
     assert AdapterConfig.from_json(ADAPTER.to_json()) == ADAPTER

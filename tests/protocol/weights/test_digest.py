@@ -83,7 +83,7 @@ def damaged(**entry: object) -> bytes:
         damaged(data_offsets=[0, 8, 16]),
     ],
 )
-def test_what_is_not_safetensors_is_refused(data: bytes):
+def test_bytes_that_are_not_safetensors_are_refused(data: bytes):
     """Damaged and hostile bytes raise an error and never yield a digest."""
     with pytest.raises(MalformedWeights, match="not safetensors"):
         safetensors_digests(data)

@@ -1,4 +1,4 @@
-"""The HTTP API: registering, listing, testing and scoring by hand, and who may do so."""
+"""The HTTP API: registering, listing, testing and scoring by hand, and its permissions."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
 
 
 def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
-    """GET /v1/rewards names every reward a task may ask for and which data set gets which."""
+    """GET /v1/rewards names every reward a task may use and the reward of each data set."""
     answer = shared_service.get("/v1/rewards")
     assert {"auto", "exact_match", "format", "gsm8k", "math"} <= {row["name"] for row in answer["rewards"]}
     assert answer["by_source"]["openai/gsm8k"] == "gsm8k"
@@ -232,7 +232,7 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
 def test_health_is_503_while_nats_is_unreachable(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-    """/healthz answers 503 while NATS is gone, and 200 again after its restart; the service keeps running."""
+    """/healthz answers 503 while NATS is unreachable, and 200 again after its restart; the service keeps running."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)

@@ -56,7 +56,7 @@ def test_a_half_open_breaker_lets_one_call_through() -> None:
     assert breaker.retry_in_s(now) == 0.0
 
 
-def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
+def test_earlier_calls_do_not_change_an_open_breaker() -> None:
     """Answers of calls in progress when it opened neither close nor prolong it."""
     breaker = tripped()
     breaker.record(0.1, failed=False)

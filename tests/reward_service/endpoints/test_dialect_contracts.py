@@ -293,7 +293,7 @@ async def test_a_malformed_answer_is_an_error_that_names_the_place(dialect: str,
 
 
 def test_options_are_checked_at_registration() -> None:
-    """An OpenAI grader without its grader, and an unknown option, are refused before anything is asked."""
+    """An OpenAI grader without its grader, and an unknown option, are refused before any request."""
     with pytest.raises(ValueError, match="dialect openai-grader: grader: Field required"):
         Endpoint(name="x", url="http://127.0.0.1:1/", dialect="openai-grader")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dialect verl: reward_key"):

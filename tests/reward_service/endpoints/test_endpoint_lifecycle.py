@@ -127,7 +127,7 @@ def test_an_endpoint_is_removed_when_its_lease_expires(
     assert service.post(f"/v1/endpoints/absent-{wire.run_id}/lease", other).status_code == 404
 
 
-def test_a_drained_endpoint_is_asked_nothing_until_it_is_resumed(
+def test_a_drained_endpoint_gets_no_requests_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; the wait is bounded."""
@@ -150,7 +150,7 @@ def test_a_drained_endpoint_is_asked_nothing_until_it_is_resumed(
 def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Two replicas pass packs with a failing group to one another: the good groups are scored and announced once."""
+    """Packs with a failing group alternate between two replicas: the other groups are scored and announced once."""
     services = [start_service("reward_service.endpoint_attempts=1000", replica=f"r{i}") for i in range(2)]
     sick, fine = start_endpoint(raw("starting", 400)), start_endpoint(good(0.5))
     services[0].register(f"sick-{wire.run_id}", sick.url)

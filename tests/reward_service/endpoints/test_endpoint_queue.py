@@ -182,10 +182,10 @@ async def test_a_failing_endpoint_is_left_alone_and_tried_again(
     assert one.metrics().breaker_opened == 1
 
 
-async def test_health_checks_open_and_close_the_way(
+async def test_health_checks_block_and_allow_requests(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """An endpoint whose health check fails is left alone, and asked again as soon as one passes."""
+    """An endpoint whose health check fails gets no requests until one passes."""
     one = line(serve(good(0.5)))
     one.unhealthy("HTTP 503")
     (refused,) = await one.score_groups(groups(1), attempt=1)
@@ -241,7 +241,7 @@ async def test_answers_are_checked_against_what_the_endpoint_declared(
     assert "missing: style" in str(nonsense)
 
 
-async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls(
+async def test_a_new_version_gets_waiting_groups_and_the_old_one_ends_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """Replaced during scoring: the running call is scored by the old version, the queue by the new; each group once."""

@@ -152,10 +152,10 @@ def test_passing_troubles_are_retried_within_one_delivery(
     ]
 
 
-def test_one_bad_group_of_a_batch_fails_only_itself_in_the_end(
+def test_one_bad_group_of_a_batch_finally_fails_alone(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A batch that fails as a whole is sent group by group on redelivery, so the good groups are scored."""
+    """A batch that fails as a whole is sent group by group on redelivery, so that the other groups are scored."""
 
     def picky(request: dict[str, Any]) -> Answer:
         if any(group["group_id"] == "bad" for group in request["groups"]):
@@ -179,7 +179,7 @@ def test_one_bad_group_of_a_batch_fails_only_itself_in_the_end(
 def test_an_unregistered_endpoint_may_come_back(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Groups that ask for an endpoint that was unregistered wait for it, as for one that is down."""
+    """Groups with an unregistered endpoint wait for it, as for one that is unreachable."""
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(good(0.5))
     name = f"gone-{wire.run_id}"

@@ -1,4 +1,4 @@
-"""Schemathesis asks the API what its own description allows, and what it forbids."""
+"""Schemathesis sends requests that the API's description allows, and ones that it forbids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints that people write: the kit, the examples in Python and Node, served files with a signing key, draining."""
+"""Endpoints written by users: the kit, the examples in Python and Node, served files with a signing key, draining."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def signed(body: bytes = BODY, secret: str = SECRET, age_s: float = 0.0) -> dict
     return signature.headers([secret], message_id="m1", timestamp=int(time.time() - age_s), body=body)
 
 
-def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
+def test_the_kit_reads_signed_requests_and_writes_valid_answers() -> None:
     """A signed request is parsed for any case of its headers; numbers, scores and None become one answer."""
     request = endpoint_kit.read(BODY, {name.title(): value for name, value in signed().items()}, [OTHER, SECRET])
     assert request.groups[0].completions == ["a", "b"]
@@ -61,7 +61,7 @@ def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
     ids=["none", "foreign", "altered", "old", "future", "no time", "another id", "nonsense"],
 )
 def test_a_request_that_differs_from_its_signature_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
-    """Nothing missing, foreign, altered, old or from the future gets through, and no text shows the key."""
+    """Missing, foreign, altered, old and future signatures are refused, and no error contains the key."""
     headers = sign()  # now, not when the tests were collected, which may be long ago
     with pytest.raises(endpoint_kit.BadSignature, match=text) as refused:
         endpoint_kit.read(BODY, headers, [SECRET])

@@ -1,4 +1,4 @@
-"""Where endpoints may live: allow-listed networks and hosts, and addresses that are never right."""
+"""Allowed addresses of endpoints: allow-listed networks and hosts, and addresses that are always refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_public_addresses_need_to_be_listed(address: str) -> None:
     ],
 )
 def test_metadata_and_link_local_addresses_are_never_called(address: str) -> None:
-    """No allow-list opens the way to a machine's credentials."""
+    """No allow-list allows the metadata addresses with a machine's credentials."""
     with pytest.raises(EndpointRefused, match="never called"):
         TargetPolicy(["0.0.0.0/0", "::/0", "metadata.example"]).check_address("metadata.example", address, 80)
 

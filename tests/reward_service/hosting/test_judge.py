@@ -1,4 +1,4 @@
-"""The judge: what it is asked, how its verdicts are read, what it costs, against real HTTP servers."""
+"""The judge on real HTTP servers: its prompts, the parsing of its verdicts, its costs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_an_answer_without_a_verdict_is_an_error(
+    case: str, scripted: Callable[[Behaviour], EndpointServer]
+) -> None:
     """Prose, another scale, a cut-off, a refusal, a filter and an HTTP error are errors, and none shows the key."""
     answer, text = UNREADABLE[case]
     (scores,) = await judge(scripted(lambda _: answer).url, key="sk-secret")
@@ -116,7 +118,7 @@ async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Beh
         assert "sk-secret" not in (score.error or "")
 
 
-async def test_a_busy_judge_is_asked_again(scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_a_request_to_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointServer]) -> None:
     """429 and 5xx are retried; the number of concurrent questions is bounded."""
     calls, busy, most = [0], [0], [0]
 
@@ -269,7 +271,7 @@ def test_keys_come_from_outside_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert JudgeSettings(**base).api_key() == ""
 
 
-async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
+async def test_the_embedded_engine_can_be_a_judge(tmp_path: Path) -> None:
     """Penstock's chat endpoint accepts the request; the output of an untrained model is no verdict, and its tokens are counted."""
     build_model(tmp_path / "model")
     with embedded_engine(tmp_path / "model", tmp_path, "--weight-version", "0") as engine:

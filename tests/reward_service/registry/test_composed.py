@@ -1,4 +1,4 @@
-"""Rewards made of parts in the real service: what is stored, what an error in a part does, what is refused at the start."""
+"""Rewards made of parts in the real service: stored parts, errors of a part, and refusals at the start."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ weight = 0.5
 
 
 def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group:
-    """A generated group whose row asks for a reward."""
+    """A generated group whose row names a reward."""
     group = make_group(group_id, size=len(texts), texts=list(texts))
     return replace(group, reward=RewardRequest(name=reward, data_source="math_reasoning", ground_truth=truth))
 
@@ -232,7 +232,7 @@ def make_texts() -> GroupTexts:
 
 
 def test_every_data_set_of_the_table_has_a_reward_that_needs_no_parameters() -> None:
-    """The names that guides and verl use map to built-in rewards that work as they are."""
+    """The names that guides and verl use map to built-in rewards that need no parameters."""
     assert {name for name in BY_SOURCE.values() if name not in BUILT_INS or BUILT_INS[name].default is None} == set()
     named = [
         "gsm8k",

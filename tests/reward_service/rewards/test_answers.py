@@ -159,7 +159,7 @@ def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, num
     st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
 )
 def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
-    """What was written is read back exactly, and the next fraction is another number."""
+    """A written number is parsed exactly, and the next fraction is another number."""
     written = form.format(value.numerator, value.denominator)
     read = quantity.read(written)
     assert read is not None

@@ -122,7 +122,7 @@ async def grader() -> AsyncIterator[GraderPool]:
 
 @pytest.mark.parametrize(("completion", "truth", "reward", "answered", "why"), GSM8K)
 def test_gsm8k_verdicts(completion: str, truth: Any, reward: float, answered: float, why: str) -> None:
-    """The number after the last #### decides, read the way people write numbers."""
+    """The number after the last #### decides, in the usual notations of numbers."""
     assert gsm8k.judge((completion,), truth) == [Verdict(reward, {"has_answer": answered})], why
 
 

@@ -1,6 +1,6 @@
-"""Programs that attack: what each tries, and the reasons with which it may fail.
+"""Programs that attack the sandbox: the attempt of each, and the reasons with which it may fail.
 
-``ESCAPED`` in the output means that an attack went through. ``W`` holds what is outside (`test_sandbox_attacks.World`),
+``ESCAPED`` in the output means that an attack succeeded. ``W`` holds the objects outside (`test_sandbox_attacks.World`),
 ``call(name, ...)`` makes a system call and raises OSError when it fails.
 """
 

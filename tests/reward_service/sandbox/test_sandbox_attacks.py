@@ -223,5 +223,5 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
 
 
 def test_the_attacks_are_many() -> None:
-    """There are more than sixty kinds of attack, each run in each sandbox that holds here."""
+    """There are more than sixty kinds of attack, each run in each sandbox available on this machine."""
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

@@ -194,7 +194,7 @@ async def test_an_object_is_set_up_once_and_closed(tmp_path: Path) -> None:
         await broken.open()
 
 
-async def test_messages_are_given_to_functions_that_want_conversations(tmp_path: Path) -> None:
+async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
     """With --conversational a TRL function gets messages, as TRL's trainer passes for chat data."""
     source = (
         TRL + "assert prompts[0][0]['role'] == 'user'\n    return [float(c[0]['content'] == '4') for c in completions]"

@@ -32,7 +32,7 @@ def write(folder: Path, values: Tensors) -> Path:
 
 @pytest.fixture
 def check(tmp_path: Path) -> WeightsCheck:
-    """A check that has seen a good first version."""
+    """A check that has accepted a valid first version."""
     check = WeightsCheck()
     check.check(write(tmp_path / "v0", tensors()), V0)
     return check
@@ -87,7 +87,7 @@ def _infinity(values: Tensors) -> None:
 def test_weights_that_would_be_served_wrongly_are_refused(
     check: WeightsCheck, tmp_path: Path, spoil: Callable[[Tensors], None], words: str
 ):
-    """The error names the tensor; the next good version passes."""
+    """The error names the tensor; the next valid version passes."""
     values = tensors()
     spoil(values)
     with pytest.raises(WeightsUnusable, match=f"version 1: .*{words}"):

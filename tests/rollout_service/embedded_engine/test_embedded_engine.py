@@ -195,7 +195,7 @@ def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> No
 
 
 def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    """An in-place update that asks for a flush is refused before the weights change."""
+    """An in-place update with a flush is refused before the weights change."""
     folder = write_changed_copy(small_engine.model, tmp_path / "v1", seed=1)
     with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=6000) as stream:
         small_engine.post("/pause_generation", {"mode": "in_place"})

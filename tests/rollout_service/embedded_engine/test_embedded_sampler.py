@@ -1,4 +1,4 @@
-"""The embedded engine's sampler: right frequencies, right logprobs, reproducible draws."""
+"""The embedded engine's sampler: correct frequencies, correct logprobs, reproducible draws."""
 
 from __future__ import annotations
 

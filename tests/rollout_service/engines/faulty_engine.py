@@ -27,15 +27,15 @@ class FaultyEngine:
         self.version = version  # the version in model_info and the replies
         self.api_key = api_key
         self.folder: Path | None = None  # of the last weights loaded
-        self.loads: list[tuple[str, str]] = []  # every (weight_version, model_path) asked for
-        self.pauses: list[str] = []  # every pause asked for, by its mode, and every "continue"
-        self.flushes: list[tuple[str, str, bool]] = []  # every (weight_version, model_path, flush_cache) asked for
+        self.loads: list[tuple[str, str]] = []  # every requested (weight_version, model_path)
+        self.pauses: list[str] = []  # every requested pause, by its mode, and every "continue"
+        self.flushes: list[tuple[str, str, bool]] = []  # every requested (weight_version, model_path, flush_cache)
         self.texts = True  # whether completions have a text
         self.requests: list[dict[str, Any]] = []  # every body of /generate
         self.num_running = 0
         self.info: dict[str, Any] = {}  # the content of server_info
         self.status = 200  # /generate answers this
-        self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
+        self.rewrite: Rewrite = lambda rows: rows  # changes a valid reply before it is sent
         self.checksum = ""  # its weights checksum; empty: not supported
         self.adapters: dict[str, str] = {}  # name → folder, of those that are loaded
         self.refuse_adapters = ""  # why it takes none
@@ -103,7 +103,7 @@ class FaultyEngine:
         wait_for(lambda: len(self.requests) >= count, f"{count} requests at the engine")
 
     def wait_for_pauses(self, count: int) -> None:
-        """Wait until so many pauses and ends of pauses were asked for."""
+        """Wait until this many pauses and ends of pauses were requested."""
         wait_for(lambda: len(self.pauses) >= count, f"{count} pauses at the engine")
 
     def _get(self, path: str) -> tuple[int, Any]:

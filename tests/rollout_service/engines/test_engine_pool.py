@@ -1,4 +1,4 @@
-"""Several engines of one worker: who gets which group, which version they serve together, what they report."""
+"""Several engines of one worker: distribution of groups, common version, and metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_groups_are_spread_and_stay_whole(model: Path):
             await alone.close()
 
 
-async def test_the_engine_with_the_fewest_pending_tokens_is_asked(model: Path):
+async def test_the_engine_with_the_fewest_pending_tokens_gets_the_group(model: Path):
     """While one engine runs a long request, short ones go to the other."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
@@ -142,7 +142,7 @@ async def test_one_failing_engine_fails_the_request_alone(model: Path):
             assert pool.client._pending_tokens == [0, 0]
 
 
-async def test_what_was_sampled_across_a_failed_update_is_refused(model: Path):
+async def test_samples_across_a_failed_update_are_refused(model: Path):
     """A reply to a request in progress when an update failed is not used, though it names a known version."""
     with FaultyEngine() as server:
         engine = attached(server)

@@ -26,13 +26,13 @@ V7 = PolicyVersion(7)
 
 
 def flags(number: int = 0, **changes: Any) -> list[str]:
-    """The words behind SGLang's module name."""
+    """The arguments after SGLang's module name."""
     words = sglang_command(SglangSettings(**changes), number)(Path("/cache/v7"), V7, Path("/cache/port"))
     return words[words.index("sglang.launch_server") + 1 :]
 
 
 def pairs(words: list[str]) -> set[tuple[str, str]]:
-    """Each word with the one behind it."""
+    """Each argument with the one after it."""
     return set(itertools.pairwise(words))
 
 
@@ -52,7 +52,7 @@ def test_settings_become_flags():
     assert words[-1] == "--enable-fp32-lm-head"
 
 
-def test_adapters_are_enabled_where_asked_for():
+def test_adapters_are_enabled_if_requested():
     """A largest rank enables adapters, with every tensor of them taken or refused; without it none of the flags is passed."""
     words = flags(max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=6, lora_backend="triton")
     assert pairs(words) >= {
@@ -77,7 +77,7 @@ def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any]
         SglangSettings(**given)
 
 
-def test_what_is_not_set_is_left_to_sglang():
+def test_unset_options_are_left_to_sglang():
     """No flag is passed for a setting that is not given, and metrics can be off."""
     words = flags(metrics=False)
     assert not {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--base-gpu-id"} & set(words)
@@ -90,7 +90,7 @@ def test_a_second_engine_takes_the_next_gpus():
 
 
 def test_a_command_of_ones_own_replaces_python():
-    """A container's command takes the flags behind its own words."""
+    """The flags are appended to a container's command."""
     words = sglang_command(SglangSettings(command=("docker", "run", "sglang")))(Path("m"), V7, Path("p"))
     at = words.index("docker")
     assert words[at : at + 4] == ["docker", "run", "sglang", "--model-path"]
@@ -136,7 +136,7 @@ def as_server(source: str) -> SglangSettings:
 
 
 async def test_a_server_gets_a_port_and_shows_its_flags(tmp_path: Path):
-    """The port in its flags is the one it is asked at."""
+    """The port in its flags is the one that requests use."""
     command = sglang_command(as_server("import sys, time; print(*sys.argv, flush=True); time.sleep(60)"))
     log = tmp_path / "engine.log"
     process, url = await EngineProcess.start(command, tmp_path, V7, log=log, deadline_s=20)

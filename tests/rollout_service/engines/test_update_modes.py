@@ -95,7 +95,7 @@ async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
 async def test_the_answer_to_an_update_is_used_before_another_request(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """A version in it must be the one that was asked for; a checksum in it is the engine's, until the next update."""
+    """A version in it must be the requested one; a checksum in it is the engine's, until the next update."""
     ranks = [{"parallelism_info": {"tp_size": 1}}]
     faulty_engine.says = {"weight_version": "1", "ranks": ranks, "per_engine_checksum": "abc"}
     faulty_engine.lose_loads = 1  # its model_info would say 0
@@ -108,7 +108,7 @@ async def test_the_answer_to_an_update_is_used_before_another_request(
     assert await client.weights_checksum() is None  # what it serves is unknown, and this engine reports no checksum
 
 
-async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
+async def test_prefixes_of_versions_are_separate_without_a_flush(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
     """In place, requests name the version as their cache's key; after a load that flushes, they need none."""
@@ -120,7 +120,7 @@ async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
     assert [flush for _, _, flush in faulty_engine.flushes] == [False, False, True]
 
 
-async def test_a_cut_completion_is_asked_for_again_from_where_it_was(
+async def test_an_interrupted_completion_is_resumed_from_its_prefix(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
     """Each with its own prefix and remaining token limit; the parts are returned as one completion of two versions."""
@@ -174,7 +174,7 @@ def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]]
 
 
 def test_a_part_that_was_cut_at_its_last_token_ended_by_length():
-    """There is nothing left to ask for."""
+    """No tokens remain to be requested."""
     sequence = Resumption([1], max_new_tokens=2)
     sequence.parts.append(Completion([3, 4], [-1.0, -1.0], (VersionRun(V1, 0, 2),), "abort", ""))
     assert not sequence.is_cut

@@ -280,7 +280,7 @@ def test_an_evaluation_waits_for_the_announcement_of_its_version(
     assert worker.alive
 
 
-def test_an_evaluation_whose_weights_are_gone_is_dead_lettered(
+def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """A version whose objects were deleted, or that is older than those known, cannot be evaluated: ``weights_gone``."""

@@ -1,4 +1,4 @@
-"""Micro-batches: every row is in one, none is over the budget, ranks have equal numbers of them."""
+"""Micro-batches: every row is in one, none exceeds the budget, ranks have equal numbers of them."""
 
 from __future__ import annotations
 

@@ -834,7 +834,7 @@ def _openrlhf_dpo(given: Given) -> dict[str, Any]:
 
 
 def _openrlhf_weights(given: Given) -> tuple[Tensor, Tensor]:
-    """Weights of OpenRLHF's importance-sampling correction, and what it filtered."""
+    """Weights of OpenRLHF's importance-sampling correction, and its filtered tokens."""
     options = given.options
     proximal, behaviour = given.flat("old_log_prob"), given.flat("rollout_log_prob")
     log_ratio = proximal - behaviour

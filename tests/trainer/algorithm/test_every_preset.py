@@ -1,6 +1,6 @@
 """Properties of every algorithm, from rewards to gradients: plan, micro-batches, credit by token, corrections, loss.
 
-Each preset, and each way of setting the parts that no preset sets, goes through all stages of a step here: `make_plan`,
+Each preset, and each way of setting the parts that no preset sets, is run through all stages of a step here: `make_plan`,
 `build`, `TokenCredit` where a critic credits tokens, the batch's limit where M2PO sets one, and the objective.
 """
 

@@ -1,4 +1,4 @@
-"""The KL over the whole vocabulary: exact, with the right gradient, and never for all tokens in one chunk."""
+"""The KL over the whole vocabulary: exact, with the correct gradient, and never for all tokens in one chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few steps for each of several algorithms, in a process of its own; prints the figures of each step.
+"""Run a few steps of each of several algorithms in a separate process; prints the metrics of each step.
 
 python -m tests.trainer.algorithm.train_steps MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
 """

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, each with the fix."""
+"""Errors before anything starts, each with the fix."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Bad rows are shown with file, line and column, and the exit code is 1; good rows still count."""
+    """Bad rows are shown with file, line and column, and the exit code is 1; valid rows are still counted."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a"}\n' * 2 + '{"prompt": 3}\n' * 12)
     assert main(["data-check", str(path)]) == 1

@@ -34,7 +34,7 @@ V3, V4 = PolicyVersion(3), PolicyVersion(4)
 
 
 class Scene:
-    """An evaluator with what it needs: held-out prompts, a publisher, a producer that answers."""
+    """An evaluator with held-out prompts, a publisher, and a producer that answers."""
 
     def __init__(self, connections: Connections, folder: Path, producer: ScriptedProducer) -> None:
         write_model(folder / "model", seed=0)

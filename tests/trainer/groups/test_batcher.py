@@ -70,7 +70,7 @@ def test_less_than_a_batch_waits() -> None:
 
 
 def test_a_trained_group_is_in_the_ledger_within_the_window_and_removed_after_it() -> None:
-    """The ledger holds what was trained as long as such a group could still be fresh, and no longer."""
+    """The ledger holds trained groups as long as they could still be fresh, and no longer."""
     ledger = Ledger()
     for version in range(100):
         ledger.record(PolicyVersion(version), [f"e0.p{version}.a0"], max_staleness=2)

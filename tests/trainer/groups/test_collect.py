@@ -361,7 +361,7 @@ def test_a_prompt_that_is_always_stale_is_skipped(
 def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
-    """An object that is not what its message describes is never trained on; the rest of the batch is."""
+    """An object that differs from its message is never trained on; the rest of the batch is."""
     letters: list[DeadLetter] = []
     connections.bus.tail(
         f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
@@ -463,7 +463,7 @@ def test_a_dead_letter_in_the_checkpoint_is_not_read_twice(
 
 
 def test_the_deadline_of_a_batch_names_what_is_missing(connections: Connections, prompts: PromptSet) -> None:
-    """The error names what is ready and outstanding, the queue depths, and that no worker is alive."""
+    """The error names what is ready and outstanding, the queue depths, and that no worker sends heartbeats."""
     with Session(connections, prompts, deadline_s=0.5) as session:
         session.issuer.advance(V0, 100)
         wait_for(lambda: connections.bus.stream_state(f"{connections.run_id}-tasks").wait().num_messages == 4, "tasks")

@@ -179,7 +179,7 @@ def nudge(policy: Policy) -> None:
 
 
 def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) -> dict:
-    """Return what is published of adapters, and whether rank 0's base and the factors make exactly what is exported."""
+    """Return the published adapters, and True if rank 0's base and the factors give exactly the exported weights."""
     weights = rank_group.weights(None, as_adapter=True)
     if not isinstance(weights, AdapterWeights):
         return {}

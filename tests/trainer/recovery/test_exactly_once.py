@@ -28,7 +28,7 @@ TestRing.settings = examples(100, stateful_step_count=50)
 
 
 class LedgerForgotten(RingMachine):
-    """A checkpoint without the ids of what was trained."""
+    """A checkpoint without the ids of trained groups."""
 
     def restore(self, document):
         super().restore(document | {"ledger": ()})
