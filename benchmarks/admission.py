@@ -1,9 +1,9 @@
-"""What is dropped as stale under which rule: the trainer's own decisions, driven by a simulated clock.
+"""Simulate which groups are dropped as stale under each rule: the trainer's own decisions, on a simulated clock.
 
     python -m benchmarks.admission
 
 `Dispatch`, `DeliveryTracker` and `Batcher` are the real ones; steps, generations, publications and evaluations are durations drawn
-from seeded distributions, so that rules can be compared on the same luck, whatever the machine is doing. The
+from seeded distributions, so that all rules meet the same random durations, independent of the machine's load. The
 quickstart's shape: 48 groups a step in packs of 12, two workers, a bound of two versions, an evaluation every 25 steps.
 """
 
@@ -122,7 +122,7 @@ class Ring:
         self._backoff = OvertakeBackoff()
 
     def run(self) -> Outcome:
-        """Train all steps; returns what it came to."""
+        """Train all steps; returns the result."""
         self._issue()
         while self._steps_done < NUM_STEPS:
             for worker in range(NUM_WORKERS):
@@ -141,7 +141,7 @@ class Ring:
         return duration_s * self._random.lognormvariate(0.0, SPREAD)
 
     def _issue(self) -> None:
-        """Use the room that there is, as the issuer does: when a version is announced, and when something was dropped."""
+        """Issue as many groups as allowed, as the issuer does: when a version is announced and when a group was dropped."""
         wanted = (NUM_STEPS - self._steps_done) * ROLLOUT.groups_per_step
         trains_at = self._version if self._rule.counts_lag else None
         packs = self._dispatch.next_packs(self._published, wanted, trainer_version=trains_at)
@@ -171,7 +171,7 @@ class Ring:
         self._after(duration_s, free)
 
     def _follow(self, worker: int) -> None:
-        """Swap to what is published, once nothing runs."""
+        """Swap to the published version once nothing runs."""
         if self._busy[worker] or self._served[worker] == self._published:
             return
         version = self._published

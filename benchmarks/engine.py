@@ -1,15 +1,15 @@
-"""How many tokens a CPU second buys: the embedded engine against Hugging Face ``generate``.
+"""Measure tokens per CPU second of the embedded engine and of Hugging Face ``generate``.
 
     python benchmarks/engine.py [--repeats 3]
 
-Prints a Markdown table. All figures are process CPU seconds with one thread, engine and baseline taken in
-turns in the same run, so that a ratio holds although the machine is shared. Each cell is the median.
+Prints a Markdown table. All figures are process CPU seconds with one thread, engine and baseline
+alternate in the same run, so that a ratio is valid on a shared machine. Each cell is the median.
 
 Workloads: ``equal`` (B prompts of 32 tokens, 64 new tokens each), ``mixed`` (4 B requests, prompts of 8..64
 tokens, log-uniform 8..256 new tokens; the baseline runs them in waves of B, each as long as its longest),
 ``quickstart`` (12 prompts x 8 samples, 21 prompt tokens, 9 new ones; also over HTTP), ``adapters`` (``equal``, its rows
-dealt to 1, 2 or 4 adapters of all layers in one batch; beside the weights alone, and beside as many batches one after the
-other, which is what a mix saves).
+split over 1, 2 or 4 adapters of all layers in one batch; compared with the weights alone, and with one batch per adapter
+in sequence).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Memory and speed of chunked log-probabilities beside the plain way, forward and backward.
+"""Measure memory and speed of chunked log-probabilities against full logits, forward and backward.
 
     python -m benchmarks.logprobs                      # a 151,936-token vocabulary on this machine's CPU
     python -m benchmarks.logprobs --tokens 8192 --hidden 2048
 
-The plain way makes float32 logits of all tokens, and their softmax for the backward pass; the trainer
-(`trainer/learner/logprobs.py`) goes through the output head in chunks and computes each again in the backward
-pass. Each way runs in a process of its own, whose peak of resident memory above the start is printed.
+The baseline computes float32 logits of all tokens, and their softmax for the backward pass; the trainer
+(`trainer/learner/logprobs.py`) applies the output head in chunks and recomputes each in the backward
+pass. Each variant runs in a separate process, whose peak resident memory above the start is printed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What an update costs generations that are under way, in each mode.
+"""Measure what a weight update costs generations in progress, in each mode.
 
     python -m benchmarks.mid_generation [--tokens 1500] [--repeats 3]
 
-One embedded engine as a process of its own, driven by the worker's client: 4 prompts x 4 samples of equal length, and an
-update whenever the engine has spent ``--every`` CPU seconds since the last one began. Modes are taken in turns in the
-same run, beside a run without any update. CPU seconds are the engine's, one thread, so that ratios hold on a shared
-machine. Prints a Markdown table of medians.
+One embedded engine in a separate process, driven by the worker's client: 4 prompts x 4 samples of equal length, and an
+update whenever the engine has spent ``--every`` CPU seconds since the last one began. Modes alternate in the
+same run, together with a run without updates. CPU seconds are the engine's, one thread, so that ratios are valid on a
+shared machine. Prints a Markdown table of medians.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says."""
+    """The command-line options."""
 
     tokens: int
     repeats: int
@@ -103,7 +103,7 @@ async def measure(scratch: Path, options: Options) -> dict[UpdateMode | None, li
 
 
 def table(rounds: dict[UpdateMode | None, list[Round]], options: Options) -> str:
-    """Return the figures of all modes, beside those without updates."""
+    """Return the figures of all modes and of the run without updates."""
     num_tokens = options.tokens * len(PROMPTS) * NUM_SAMPLES
     alone = statistics.median(one.cpu_s for one in rounds[None])
     lines = [

@@ -1,7 +1,7 @@
-"""TRL's synchronous GRPOTrainer on the quickstart's task: the peer that the quickstart is timed against.
+"""TRL's synchronous GRPOTrainer on the quickstart's task: the baseline of the quickstart's timing.
 
 Same model after the same warm-up, same prompts, same optimizer, schedule, group size and number of steps;
-loss and batch shape are TRL's fastest ones here. Needs an environment of its own:
+loss and batch shape are TRL's fastest ones here. Needs a separate environment:
 
     python3 -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 accelerate datasets transformers==5.23.0
     OMP_NUM_THREADS=1 trl/bin/python benchmarks/peer_trl.py --model runs/quickstart/sft --data runs/quickstart/data

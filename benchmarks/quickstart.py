@@ -1,10 +1,10 @@
-"""The quickstart for several seeds: does it learn, what does it cost, and how does a peer do beside it?
+"""Run the quickstart for several seeds: accuracy, cost, and optionally TRL for comparison.
 
     make bench-quickstart
     python benchmarks/quickstart.py --seeds 0 1 2 --peer trl/bin/python   # TRL in the same run, see peer_trl.py
 
-Every run is `penstock quickstart --json`, one worker killed on the way included. Prints a Markdown table
-and exits with 1 when a seed misses the bar: held-out accuracy from under 0.65 to at least 0.93, with at
+Every run is `penstock quickstart --json`, including the kill of one worker. Prints a Markdown table
+and exits with 1 if a seed misses the threshold: held-out accuracy from under 0.65 to at least 0.93, with at
 least a tenth of the trained tokens sampled by an older version.
 """
 

@@ -1,8 +1,8 @@
-"""How long a replay takes beside the run that it makes again: the quickstart, then its replay, in one go.
+"""Time the quickstart and then its replay.
 
 python -m benchmarks.replay [--steps N] [--folder DIR]
 
-Prints one JSON object. The peer is the run itself: the same steps with workers, rewards, queues and publication.
+Prints one JSON object. The baseline is the run itself: the same steps with workers, rewards, queues and publication.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A reward endpoint that behaves as badly as the load benchmark wants; it speaks our dialect on bare sockets.
+"""A reward endpoint with a chosen fault, for the load benchmark; it serves the Penstock reward API on plain sockets.
 
 python -m benchmarks.reward_endpoint BEHAVIOUR PORT
 
-The score of a completion is known to whoever asks (`score_of`), so that an invented one would be seen.
+The benchmark computes the right score of each completion (`score_of`), so that an invented score is detected.
 """
 
 from __future__ import annotations

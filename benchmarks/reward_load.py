@@ -1,7 +1,7 @@
-"""Thousands of trajectories a second through HTTP endpoints, good ones alone and beside bad ones.
+"""Send thousands of trajectories a second through HTTP endpoints: healthy ones alone, then together with faulty ones.
 
-The bad ones are slow, hung, flaky, dying and lying. Figures: throughput, how long the good ones take, and whether
-anything was lost, doubled or invented.
+The faulty ones are slow, hung, flaky, crashing or return invalid scores. Figures: throughput, latency of the healthy
+ones, and whether a score was lost, duplicated or invented.
 
 python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
 """
@@ -44,7 +44,7 @@ SETTLE_S = 240.0
 
 @dataclass
 class Ledger:
-    """What was sent, and what came of it; written by the bus's thread and by readers."""
+    """What was sent and its results; written by the bus's thread and by readers."""
 
     sent_at: dict[str, float] = field(default_factory=dict)
     reward_of: dict[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Ledger:
 
 
 class Endpoints:
-    """The processes of all endpoints; the dying one is killed and started again at its port until the end."""
+    """The processes of all endpoints; the crashing one is killed and started again on its port until the end."""
 
     def __init__(self) -> None:
         self._processes: dict[str, subprocess.Popen[str]] = {}
@@ -152,7 +152,7 @@ class Bench:
                 delivery.ack().wait()
 
     def pack(self, reward: str, number: int) -> GroupGenerated:
-        """Store a pack whose groups all ask for one reward; returns what announces it."""
+        """Store a pack whose groups all use one reward; returns its announcement."""
         groups = [
             make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=_texts(reward, number, i))
             for i in range(GROUPS)
@@ -213,7 +213,7 @@ def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
 
 
 def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
-    """As fast as it goes: everything is announced at once."""
+    """Measure the maximum throughput: all packs are announced at the start."""
     register(one, endpoints, GOOD)
     packs = [one.pack(GOOD[number % len(GOOD)], number) for number in range(num_packs)]
     before, at = cpu_of(one.service.pid), time.perf_counter()
@@ -237,7 +237,7 @@ def register(one: Bench, endpoints: Endpoints, names: tuple[str, ...]) -> None:
 
 
 def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: bool) -> None:
-    """A steady stream to the good endpoints, with or without one to the bad ones beside it."""
+    """Send a steady stream to the healthy endpoints, with or without one to the faulty ones."""
     register(one, endpoints, (*GOOD, *BAD) if bad else GOOD)
     schedule = [(number / rate, GOOD[number % len(GOOD)], number) for number in range(int(seconds * rate))]
     if bad:

@@ -1,9 +1,9 @@
-"""What a rollout worker costs beside its engine: CPU milliseconds for each pack and for each version it follows.
+"""Measure the cost of a rollout worker without its engine: CPU milliseconds per pack and per weight version.
 
     python -m benchmarks.rollout_worker [--packs 300] [--versions 30]
 
-A worker process, real NATS and S3 servers, and an engine that costs nothing of its own (the tests' one,
-attached by URL). A pack is 12 groups of 8 completions of up to 9 tokens, as the quickstart issues them.
+A worker process, real NATS and S3 servers, and an engine with negligible cost (the fake engine of
+the tests, attached by URL). A pack is 12 groups of 8 completions of up to 9 tokens, as the quickstart issues them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure(ring_end: RingEnd, worker_pid: int, num_packs: int, num_versions: in
 
 
 def show(what: str, pid: int, cpu: float, wall: float, count: int) -> None:
-    """Print the cost of one of ``count`` things done since ``cpu`` and ``wall``."""
+    """Print the cost of one of ``count`` operations since ``cpu`` and ``wall``."""
     cpu_ms = 1000 * (process_cpu_seconds(pid) - cpu) / count
     wall_ms = 1000 * (time.monotonic() - wall) / count
     print(f"{what}: {cpu_ms:.1f} ms CPU in the worker, {wall_ms:.1f} ms wall")

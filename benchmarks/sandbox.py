@@ -1,9 +1,9 @@
-"""Harmless programs a second of CPU, in each sandbox that holds here, beside a bare subprocess: no sandbox at all.
+"""Measure programs per CPU second in each sandbox available on this machine, and in a plain subprocess.
 
 python -m benchmarks.sandbox [programs of each kind, 200 unless given]
 
-All variants take turns on one core and run the same program: read a number, write its double. CPU time is that of this process and all
-that it started; figures by the clock are printed too, but belong to the machine's other work.
+All variants alternate on one core and run the same program: read a number, write its double. CPU time is that of this
+process and its children; wall times are printed too, but depend on the machine's other load.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def cpu_s() -> float:
 
 
 def of_zygotes(slot: Slot) -> float:
-    """CPU seconds of a slot's living zygotes and of the programs that have ended in them."""
+    """CPU seconds of a slot's running zygotes and of the programs that have ended in them."""
     ticks = 0
     for pid in (slot.programs.pid, slot.tests.pid):
         for one in [pid, *descendants(pid)] if pid else []:

@@ -1,11 +1,11 @@
-"""The embedded engine beside a real SGLang on one CPU core: the same model, the same requests, the worker's own client.
+"""Compare the embedded engine with a real SGLang on one CPU core: same model, same requests, the worker's client.
 
     make sglang-env && python -m benchmarks.sglang [--rounds 5]
 
 Both are started by the worker's code. Workloads: a pack of the quickstart (12 prompts x 8 samples x 9 tokens), long
 completions (8 x 110 tokens), and an update of the weights of an idle engine. CPU seconds are those of all the engine's
-processes; wall seconds are of whatever else the machine did too. Before anything is timed, both are shown to compute
-the same: the log-probabilities of SGLang's samples are held against a dense forward.
+processes; wall seconds include the machine's other load. Before the timing, both are checked to compute
+the same: the log-probabilities of SGLang's samples are compared with a dense forward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which correction survives stale samples: forced lags, in one process, on tasks that learn in a minute.
+"""Measure which corrections learn from stale samples: forced lags, in one process, on tasks that learn in a minute.
 
     make bench-staleness                                          # every run of the table that is missing; hours
     python -m benchmarks.staleness --task sort --method default --lag 16 --seed 0    # one run
@@ -173,7 +173,7 @@ def accuracy(weights: tiny_policy.Tensors, codec: Codec, shape: tiny_policy.Shap
 
 
 def warm_up(task: Task, seed: int, cache: Path) -> tuple[tiny_policy.Tensors, tiny_policy.Shape, Codec]:
-    """Train on right answers for a moment; the same for every method, so it is kept on disk."""
+    """Train briefly on right answers; the same for every method, so it is cached on disk."""
     key = hashlib.sha256(repr([task, seed]).split("lambda")[0].encode() + repr(task.sft_steps).encode()).hexdigest()[
         :12
     ]
@@ -246,7 +246,7 @@ def roll_out(
 
 
 def micro_batch(batch: Batch, group: int, longest: int) -> tuple[MicroBatch, Tensor]:
-    """Build what the trainer's objective reads, and where the sampled tokens stand in [rows, longest]."""
+    """Build what the trainer's objective reads, and the positions of the sampled tokens in [rows, longest]."""
     inside = torch.arange(longest) < batch.lengths[:, None]
     sequences = Sequences.of_lengths(batch.lengths)
     groups = torch.arange(len(batch.rewards)) // group

@@ -1,10 +1,10 @@
-"""Was every token of a run sampled by the version it names? Its stored packs, held against its stored weights.
+"""Check that every token of a run was sampled by the version recorded for it: stored packs against stored weights.
 
     python -m penstock.deploy.stored RUN_FOLDER/store -- python -m benchmarks.token_versions RUN [--groups 200] [--kept-cache]
 
 The run must still have its versions (``trainer.keep_versions`` of more than its steps). Of a sample of its groups, each
-token's log-probability is computed anew by transformers, from the weights of the version that the token names, and
-once more from those of the version before, which shows how far a wrong label would be off. ``--kept-cache`` is for
+token's log-probability is recomputed by transformers, from the weights of the version recorded for the token, and
+again from those of the version before, which shows how large the error of a wrong label would be. ``--kept-cache`` is for
 ``worker.update_mode = "in_place"``: what follows an update reads keys and values of older weights there, so only what
 comes before the update in a sequence that met one is judged; of the sequences that begin after it, those that read an
 older prefix are counted. Prints one JSON object; the exit code is 1 when a judged token is further than 1e-4 nats from

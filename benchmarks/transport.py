@@ -1,4 +1,4 @@
-"""What a message and an object cost: microseconds of wall time and of CPU, here and in the servers.
+"""Measure the cost of a message and of an object: microseconds of wall and CPU time, here and in the servers.
 
 python -m benchmarks.transport [--calls 500] [--kilobytes 100]
 """

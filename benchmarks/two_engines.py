@@ -1,12 +1,12 @@
-"""The evaluations of a run once more, on both engines: does an engine change what a version is said to be worth?
+"""Repeat the evaluations of a run on both engines, to see if the engine changes the accuracy of a version.
 
     make sglang-env
     python -m penstock.deploy.stored RUN_FOLDER/store -- python -m benchmarks.two_engines RUN VERSION [VERSION ...]
 
 The run must still have these versions and have evaluated them (``trainer.keep_versions`` of more than its steps). Their
 weights are exported, and the stored prompts of each evaluation are completed greedily by the embedded engine and by a
-real SGLang on the CPU, in the packs of an evaluation. Prints a Markdown row for each version: the accuracy that the run
-was told, that of each engine now, and how many completions differ from the run's in any token.
+real SGLang on the CPU, in the packs of an evaluation. Prints a Markdown row for each version: the accuracy
+recorded by the run, the accuracy with each engine now, and how many completions differ from the run's in any token.
 """
 
 from __future__ import annotations

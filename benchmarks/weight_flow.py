@@ -1,4 +1,4 @@
-"""How weights flow: bytes, diff, upload and mirror of each version, and a late joiner, on real NATS and S3.
+"""Measure bytes, diff, upload and mirroring of each weight version, and a late joiner, on real NATS and S3.
 
     python -m benchmarks.weight_flow [--mb 64] [--versions 41] [--density 0.009]
     python -m benchmarks.weight_flow --squash    # would merging the patches serve a late joiner?

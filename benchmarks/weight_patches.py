@@ -1,4 +1,4 @@
-"""Sparse weight patches beside memcpy, full safetensors and XOR + zstd, on the same tensors in the same run.
+"""Compare sparse weight patches with memcpy, full safetensors and XOR + zstd, on the same tensors in the same run.
 
     python -m benchmarks.weight_patches                       # 272M parameters (544 MB of bf16), five densities
     python -m benchmarks.weight_patches --densities 0.9 --layers 2 --passes 1
@@ -225,7 +225,7 @@ def _check(target: list[np.ndarray], new: list[np.ndarray]) -> None:
 
 
 def measure_whole(layout: WeightLayout, passes: int) -> None:
-    """Print where sending a whole bucket overtakes sending its changes."""
+    """Print the density above which sending a whole bucket is faster than sending its changes."""
     print("\n### Sparse or whole: one bucket\n")
     print("| changed | sparse % | encode, decode ms | whole % | encode, decode ms |\n|---|---|---|---|---|")
     for lr in (4e-5, 1e-4, 2e-4, 4e-4, 1e-2):

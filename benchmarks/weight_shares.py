@@ -1,12 +1,12 @@
-"""Publishing by the shares of several ranks: what training waits for, how long a version takes, memory of each rank.
+"""Measure publishing shards from several ranks: blocking time of training, time per version, memory of each rank.
 
     python -m benchmarks.weight_shares [--mb 256] [--ranks 1 2] [--stages 2 3] [--versions 8]
 
 A random bfloat16 Qwen3 under DeepSpeed, one process for each rank, real NATS and S3. Each version an optimizer would
-have moved 0.9 % of the values; here they are moved by one unit in the last place. Beside the copy of each rank's
-part its memcpy is measured, and beside the publication by shares the one before it: rank 0 gathers the model whole
-and publishes it alone (``gathered``). CPU seconds are of the
-training thread (``wait``) or of a whole rank; figures are medians; all in one run, the ranks side by side.
+have moved 0.9 % of the values; here they are moved by one unit in the last place. Baselines: memcpy of each
+rank's part for its copy, and for publishing shards the earlier method, where rank 0 gathers the whole model and
+publishes it alone (``gathered``). CPU seconds are of the
+training thread (``wait``) or of a whole rank; figures are medians; all in one run, the ranks in parallel.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _Leader:
             )  # fmt: skip
 
     def publish(self, way: str, version: int) -> None:
-        """Publish a version in one of the two ways; what the training thread does is the wait."""
+        """Publish a version with one of the two methods; the time of the training thread is the wait."""
         publisher = self._publishers[way]
         started, cpu = time.monotonic(), time.thread_time()
         weights = self._copy(way, version)

@@ -1,6 +1,6 @@
-"""How many examples a property is tried on: a few in the suite, always the same; ever new ones in `make fuzz`.
+"""Number of examples per property: a few fixed ones in the suite, new ones on each `make fuzz`.
 
-So a failure of the suite is a change's fault, never a lucky draw's, and no example may fail by the clock.
+A failure of the suite is thus caused by a change and not by the random draw, and no example has a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A proxy before the real S3 server that can be told to refuse what writes or hold it up, and to answer parts as S3 does."""
+"""A proxy for the real S3 server that can refuse or delay writes, and answers parts as S3 does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOPS = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 
 class RefusingS3:
-    """Passes everything on; while ``refusal`` is set, writes are answered with that status and S3 error code.
+    """Forwards all requests; while ``refusal`` is set, writes are answered with that status and S3 error code.
 
     Writes wait until ``gate`` is set, as it is at first. ``only`` limits both to keys that end so.
     """
@@ -25,7 +25,7 @@ class RefusingS3:
         self.refusal: tuple[int, str] | None = None
         self.num_refused = 0
         self.num_gets = 0
-        self.says_partial = False  # 206 for a part, where the server behind says 200
+        self.says_partial = False  # 206 for a part, for which the real server answers 200
         self.only = ""
         self.gate = threading.Event()
         self.gate.set()

@@ -1,9 +1,9 @@
-"""Real servers for tests: nats-server and the S3 server, each in a folder of its own.
+"""Real servers for tests: nats-server and the S3 server, each in a separate folder.
 
 ``start_nats(folder)`` and ``start_s3(folder)`` give a ready server with ``settings``, ``kill()``
 (SIGKILL), ``restart()`` (same port, same store) and ``stop()``. Tests use the fixtures of
 ``conftest.py``: the shared ``nats_server`` and ``s3_server``, or the factories ``own_nats`` and
-``own_s3`` when they want to kill.
+``own_s3`` if they kill a server.
 """
 
 from __future__ import annotations

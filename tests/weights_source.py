@@ -1,4 +1,4 @@
-"""Publishes versions with the trainer's own code; can store other bytes than the manifest says."""
+"""Publishes versions with the trainer's own code; can store other bytes than the manifest specifies."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class WeightsSource:
         corrupt: tuple[str, ...] = (),
         announce: bool = True,
     ) -> WeightsPublished:
-        """Publish a version; ``corrupt`` are ends of keys whose stored bytes differ from what the manifest says.
+        """Publish a version; ``corrupt`` are ends of keys whose stored bytes differ from the manifest.
 
         With a ``base`` that was published before, the tensors are an adapter. Without ``announce`` only the head moves.
         """

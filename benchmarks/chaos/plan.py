@@ -1,7 +1,7 @@
-"""Whom the chaos run kills, and when; pure, and the same for the same seed.
+"""Plan which processes the chaos run kills, and when; pure, and the same for the same seed.
 
-A kill is due when the run has reached a step, after a further delay of its own. Several may be due at the
-same step: then one service dies while another is still coming back. Between them the trainer kills itself
+A kill is due when the run has reached a step, after a further delay. Several may be due at the
+same step: then one service is killed while another is still restarting. Between them the trainer kills itself
 at each of its crash points in turn (`trainer/crash_points.py`).
 """
 
@@ -18,7 +18,7 @@ POINTS = tuple(point for point in CrashPoint if point is not CrashPoint.ANCHOR_S
 LAST_STEPS = 5  # too late for a kill: the groups of these steps may all be issued and scored already
 LONGEST_DELAY_S = 2.0
 
-# The first version a life publishes passes these before anything was trained: the second time is in the midst of it.
+# The first version that a process publishes passes these before any training: the second time is during training.
 _PASSED_AT_THE_START = {
     CrashPoint.OBJECT_STORED, CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED, CrashPoint.ANNOUNCED,
 }  # fmt: skip
@@ -36,7 +36,7 @@ class PlannedKill:
 def plan_kills(
     seed: int, victims: Sequence[str], *, num_kills: int, steps: int, longest_delay_s: float = LONGEST_DELAY_S
 ) -> list[PlannedKill]:
-    """Return kills in order of their steps: every victim equally often (the rest by lot), at random moments."""
+    """Return kills in order of their steps: every victim equally often (the remainder drawn at random), at random moments."""
     rng = random.Random(f"kills {seed}")
     chosen = [victim for _ in range(num_kills // len(victims)) for victim in victims]
     chosen += rng.sample(list(victims), num_kills - len(chosen))
@@ -49,7 +49,7 @@ def plan_kills(
 
 
 def plan_points(seed: int, num_points: int) -> list[tuple[CrashPoint, int]]:
-    """Return crash points in a random order, each with how often it is passed in a life until it kills."""
+    """Return crash points in a random order, each with how often a process passes it before it kills."""
     rng = random.Random(f"points {seed}")
     points = rng.sample(POINTS, num_points)
     return [(point, 2 if point in _PASSED_AT_THE_START else 1) for point in points]

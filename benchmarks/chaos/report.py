@@ -1,4 +1,4 @@
-"""What a chaos run came to: its kills, how long each was felt, and the tables that say so."""
+"""The result of a chaos run: its kills, the duration of each outage, and the tables of both."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ PRODUCTIVE_WITHIN_S = 60.0
 
 @dataclass(slots=True)
 class Kill:
-    """One SIGKILL and what followed; times in seconds, None where there is nothing to measure."""
+    """One SIGKILL and what followed; times in seconds, None if not measured."""
 
     victim: str
     cause: str  # "random", or the trainer's crash point
     at: float  # Unix time; of a crash point: when the supervisor noticed
     step: int  # of the run, then
-    detected_s: float | None = None  # until the supervisor said so
-    silence_noticed_s: float | None = None  # until the watchers of heartbeats said so, where it took that long
-    restarted_s: float | None = None  # until the next life was started
+    detected_s: float | None = None  # until the supervisor reported it
+    silence_noticed_s: float | None = None  # until missing heartbeats were reported, if the outage lasted that long
+    restarted_s: float | None = None  # until the process was started again
     productive_s: float | None = None  # from there until it did its work again; None: the run was over first
     is_disturbed: bool = False  # it, or the trainer that gives everybody work, was killed again before that
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     seed: int
     steps: int
@@ -41,19 +41,19 @@ class Outcome:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     issued_again: int = 0  # groups with a second attempt
-    came_again: int = 0  # groups redelivered to a worker after their holder died
+    came_again: int = 0  # groups redelivered to a worker after the worker that held them was killed
     account: dict[str, Any] = field(default_factory=dict)
     replay: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)  # what does not hold
     late: list[str] = field(default_factory=list)  # what held, too slowly
 
     def by_victim(self) -> Counter[str]:
-        """Return the number of kills of each victim, crash points apart."""
+        """Return the number of kills of each victim, crash points separately."""
         return Counter(kill.victim if kill.cause == "random" else "trainer, at a point" for kill in self.kills)
 
 
 def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -> None:
-    """Note when each death was noticed, mended and made good, from the supervisor's events and the run's own."""
+    """Set when each kill was detected, the process restarted and productive again, from events of supervisor and run."""
     for kill in kills:
         later = [event for event in events if event.name == kill.victim and event.at >= kill.at]
         died = next((event.at for event in later if event.kind == "crashed"), None)
@@ -71,7 +71,7 @@ def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -
 
 
 def notice_silence(kills: Sequence[Kill], lost: Sequence[tuple[float, str]]) -> None:
-    """Note when those who watch the heartbeats saw that a service is gone: the first such word after its kill."""
+    """Set when missing heartbeats were first reported after each kill."""
     for at, text in lost:
         before = [kill for kill in kills if text.startswith(f"{kill.victim} ") and kill.at < at]
         if before and before[-1].silence_noticed_s is None:
@@ -79,7 +79,7 @@ def notice_silence(kills: Sequence[Kill], lost: Sequence[tuple[float, str]]) -> 
 
 
 def late_ones(kills: Sequence[Kill]) -> list[str]:
-    """Return what was noticed or made good too late."""
+    """Return the kills that were detected or recovered from too late."""
     noticed = max((kill.detected_s for kill in kills if kill.detected_s is not None), default=0.0)
     undisturbed = [kill.productive_s for kill in kills if not kill.is_disturbed]
     productive = max((seconds for seconds in undisturbed if seconds is not None), default=0.0)

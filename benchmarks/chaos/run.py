@@ -1,22 +1,22 @@
-"""Kill everything at random moments, for a whole run, and prove that nothing was lost and nothing counted twice.
+"""Kill every process at random moments during a run, and verify that nothing was lost or counted twice.
 
     make chaos                                          # every crash point in turn, then seeds 0, 1, 2 and the control
     python -m benchmarks.chaos --seeds 0 --kills 30 --steps 60
     python -m benchmarks.chaos --without-ids            # the control: the same audit must fail
 
-One run of the quickstart's ring on its tiny model, its rewards from an HTTP endpoint in a process of its own. By
-SIGKILL die trainer, both workers, reward service, endpoint, nats-server and S3 server, at moments that the seed
-chooses (`plan.py`); besides, the trainer kills itself at each of its crash points. The ring's own
-supervisor starts them again. At the end
+One run of the quickstart's services on its tiny model, with rewards from an HTTP endpoint in a separate process.
+Trainer, both workers, reward service, endpoint, nats-server and S3 server are killed with SIGKILL at moments that the
+seed determines (`plan.py`); in addition, the trainer kills itself at each of its crash points. The local run's
+supervisor restarts them. At the end
 
 1. the audit closes: every group issued was trained once, dropped once with a reason, or is in flight;
-2. exactly ``steps x groups_per_step`` groups are trained, and each that is still in flight is in a queue: a life that
-   died may have issued more than the run could use in the end;
-3. a replay of the record without any fault, from the initial model, makes every version again, hash for hash;
+2. exactly ``steps x groups_per_step`` groups are trained, and each that is still in flight is in a queue: a killed
+   trainer may have issued more than the run could use in the end;
+3. a replay of the record without any fault, from the initial model, reproduces every version with the same hash;
 4. the exported model has the weights that the record says the last step made.
 
-The control takes the ids of trained groups out of the newest checkpoint before each of the trainer's lives. Then
-redelivered groups are trained again, and the same audit must say so. Exits with 1 when anything of this fails.
+The control takes the ids of trained groups out of the newest checkpoint before each start of the trainer. Then
+redelivered groups are trained again, and the same audit must report it. Exits with 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ GROUPS_PER_STEP = 24
 _EVAL_PROMPTS = 24
 _LEAST_SHARE = 30 / 35  # of the planned kills: the last ones may come after a fast machine's last step
 _ALIVE_DEADLINE_S = 60.0
-# The trainer dies so often on purpose that the default rule would stop restarting it.
+# The trainer is killed so often on purpose that the default rule would stop restarting it.
 _RULE = RestartRule(max_crashes=20)
 
 _RUN_FILE = """\
@@ -93,7 +93,7 @@ checkpoint_every = 2
 
 
 class ChaosRun:
-    """One run under fire; the ring asks it what the trainer's next life shall do."""
+    """One run with kills; the local run asks it for the overrides of the trainer's next start."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ChaosRun:
         self.kills: list[Kill] = []
         self.seen = Seen()
         self._armed: tuple[CrashPoint, int] | None = None
-        self._shot = False  # whether this life of the trainer was killed by us
+        self._shot = False  # whether this trainer process was killed by this benchmark
         quickstart_task.write_data(
             folder / "data", seed=seed, num_sft=1, num_train=4 * steps * GROUPS_PER_STEP, num_eval=_EVAL_PROMPTS
         )
@@ -129,7 +129,7 @@ class ChaosRun:
         )  # fmt: skip
 
     def go(self, deadline_s: float) -> Outcome:
-        """Run to the end under fire and look at what came of it."""
+        """Run to the end with kills and check the result."""
         outcome = Outcome(self.seed, self.steps)
         run = LocalRun(
             [str(self.run_file), *self.overrides],
@@ -201,7 +201,7 @@ class ChaosRun:
         run.kill(planned.victim)
 
     def _on_event(self, event: ProcessEvent) -> None:
-        """Write down the trainer's death at a crash point (on the supervisor's thread)."""
+        """Record the trainer's exit at a crash point (on the supervisor's thread)."""
         if event.name == TRAINER and event.kind == "crashed":
             if not self._shot and self._armed is not None:
                 self.kills.append(Kill(TRAINER, str(self._armed[0]), event.at, self.seen.newest_step))
@@ -209,14 +209,14 @@ class ChaosRun:
             self._shot = False
 
     def _overrides_of_life(self, life: int) -> Sequence[str]:
-        """Arm the next crash point that has not killed yet; in the control, take the ids out first."""
+        """Arm the next crash point that has not killed yet; in the control, remove the ids first."""
         if life and self.without_ids:
             take_ids_out(self.folder / "runs" / self.run_id / "checkpoints")
         self._armed = self.points[0] if self.points else None
         return [f"trainer.kill_at={self._armed[0]}:{self._armed[1]}"] if self._armed else []
 
     def _replay(self) -> dict[str, Any]:
-        """Train the run again from what is stored, without a fault, beside nothing but its servers."""
+        """Replay the run from the stored record without faults; only its servers run."""
         done = subprocess.run(
             [sys.executable, "-m", "penstock", "replay", self.run_id, f"run.dir={self.folder / 'runs'}", "--json"],
             capture_output=True, text=True, timeout=1800, check=False,
@@ -228,7 +228,7 @@ class ChaosRun:
 
 
 def take_ids_out(checkpoints: Path) -> None:
-    """Make the newest checkpoint one without a ledger: its groups are out again, as far as it knows."""
+    """Remove the ledger from the newest checkpoint, so that its groups count as not trained."""
     found = committed(checkpoints)
     if not found:
         return
@@ -265,7 +265,7 @@ def _failures(run: ChaosRun, outcome: Outcome, proof: AuditResult) -> list[str]:
 
 
 def _control_failures(proof: AuditResult) -> list[str]:
-    """The control holds when the audit names groups that were trained twice."""
+    """The control passes if the audit reports groups that were trained twice."""
     kinds = Counter(breach.kind for breach in proof.breaches)
     return [] if kinds["trained twice"] else [f"without ids nothing was trained twice, by the audit: {dict(kinds)}"]
 

@@ -1,10 +1,10 @@
-"""What the chaos run sees of itself: its events and heartbeats, and from them how long each victim was missed.
+"""Observe the events and heartbeats of the chaos run, and derive how long each victim was missing.
 
 | victim        | is productive again when                                            |
 |---------------|---------------------------------------------------------------------|
 | trainer       | it has made an optimizer step                                        |
-| a worker      | its new life has announced a group                                   |
-| reward        | its new life has announced rewards                                   |
+| a worker      | its new process has announced a group                                |
+| reward        | its new process has announced rewards                                |
 | endpoint      | the reward service has announced rewards (all of them are its)       |
 | nats, S3      | a worker has announced a group: a task came, a pack and a fact went  |
 """
@@ -49,7 +49,7 @@ class Seen:
         return max((step for _, step in self.steps), default=0)
 
     def productive_at(self, victim: str, restarted_at: float) -> float | None:
-        """Return when a victim did its work again; None when the run was over first."""
+        """Return when a victim was productive again; None if the run ended first."""
         if victim == TRAINER:
             return min((at for at, _ in self.steps if at > restarted_at), default=None)
         return min((work.at for work in self.work if work.at > restarted_at and _shows(victim, work)), default=None)
@@ -106,5 +106,5 @@ class Observer:
         announced = beat.figures.get(_FIGURE[beat.role], 0.0)
         if announced != self._announced[beat.service_id]:
             self._announced[beat.service_id] = announced
-            if announced:  # a smaller number than before is a new life's
+            if announced:  # a smaller number than before is from a new process
                 self.seen.work.append(Work(beat.at, beat.service_id if beat.role == "rollout" else REWARD, announced))

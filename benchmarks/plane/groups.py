@@ -1,4 +1,4 @@
-"""Groups as large as real ones: what the plane benchmark and its peers carry. Needs only pyarrow and numpy."""
+"""Groups of realistic size, which the plane benchmark and its peers carry. Needs only pyarrow and numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODEC_REPEATS = 60
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What travels: groups of a size, so many a message, by way of whoever scores them or (``hop`` off) straight."""
+    """What travels: groups of a size, so many a message, through the scorer or (``hop`` off) directly."""
 
     size: str  # one of SIZES
     groups_per_pack: int

@@ -1,8 +1,8 @@
 """The peers of the plane benchmark: the same groups, in the same Parquet, the same job, by a Redis stream and by Ray.
 
-Run by `benchmarks.plane --peers PYTHON`, case by case. A producer, a scorer where the case has one, and a consumer,
-processes of their own; eight packs in flight. The scorer reads the texts of a pack and scores them by the same rule as
-our reward service; the consumer takes scores and pack, decodes, and commits 48 ids with fsync.
+Run by `benchmarks.plane --peers PYTHON`, case by case. A producer, a scorer if the case has one, and a consumer,
+in separate processes; eight packs in flight. The scorer reads the texts of a pack and scores them by the same rule as
+Penstock's reward service; the consumer takes scores and pack, decodes, and commits 48 ids with fsync.
 
 Redis: `appendfsync always`. The pack is in the stream itself (consumer groups, XACK); the scorer adds scores and the
 entry's id to a second stream; after its commit the consumer acknowledges and deletes both. Ray: `ray.put`, the reference

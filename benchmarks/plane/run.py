@@ -1,15 +1,15 @@
-"""The whole plane, durable: a worker's put → reward service → the trainer's acknowledgement, beside Ray and Redis.
+"""Measure the durable path from a worker's put through the reward service to the trainer's acknowledgement, and Ray and Redis.
 
     python -m benchmarks.plane [--seconds 6] [--repeats 3] [--peers PYTHON]
 
 Processes that run the services' own code, real nats-server (every message on disk before it is acknowledged) and a
-real S3 server: a worker's `PackAnnouncer`, the reward service itself with a reward that costs next to nothing, and the
+real S3 server: a worker's `PackAnnouncer`, the reward service itself with a reward of negligible cost, and the
 trainer's `Collector`, which acknowledges after each fsynced commit of a step's ids. *Direct* leaves the reward
 service out. Groups are of 8 trajectories of 4096 tokens, and tiny ones of 8 x 24. The peers do the same job
 (`peers.py`), case by case in the same minute.
 
 CPU is in milliseconds for a group: every process, both servers. *Plumbing* is all of it without the codec
-(Parquet written once by the worker, read once by the trainer, its texts once more by whoever scores), which is
+(Parquet written once by the worker, read once by the trainer, its texts once more by the scorer), which is
 measured alone in the same run.
 ``--peers``: a Python that has ray, redis, pyarrow and numpy; `redis-server` must be on the path.
 """

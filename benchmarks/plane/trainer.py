@@ -27,7 +27,7 @@ _NEVER_STALE = 10**9
 
 
 class _EveryGroup:
-    """Stands where the issuer does: everything that comes was asked for."""
+    """Replace the issuer: every group that arrives counts as issued."""
 
     def outstanding(self) -> Collection[str]:
         return ()
@@ -78,7 +78,7 @@ def consume(bus: Bus, s3: S3Settings, folder: Path, num_groups: int) -> dict[str
 
 
 def commit(path: Path, ids: Sequence[str]) -> None:
-    """Write a step's ids, and have them on the disk before they get their name."""
+    """Write a step's ids, and sync them to disk before the file is renamed."""
     partial = path.with_suffix(".partial")
     with partial.open("w") as file:
         json.dump(ids, file)

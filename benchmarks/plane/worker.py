@@ -1,7 +1,7 @@
 """The worker of the plane benchmark: packs stored and announced by the rollout service's own code, several at a time.
 
-A process of its own, which imports no more than a worker does. With ``hop`` off it says itself that its groups were
-scored: the plane without the reward service, one hop from producer to consumer.
+A separate process, which imports no more than a worker does. With ``hop`` off it announces its groups as scored
+itself: no reward service, one hop from producer to consumer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IN_FLIGHT = 8  # packs that a worker stores and announces at a time
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A delivery that nobody settles: the benchmark begins at the put."""
+    """A delivery without acknowledgement: the benchmark starts at the put."""
 
     traceparent: str = ""
     num_delivered: int = 1
@@ -49,7 +49,7 @@ class _Received:
 
 
 class _ScoredAtOnce:
-    """Stands where the bus does, and says of every generated pack that it was scored."""
+    """Replace the bus: announce every generated pack as scored."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

@@ -1,5 +1,5 @@
-# A reward model as a reward endpoint: torch and transformers, no NATS and no S3. Build from the repository's root.
-# With CUDA: BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime; its torch stays.
+# A reward model served as a reward endpoint: torch and transformers, no NATS or S3 client needed. Build from the repository's root.
+# With CUDA: BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime; the torch of the base image is kept.
 ARG BASE=python:3.12.12-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE}
@@ -15,8 +15,8 @@ COPY trainer trainer
 COPY console console
 COPY deploy deploy
 COPY src src
-# torch first: its CPU build is small, any other pulls gigabytes. Pass the URL of an index with CPU
-# builds as TORCH_INDEX to get it; without one pip takes what its own index offers.
+# Install torch first: its CPU build is small, other builds pull gigabytes. To get it, set TORCH_INDEX to
+# the URL of an index with CPU builds; if unset, pip uses its default index.
 ARG TORCH_INDEX=
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
     && pip install -c constraints.txt '.[reward-model]' \

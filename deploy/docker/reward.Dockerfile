@@ -1,4 +1,4 @@
-# The reward service, and the one-shot bootstrap: no torch, no GPU. Build from the repository's root.
+# The reward service and the bootstrap job: no torch, no GPU. Build from the repository's root.
 FROM python:3.12.12-slim-bookworm
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -1,5 +1,5 @@
 # A rollout worker. Target `worker` drives an SGLang server over HTTP and needs no torch; target
-# `embedded` brings our own torch engine for machines without a GPU. Build from the repository's root.
+# `embedded` adds Penstock's torch engine for machines without a GPU. Build from the repository's root.
 FROM python:3.12.12-slim-bookworm AS worker
 
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -22,8 +22,8 @@ CMD ["penstock.rollout_service"]
 
 FROM worker AS embedded
 USER 0
-# torch first: its CPU build is small, any other pulls gigabytes. Pass the URL of an index with CPU
-# builds as TORCH_INDEX to get it; without one pip takes what its own index offers.
+# Install torch first: its CPU build is small, other builds pull gigabytes. To get it, set TORCH_INDEX to
+# the URL of an index with CPU builds; if unset, pip uses its default index.
 ARG TORCH_INDEX=
 RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
     && pip install -c constraints.txt '.[engine]'

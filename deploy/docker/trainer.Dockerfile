@@ -1,5 +1,5 @@
-# The trainer on DeepSpeed. The base brings torch with CUDA and the compiler that DeepSpeed's fused
-# optimizers are built with on first use; for a CPU build pass BASE=python:3.12.12-slim-bookworm.
+# The trainer on DeepSpeed. The base image contains torch with CUDA and the compiler that builds DeepSpeed's
+# fused optimizers on first use; for a CPU build set BASE=python:3.12.12-slim-bookworm.
 ARG BASE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 # hadolint ignore=DL3006
 FROM ${BASE}
@@ -15,7 +15,7 @@ COPY trainer trainer
 COPY console console
 COPY deploy deploy
 COPY src src
-# torch stays the base's where it is there already; deepspeed is built against it
+# A torch in the base image is kept; deepspeed is built against the installed torch.
 RUN pip install -c constraints.txt torch setuptools wheel numpy \
     && pip install -c constraints.txt --no-build-isolation deepspeed \
     && pip install -c constraints.txt '.[trainer]' \

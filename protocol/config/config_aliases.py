@@ -1,7 +1,7 @@
-"""Keys of verl, ROLL, TRL, AgentRL and their wrappers that mean what a key of ours means; taken as that key.
+"""Keys of verl, ROLL, TRL, AgentRL and their wrappers that Penstock accepts as aliases of its own keys.
 
-A key stands here only where name and value say the very same thing. What is similar but not the same is answered
-in `protocol/config/foreign_config.py`: nothing is guessed.
+Only keys with exactly the same meaning and values are listed. Keys that are similar but not equal are refused with
+advice (`protocol/config/foreign_config.py`): nothing is guessed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LINEAR = {"all-linear": []}
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Which keys of ours a foreign one sets, and values that are called otherwise."""
+    """The Penstock keys that one foreign key sets, and the foreign values with another name here."""
 
     ours: tuple[str, ...]
     values: Mapping[Any, Any] = field(default_factory=dict)
 
     def value(self, theirs: Any) -> Any:
-        """Return a value in our spelling."""
+        """Return a foreign value as Penstock spells it."""
         return self.values.get(theirs, theirs) if isinstance(theirs, (str, bool)) else theirs
 
 

@@ -1,4 +1,4 @@
-"""How a service reaches NATS and S3, and which run it belongs to: the settings all services share."""
+"""Settings that all services share: the run, and the connections to NATS and S3."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class Section(BaseModel):
 
 
 class RunSettings(Section):
-    """Which run this is, and where its files lie on this machine."""
+    """The run's name, seed, and folder on this machine."""
 
     id: str = Field(default="run", description="Name of the run in subjects, object keys and folders: a-z, 0-9, '-'.")
-    dir: Path = Field(default=Path("runs"), description="Folder below which every run gets a folder of its own.")
+    dir: Path = Field(
+        default=Path("runs"), description="Parent folder of all runs; each run uses the sub-folder named by its id."
+    )
     seed: int = Field(
         default=0, ge=0, description="Seed of the data order, the model's initialisation and the sampler."
     )
@@ -41,7 +43,7 @@ class RunSettings(Section):
 
 
 class NatsSettings(Section):
-    """Where NATS is and who we are to it."""
+    """The NATS server and the credentials for it."""
 
     url: str = Field(
         default="nats://127.0.0.1:4222", description="URL of the NATS server, or several, comma-separated."
@@ -49,16 +51,16 @@ class NatsSettings(Section):
     user: str = Field(default="", description="User name; empty for a server without accounts.")
     password: str = Field(default="", description="Password; prefer password_file.", repr=False)
     password_file: Path | None = Field(
-        default=None, description="File that holds the password, as a secret mount gives it."
+        default=None, description="File that contains the password, such as a mounted secret."
     )
 
     def secret(self) -> str:
-        """Return the password, from the file when one is named; raises ConfigError when it is unreadable."""
+        """Return the password, from ``password_file`` if set; raises ConfigError if it is unreadable."""
         return _secret(self.password, self.password_file, "nats.password_file")
 
 
 class S3Settings(Section):
-    """Where the object store is and who we are to it."""
+    """The object store and the credentials for it."""
 
     endpoint: str = Field(
         default="http://127.0.0.1:9000", description="URL of any S3 server: MinIO, a fork of it, or AWS."
@@ -68,7 +70,7 @@ class S3Settings(Section):
     )
     access_key: str = Field(default="", description="Access key.")
     secret_key: str = Field(default="", description="Secret key; prefer secret_key_file.", repr=False)
-    secret_key_file: Path | None = Field(default=None, description="File that holds the secret key.")
+    secret_key_file: Path | None = Field(default=None, description="File that contains the secret key.")
     region: str = Field(default="us-east-1", description="Region; local servers ignore it.")
 
     @field_validator("endpoint")
@@ -79,7 +81,7 @@ class S3Settings(Section):
         return value
 
     def secret(self) -> str:
-        """Return the secret key, from the file when one is named; raises ConfigError when it is unreadable."""
+        """Return the secret key, from ``secret_key_file`` if set; raises ConfigError if it is unreadable."""
         return _secret(self.secret_key, self.secret_key_file, "s3.secret_key_file")
 
 

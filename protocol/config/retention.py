@@ -1,4 +1,4 @@
-"""How long each part of a run is kept, and which of its objects may be deleted. Pure rules; the holder of the lease deletes.
+"""How long each part of a run is kept, and which of its objects may be deleted. Pure rules; the trainer with the lease deletes.
 
 | what                          | how long                                                            |
 |-------------------------------|---------------------------------------------------------------------|
@@ -31,12 +31,12 @@ class StoredObject(Protocol):
 
     @property
     def key(self) -> str:
-        """Its object key."""
+        """The object key."""
         ...
 
     @property
     def modified(self) -> datetime:
-        """When it was written, by the object store's clock."""
+        """Time of the last write, by the object store's clock."""
         ...
 
 
@@ -46,18 +46,20 @@ class RetentionSettings(Section):
     trained_packs_h: float = Field(
         default=0.0,
         ge=0.0,
-        description="Hours that packs of trained groups stay; 0: until the run is removed, so that it can be replayed.",
+        description="Hours to keep the packs of trained groups; 0: until the run is removed, so that it can be replayed.",
     )
     unused_packs_h: float = Field(
         default=24.0,
         ge=1.0,
-        description="Hours that packs and task lists stay which no step, no queue and no dead letter references.",
+        description="Hours to keep packs and task lists that no step, queue or dead letter references.",
     )
     events_h: float = Field(
-        default=0.0, ge=0.0, description="Hours, at least 1, that events stay in their stream; 0: no limit."
+        default=0.0, ge=0.0, description="Hours, at least 1, to keep events in their stream; 0: no limit."
     )
     dead_letters_h: float = Field(
-        default=0.0, ge=0.0, description="Hours, at least 1, that dead letters stay and can be sent again; 0: no limit."
+        default=0.0,
+        ge=0.0,
+        description="Hours, at least 1, to keep dead letters, which can be sent again until then; 0: no limit.",
     )
 
     @field_validator("events_h", "dead_letters_h")
@@ -68,7 +70,7 @@ class RetentionSettings(Section):
         return value
 
     def limits(self) -> StreamLimits:
-        """Return the limits of the run's streams with the ages set here."""
+        """Return the limits of the run's streams with these maximum ages."""
         return StreamLimits(events_age_s=self.events_h * _HOUR_S, dead_age_s=self.dead_letters_h * _HOUR_S)
 
 
@@ -84,7 +86,7 @@ def expired(
 
     Args:
         stored: All packs and task lists of the run.
-        named: Keys that a message of a work queue or a dead letter references; they stay, whatever their age.
+        named: Keys that a message of a work queue or a dead letter references; kept at any age.
         trained: Keys that a step of the committed record references.
         settings: The retention times.
         now: The current time; compared with times of the object store's clock.

@@ -1,7 +1,7 @@
 """The section ``[reward]`` of a run file: which reward scores which row, and rewards made of parts.
 
-The reward service makes the parts and keeps them with every trajectory; the rule that turns them into one
-reward is here, so that whoever reads stored parts can apply it again, with other weights too:
+The reward service computes the parts and stores them with every trajectory. The rule that combines them into one
+reward is defined here, so that a reader of stored parts can apply it again, also with other weights:
 
     definition = settings.reward.define["mine"]
     rewards = definition.totals({"correct": (1.0, 0.0), "form": (1.0, 1.0)})
@@ -28,30 +28,33 @@ _Weight = Annotated[Finite, Field(ge=-1e6, le=1e6)]
 
 
 class RewardPart(Section):
-    """One part of a reward: what scores it, how much it weighs, and whether it is a gate."""
+    """One part of a reward: its scorer, its weight, and an optional gate."""
 
     reward: Identifier = Field(
         description="A built-in reward, a registered endpoint, your own code (my_pkg.rewards:tilted, my_rewards.py:tilted), or "
         "auto (by data_source)."
     )
-    weight: _Weight = Field(default=1.0, description="Its score times this goes into the sum; 0 only keeps the score.")
+    weight: _Weight = Field(default=1.0, description="Factor of its score in the sum; 0: the score is only stored.")
     needs: Finite | None = Field(
-        default=None, description="A gate: below this score the whole reward is `otherwise`, whatever the sum says."
+        default=None,
+        description="Gate: a score below this sets the whole reward to `otherwise`, regardless of the sum.",
     )
-    otherwise: _Weight = Field(default=0.0, description="The whole reward where the gate is closed.")
+    otherwise: _Weight = Field(default=0.0, description="The whole reward when the gate is closed.")
     parameters: dict[str, Any] = Field(
         default={},
-        description="Of a built-in reward or your own; `python -m penstock.reward_service rewards NAME` lists them.",
+        description="Parameters of a built-in reward or your own; `python -m penstock.reward_service rewards NAME` lists them.",
     )
 
     @model_validator(mode="after")
     def _gate_is_whole(self) -> RewardPart:
         if self.needs is None and self.otherwise != 0.0:
-            raise ValueError("`otherwise` does nothing without `needs`; set the score below which it applies")
+            raise ValueError(
+                "`otherwise` has no effect without `needs`; set `needs` to the score below which it applies"
+            )
         return self
 
     def is_open(self, score: float) -> bool:
-        """Say whether this part lets the sum through."""
+        """Return True if the part has no gate or its score passes it."""
         return self.needs is None or score >= self.needs
 
 
@@ -59,14 +62,14 @@ class RewardDefinition(Section):
     """A reward made of parts: the weighted sum of their scores, unless a gate is closed."""
 
     parts: dict[PartName, RewardPart] = Field(
-        min_length=1, max_length=MAX_PARTS, description="What it is made of, by name, in the order of the gates."
+        min_length=1, max_length=MAX_PARTS, description="The parts by name, in the order in which gates are checked."
     )
 
     def total(self, scores: Mapping[str, float]) -> float:
         """Return the reward of one completion from the scores of its parts.
 
         The first part, in the order of the definition, whose score is below its ``needs`` decides alone: the
-        reward is its ``otherwise``. Else the reward is the sum of weight times score.
+        reward is its ``otherwise``. Otherwise the reward is the sum of weight times score.
 
         Raises:
             ConfigError: A part has no score.
@@ -85,8 +88,8 @@ class RewardDefinition(Section):
         """Return the reward of every completion of a group.
 
         Args:
-            parts: Scores by part, one for each completion in order, as `ScoredGroup.parts` keeps them; others are
-                not looked at.
+            parts: Scores by part, one for each completion in order, as in `ScoredGroup.parts`; other parts are
+                ignored.
 
         Raises:
             ConfigError: A part is missing, or the parts are not equally long.
@@ -114,13 +117,13 @@ class RewardDefinition(Section):
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that are equal for equal definitions, in any process."""
+        """Digest of 16 hexadecimal digits; equal definitions have the same one in any process."""
         document = [(name, part.model_dump(mode="json")) for name, part in self.parts.items()]
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class RewardSettings(Section):
-    """Which reward scores which row, and what rewards of one's own are made of."""
+    """The reward of each row, and the definitions of rewards made of parts."""
 
     name: Identifier | None = Field(
         default=None,
@@ -138,7 +141,7 @@ class RewardSettings(Section):
             nested = [f"parts.{part}" for part, one in definition.parts.items() if one.reward in self.define]
             if nested:
                 raise ValueError(
-                    f"reward.define.{name}.{nested[0]}.reward names a reward that is made of parts itself; "
-                    "write its parts here"
+                    f"reward.define.{name}.{nested[0]}.reward is itself a reward made of parts; "
+                    "list its parts here instead"
                 )
         return self

@@ -1,11 +1,11 @@
-"""One TOML file for all services: files, environment and overrides become settings that know where they come from.
+"""Load settings from one TOML file for all services, the environment and overrides, each value with its origin.
 
 Precedence: default < files (a later file wins) < environment < overrides. Tables merge key by key,
-lists are replaced. The text ``None`` (or ``none``, ``null``) clears a value wherever it stands, since
-TOML has no null: the field becomes None where it may be, else it falls back to its default.
+lists are replaced. The text ``None`` (or ``none``, ``null``) clears a value from any source, since
+TOML has no null: the field becomes None if its type allows it, otherwise its default.
 
-Types are strict (``steps = "5"`` is refused). Every mistake of every source is collected and raised
-at once, each with its file and line.
+Types are strict (``steps = "5"`` is refused). The errors of all sources are collected and raised
+together, each with its file and line.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """Settings, and for every dotted key who gave it: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
+    """Settings, and the origin of every dotted key: ``default``, ``preset grpo``, ``run.toml:12``, ``environment X``, ``override``."""
 
     settings: S
     origins: dict[str, str]
 
 
 class _UnknownKeyError(Exception):
-    """``unknown`` is the shortest part of the path that nobody knows, reported once per source."""
+    """A path that is not in the schema; ``unknown`` is its shortest unknown prefix, reported once per source."""
 
     def __init__(self, unknown: KeyPath, text: str) -> None:
         super().__init__(text)
@@ -96,8 +96,8 @@ def load(
 ) -> Loaded[S]:
     """Build one service's settings from its sections of the run file.
 
-    ``overrides`` are ``a.b=c``, ``--a.b=c`` or ``--a.b``, ``c``, in snake or kebab case. Sections that
-    another service reads are left alone. Raises ConfigError listing every mistake.
+    ``overrides`` are ``a.b=c``, ``--a.b=c`` or ``--a.b``, ``c``, in snake or kebab case. Sections of
+    other services are ignored. Raises ConfigError that lists every error.
     """
     mistakes: list[str] = []
     given = [*from_files(files, mistakes), *from_environment(environ or {}), *from_overrides(overrides, mistakes)]
@@ -112,7 +112,7 @@ def load(
             if (err.unknown, one.source) not in reported:
                 reported.add((err.unknown, one.source))
                 mistakes.append(f"{one.origin}: {err}")
-    if unreadable:  # judging the rest would call everything missing that the unreadable file holds
+    if unreadable:  # every required key of the unreadable file would be reported as missing
         raise ConfigError("\n".join(mistakes))
     wrong_types = dict(_wrong_types(settings_class, chosen))
     mistakes += wrong_types.values()
@@ -131,13 +131,13 @@ def load(
 
 
 def _unsaid(settings: BaseModel, path: KeyPath) -> str:
-    """Say who chose a value that no source gave: a section may fill in more than defaults, such as a preset's."""
+    """Return the origin of a value that no source gave: a section may fill in more than defaults, such as a preset's."""
     origin_of = getattr(getattr(settings, path[0], None), "origin_of", None)
     return origin_of(path[1]) if origin_of is not None and len(path) > 1 else "default"
 
 
 def values_of(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value of a settings tree with its path; filled dictionaries entry by entry."""
+    """Yield every value of a settings tree with its path; non-empty dictionaries entry by entry."""
     for name in type(settings).model_fields:
         yield from _values(getattr(settings, name), (*prefix, name))
 
@@ -178,7 +178,7 @@ def _toml(value: Any) -> str:
     if value is None:
         return '"none"'
     if isinstance(value, dict):
-        return "{}"  # a filled one was taken apart into its entries
+        return "{}"  # a non-empty one was split into its entries
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_toml(item) for item in value)}]"
     if isinstance(value, (bool, int, float)):
@@ -187,7 +187,7 @@ def _toml(value: Any) -> str:
 
 
 def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
-    """Say whether a value must not be shown; its field is marked by ``repr=False``."""
+    """Return True if a value must not be shown: its field has ``repr=False``."""
     model: Any = settings_class
     for part in path:
         if not _is_model(model):
@@ -200,7 +200,7 @@ def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
 
 
 def _in_our_words(one: Given) -> Iterator[Given]:
-    """Yield what a value sets: another project's key that means the same sets ours, and says so in its origin."""
+    """Yield the values to set: an alias of another project is replaced by its Penstock keys and kept in the origin."""
     dotted = ".".join(part.replace("-", "_") for part in one.path)
     same = SAME.get(dotted)
     if same is None:
@@ -220,7 +220,7 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
         return
     value = one.value
     if one.text is not None and not isinstance(value, (str, list)) and _is_text_only(members):
-        value = one.text  # a run called 7, a password of digits
+        value = one.text  # a run named 7, a password of digits
     if isinstance(value, str) and value in _NOTHING:
         for cleared in [known for known in chosen if known[: len(path)] == path]:
             del chosen[cleared]
@@ -229,20 +229,20 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
     elif table is not None and str not in members:
         dotted = ".".join(path)
         hint = advice(dotted) or f"write {dotted}.KEY = VALUE"
-        raise _UnknownKeyError(path, f"{dotted} is a section and takes no value of its own; {hint}")
+        raise _UnknownKeyError(path, f"{dotted} is a section, not a value; {hint}")
     else:
         earlier = chosen.get(path)
         if earlier is not None and earlier.source == one.source and earlier.spelling != one.spelling:
             dotted = ".".join(path)
             raise _UnknownKeyError(
                 path,
-                f"{dotted} is said twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
+                f"{dotted} is given twice, as {earlier.spelling or dotted} and as {one.spelling or dotted}; leave one out",
             )
         chosen[path] = Given(path, value, one.origin)
 
 
 def _locate(settings_class: type[BaseModel], path: KeyPath) -> tuple[KeyPath, Any]:
-    """Return the path in the schema's spelling, and the annotation found there."""
+    """Return the path as spelled in the schema, and its annotation."""
     node: Any = settings_class
     found: KeyPath = ()
     for depth, part in enumerate(path):
@@ -267,7 +267,7 @@ def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _Unk
         return _UnknownKeyError(spelt, f"{dotted} is refused: {REFUSED[dotted]}")
     instead = advice(dotted)
     if instead:
-        return _UnknownKeyError(spelt, f"{dotted} is another project's name; {instead}")
+        return _UnknownKeyError(spelt, f"{dotted} is a key of another project; {instead}")
     if depth == 0 and len(path) > 1:
         similar = get_close_matches(spelt[0], SECTIONS, n=1)
         hint = f"did you mean [{similar[0]}]?" if similar else f"the sections are {', '.join(SECTIONS)}"
@@ -292,7 +292,7 @@ def _schema_leaves(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[Key
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the alternatives of an annotation, without what Annotated adds."""
+    """Return the members of a union, without the metadata of Annotated."""
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -301,7 +301,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _table(annotation: Any) -> Any:
-    """Return the model or dict behind an annotation, None for a plain value."""
+    """Return the model or dict type of an annotation; None for a plain value."""
     return next((m for m in _members(annotation) if get_origin(m) is dict or _is_model(m)), None)
 
 
@@ -326,7 +326,7 @@ def _tree(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> d
 def _wrong_types(settings_class: type[BaseModel], chosen: Mapping[KeyPath, Given]) -> Iterator[tuple[KeyPath, str]]:
     for path, one in chosen.items():
         _, annotation = _locate(settings_class, path)
-        try:  # JSON's strictness, not Python's: a list is a tuple and a text a path, but "5" is no number
+        try:  # strict as JSON: a list is a valid tuple and a string a valid path, but "5" is not a number
             TypeAdapter(annotation).validate_json(json.dumps(one.value, default=str), strict=True)
         except ValidationError as err:
             yield path, _refusal(settings_class, one, err.errors(include_url=False))
@@ -341,7 +341,7 @@ def _explain(
     by_path: dict[KeyPath, list[Any]] = {}
     for error in failure.errors(include_url=False):
         path: KeyPath = ()
-        for part in error["loc"]:  # beyond a leaf come list indices and the names of alternatives
+        for part in error["loc"]:  # after a leaf follow list indices and the names of union members
             try:
                 path, _ = _locate(settings_class, (*path, str(part)))
             except _UnknownKeyError:
@@ -372,7 +372,7 @@ def _expectation(error: Any) -> str:
 
 
 def _contradiction(path: KeyPath, text: str, chosen: Mapping[KeyPath, Given]) -> str:
-    """Describe a mistake that lies between several keys; validators name them by their dotted names."""
+    """Describe a contradiction between keys; validators name them by their dotted names."""
     named = [one for one in chosen.values() if re.search(rf"\b{re.escape('.'.join(one.path))}\b", text)]
     places = "".join(f" [{'.'.join(one.path)}: {one.origin}]" for one in named)
     return f"{'.'.join(path) + ': ' if path else ''}{text}{places}"

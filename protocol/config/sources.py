@@ -1,7 +1,7 @@
-"""Where settings come from: run files, the environment, and what was typed behind a command.
+"""Read settings from run files, environment variables and command-line overrides.
 
-Each source becomes a list of `Given`: a path, a value, and where it stood. What the paths mean is
-decided by `protocol/config/run_file.py`.
+Each source yields `Given` values: a path, a value and its origin. `protocol/config/run_file.py` matches the paths
+with the schema.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOML_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)")
 
 
 class Given(NamedTuple):
-    """One value that somebody gave; ``text`` is how it was typed, for what came through a shell."""
+    """One value of a source; ``text`` is its original text if it came from the environment or the command line."""
 
     path: KeyPath
     value: Any
@@ -31,17 +31,17 @@ class Given(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The origin without its line."""
+        """The origin without line number and alias."""
         return re.sub(r"(:\d+)?( as [a-z0-9_.]+)?$", "", self.origin)
 
     @property
     def spelling(self) -> str:
-        """Another project's key that gave the value; empty: our own."""
+        """The alias of another project that set the value; empty for a Penstock key."""
         return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
 
 
 def from_files(files: Sequence[Path], mistakes: list[str]) -> Iterator[Given]:
-    """Yield every value of the run files in order; appends what could not be read to ``mistakes``."""
+    """Yield every value of the run files in order; appends errors to ``mistakes``."""
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def _from_text(name: str, text: str) -> Iterator[Given]:
 
 
 def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
-    """Yield every ``PENSTOCK_<SECTION>__<KEY>``; other variables are not ours."""
+    """Yield every ``PENSTOCK_<SECTION>__<KEY>``; other variables are ignored."""
     for name, text in sorted(environ.items()):
         section, separator, key = name.removeprefix(ENVIRONMENT_PREFIX).partition("__")
         if name.startswith(ENVIRONMENT_PREFIX) and separator:
@@ -78,7 +78,7 @@ def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
 
 
 def from_overrides(overrides: Sequence[str], mistakes: list[str]) -> Iterator[Given]:
-    """Yield ``a.b=c``, ``--a.b=c`` and ``--a.b c``; a part with a dot of its own is quoted."""
+    """Yield ``a.b=c``, ``--a.b=c`` and ``--a.b c``; a key part that contains a dot is quoted."""
     remaining = list(overrides)
     while remaining:
         token = remaining.pop(0)
@@ -94,7 +94,7 @@ def from_overrides(overrides: Sequence[str], mistakes: list[str]) -> Iterator[Gi
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Tell run files (``run.toml``, ``@ more.toml``) from overrides on a command line; keeps the order of both."""
+    """Split command-line arguments into run files (``run.toml``, ``@ more.toml``) and overrides, each in order."""
     files: list[Path] = []
     overrides: list[str] = []
     is_value = False
@@ -108,10 +108,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def scalar(text: str) -> Any:
-    """Read a shell's text as TOML would, with Python's True and False; anything else is a string."""
+    """Parse a text as a TOML value, or Python's True and False; anything else is returned as a string."""
     if text in _WORDS:
         return _WORDS[text]
-    if "\n" in text or ("#" in text and text[0] not in "\"'[{"):  # would read as more than one value
+    if "\n" in text or ("#" in text and text[0] not in "\"'[{"):  # TOML would parse more than one value
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -120,14 +120,14 @@ def scalar(text: str) -> Any:
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Return the line, from 1, on which each table and key of a valid TOML text begins."""
+    """Return the 1-based line on which each table and key of a valid TOML text starts."""
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
     statement, start = "", 1
     for number, line in enumerate(text.split("\n"), 1):
         statement += line + "\n"
         try:
-            content = tomllib.loads(statement)  # parses exactly when the statement is complete
+            content = tomllib.loads(statement)  # succeeds exactly when the statement is complete
         except tomllib.TOMLDecodeError:
             continue
         is_header = statement.lstrip().startswith("[")
@@ -149,7 +149,7 @@ def _key_paths(content: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def leaves(value: Any, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value below nested dictionaries with its path; an empty dictionary is a value."""
+    """Yield every value below nested dictionaries with its path; an empty dictionary counts as a value."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from leaves(item, (*prefix, key))

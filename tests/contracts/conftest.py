@@ -1,6 +1,6 @@
-"""The engines at hand: the embedded one always, a real SGLang server where one is asked for.
+"""The engines under test: always the embedded one, and a real SGLang server if requested.
 
-``make test-sglang`` has the worker's own code start a server for these tests. To run them against one of yours, start
+``make test-sglang`` starts a server for these tests with the worker's code. To use your own server, start
 it on a small float32 model folder that is readable here, with --enable-lora --max-lora-rank 8 --lora-target-modules all,
 and set PENSTOCK_TEST_SGLANG_URL to its URL.
 """

@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class EngineUnderTest:
-    """A running server: where it is, what it serves first, and which implementation it is."""
+    """A running server: its URL, its initial model, and its implementation."""
 
     kind: str  # "embedded" | "sglang"
     url: str
@@ -38,7 +38,7 @@ class EngineUnderTest:
         return reply.json() if "json" in reply.headers.get("content-type", "") else reply.text
 
     def generate(self, input_ids: Any, *, expect: int = 200, **fields: Any) -> Any:
-        """Ask for completions with their logprobs; other keyword arguments are sampling parameters."""
+        """Request completions with their logprobs; other keyword arguments are sampling parameters."""
         top = {
             name: fields.pop(name) for name in ("rid", "logprob_start_len", "return_prompt_token_ids") if name in fields
         }

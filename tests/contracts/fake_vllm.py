@@ -1,7 +1,7 @@
-"""A server that speaks vLLM's HTTP API, backed by an embedded engine: the model computes, the API is vLLM's.
+"""A server with vLLM's HTTP API, backed by an embedded engine: the model computes, the API is vLLM's.
 
-Requests with fields that vLLM does not have are refused, by the description in ``tests/data/vllm_api.json``, which was
-read from vLLM itself; `test_vllm_api.py` checks requests and replies against it.
+Requests with fields that vLLM does not have are refused, by the OpenAPI description in ``tests/data/vllm_api.json``,
+which was exported from vLLM; `test_vllm_api.py` checks requests and replies against it.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _choice(index: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problem(body: Any, model: str) -> str:
-    """Return what is wrong with a body by vLLM's own description; empty when nothing is."""
+    """Return the errors of a body by vLLM's description; empty if it is valid."""
     fields = API["models"][model]["fields"]
     if not isinstance(body, dict):
         return f"{model} must be an object"

@@ -25,7 +25,7 @@ ASKED = os.environ.get("PENSTOCK_TEST_SGLANG") == "1"
 
 
 def cpu_settings(**changes: Any) -> SglangSettings:
-    """What a worker is told on a machine without a GPU."""
+    """Return the worker's settings for a machine without a GPU."""
     told = sglang_cpu.section()
     told |= {"python": Path(told["python"]), "extra_args": tuple(told["extra_args"])}
     return SglangSettings(**{**told, **changes})
@@ -45,7 +45,7 @@ def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """An event loop in a separate thread."""
 
     def __init__(self) -> None:
         """Start it."""
@@ -66,7 +66,7 @@ class Loop:
 
 @contextlib.contextmanager
 def running_sglang(model: Path, scratch: Path, **changes: Any) -> Iterator[str]:
-    """Run a server on a model folder as version 0, without anybody who watches it; yields its URL."""
+    """Run a server on a model folder as version 0, without supervision; yields its URL."""
     loop = Loop()
     engine = managed_sglang(scratch / "sglang.log", **changes)
     try:

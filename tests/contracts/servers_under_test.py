@@ -1,4 +1,4 @@
-"""The servers that the worker's clients are tested against: each kind of engine, as the worker meets it."""
+"""The servers that the worker's clients are tested against: each kind of engine, as a worker uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters beside the weights: what a worker needs of an engine that serves several policy versions at once."""
+"""Adapters in addition to the weights: what a worker requires of an engine that serves several policy versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PARAMS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 def running_engine(
     running_engine: EngineUnderTest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    """The engine of the other tests where it takes adapters; a SGLang of ours is started anew, with them enabled."""
+    """The engine of the other tests if it serves adapters; a local SGLang is restarted with adapters enabled."""
     if running_engine.kind == "embedded" or not real_sglang.ASKED:
         yield running_engine
         return
@@ -158,7 +158,7 @@ def test_an_unknown_adapter_is_an_error(serving: EngineUnderTest) -> None:
     assert "policy@99" in str(ask(serving, [PROMPT, PROMPT], ["policy@1", "policy@99"], expect=400))
 
 
-def test_a_load_says_what_is_loaded(engine: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
+def test_a_load_reports_the_loaded_adapters(engine: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
     """Load and unload answer with the names and folders of all that are loaded; the list of models has them too."""
     first, second = adapters["policy@1"].folder, adapters["policy@2"].folder
     assert load(engine, "policy@1", first)["loaded_adapters"] == {"policy@1": str(first)}
@@ -171,24 +171,24 @@ def test_a_load_says_what_is_loaded(engine: EngineUnderTest, adapters: dict[str,
 
 
 def test_a_name_is_given_once(serving: EngineUnderTest, adapters: dict[str, Adapter]) -> None:
-    """A second adapter under a name that is taken is refused, and the first one stays."""
+    """A second adapter under a used name is refused, and the first one is kept."""
     answer = load(serving, "policy@1", adapters["policy@2"].folder, expect=400)
     assert answer["success"] is False
     assert "already loaded" in answer["error_message"]
     assert answer["loaded_adapters"]["policy@1"] == str(adapters["policy@1"].folder)
 
 
-def test_what_is_not_there_cannot_be_unloaded(engine: EngineUnderTest) -> None:
+def test_an_unknown_adapter_cannot_be_unloaded(engine: EngineUnderTest) -> None:
     """An unload of an unknown name is refused."""
     answer = engine.post("/unload_lora_adapter", {"lora_name": "policy@99"}, expect=400)
     assert answer["success"] is False
     assert "policy@99" in answer["error_message"]
 
 
-def test_an_adapter_comes_while_others_generate(
+def test_an_adapter_is_loaded_while_others_generate(
     engine: EngineUnderTest, adapters: dict[str, Adapter], merged: dict[str | None, Dense]
 ) -> None:
-    """A load neither waits for a generation under way nor changes it, and serves at once."""
+    """A load neither waits for a running generation nor changes it, and the adapter is served immediately."""
     load(engine, "policy@1", adapters["policy@1"].folder)
     with engine.streaming(PROMPT, rid="by-weights", max_new_tokens=200) as stream:
         load(engine, "policy@2", adapters["policy@2"].folder)
@@ -198,10 +198,10 @@ def test_an_adapter_comes_while_others_generate(
     assert_computed_by(merged[None], PROMPT, reply)
 
 
-def test_a_retracted_generation_goes_on_by_its_adapter(
+def test_a_retracted_generation_continues_with_its_adapter(
     serving: EngineUnderTest, merged: dict[str | None, Dense]
 ) -> None:
-    """What a pause set aside is computed again by the same adapter, beside one that runs by another."""
+    """A generation retracted by a pause is recomputed with the same adapter while another adapter runs."""
     with serving.streaming(PROMPT, rid="set-aside", lora_path="policy@1", max_new_tokens=200) as stream:
         serving.post("/pause_generation", {"mode": "retract"})
         serving.post("/continue_generation")
@@ -211,10 +211,8 @@ def test_a_retracted_generation_goes_on_by_its_adapter(
     assert_computed_by(merged["policy@1"], PROMPT, reply)
 
 
-def test_an_unload_waits_for_those_who_compute_with_it(
-    serving: EngineUnderTest, merged: dict[str | None, Dense]
-) -> None:
-    """A generation with an adapter that is unloaded meanwhile ends whole, by that adapter; then it is gone."""
+def test_an_unload_waits_for_requests_that_use_it(serving: EngineUnderTest, merged: dict[str | None, Dense]) -> None:
+    """A generation completes with its adapter though that is unloaded in between; then the adapter is removed."""
     with (
         concurrent.futures.ThreadPoolExecutor() as pool,
         serving.streaming(PROMPT, rid="by-adapter", lora_path="policy@1", max_new_tokens=150) as stream,
@@ -227,7 +225,7 @@ def test_an_unload_waits_for_those_who_compute_with_it(
     assert listed(serving) == {"policy@2", "policy@3"}
 
 
-def test_new_weights_go_below_the_adapters(
+def test_new_weights_replace_the_base_of_the_adapters(
     serving: EngineUnderTest, adapters: dict[str, Adapter], tmp_path: Path
 ) -> None:
     """An update of the weights leaves the adapters loaded: they change the new ones."""
@@ -239,7 +237,7 @@ def test_new_weights_go_below_the_adapters(
 
 
 @pytest.mark.parametrize("what", ["missing folder", "no config", "cut short", "rank beyond the maximum"])
-def test_what_is_no_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, what: str) -> None:
+def test_an_invalid_adapter_is_refused(engine: EngineUnderTest, tmp_path: Path, what: str) -> None:
     """A folder that cannot be read, or whose rank is too large, is refused; nothing is listed, and the engine serves."""
     rank = 512 if what == "rank beyond the maximum" else 4
     one = Adapter.random(engine.model, tmp_path / "adapter", seed=9, rank=rank)
@@ -287,7 +285,7 @@ def test_what_would_compute_something_else_is_refused(
 
 
 def spoil(adapter: Adapter, change: str) -> None:
-    """Make an adapter wrong in one way."""
+    """Make an adapter with one error."""
     name = sorted(adapter.tensors)[0]
     config: dict[str, dict[str, Any]] = {
         "rslora": {"use_rslora": True},

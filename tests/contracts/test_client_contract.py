@@ -1,4 +1,4 @@
-"""What every engine's client provides to the worker, asked of every engine through its own `EngineClient`."""
+"""The contract of every `EngineClient` with the worker, tested against each engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING = Sampling(max_new_tokens=3000, temperature=1.0, stop_token_ids=(3,))
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 V0, V1, V2, V3 = map(PolicyVersion, range(4))
 TOLERANCE = 1e-5  # nats; float32 against float32
-SPAN_SLACK = 2  # tokens: SGLang may attribute the step under way, when it stops in place, to either version
+SPAN_SLACK = 2  # tokens: SGLang may attribute the running step, when it stops in place, to either version
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -61,7 +61,7 @@ async def client(server: ServerUnderTest) -> AsyncIterator[EngineClient]:
 
 
 async def wait_until_generating(client: EngineClient) -> None:
-    """Wait until samples run, so that an update meets them: SGLang runs the prompts alone before, one sequence each."""
+    """Wait until samples run, so that an update interrupts them: SGLang first runs the prompts alone, one sequence each."""
     deadline = time.monotonic() + DEADLINE_S
     while (await client.metrics()).get("engine_running", 0) <= len(PROMPTS):
         assert time.monotonic() < deadline, "no sample was ever running"
@@ -69,7 +69,7 @@ async def wait_until_generating(client: EngineClient) -> None:
 
 
 async def test_a_server_as_the_worker_starts_it_has_no_objections(client: EngineClient) -> None:
-    """Nothing speaks against it, and it can load adapters, if it says so at all."""
+    """The probe reports no problem, and the engine can load adapters if it reports that."""
     report = await client.inspect()
     assert report.objections == []
     await client.health()
@@ -136,7 +136,7 @@ async def test_an_update_switches_to_the_new_weights(
 
 
 async def test_the_checksum_follows_the_weights(client: EngineClient, server: ServerUnderTest, tmp_path: Path) -> None:
-    """Equal weights have equal checksums, whatever their version; other weights have another one of the same layout."""
+    """Equal weights have equal checksums under any version; other weights have another one of the same layout."""
     first = await client.weights_checksum()
     await client.load_weights(write_changed_copy(server.model, tmp_path / "v1", seed=1), V1)
     other = await client.weights_checksum()
@@ -151,7 +151,7 @@ async def test_the_checksum_follows_the_weights(client: EngineClient, server: Se
 async def test_every_token_is_of_the_version_that_sampled_it(
     client: EngineClient, server: ServerUnderTest, dense: Dense, tmp_path: Path, mode: UpdateMode
 ) -> None:
-    """Completions are whole whatever was loaded meanwhile; tokens, logprobs, versions and text belong together."""
+    """Completions are complete with any loads in between; tokens, logprobs, versions and text belong together."""
     folders = [write_changed_copy(server.model, tmp_path / f"v{i}", seed=i) for i in (1, 2)]
     models = {0: dense, 1: Dense(folders[0]), 2: Dense(folders[1])}
 
@@ -235,7 +235,7 @@ async def test_a_folder_that_is_missing_is_not_applied(
 async def test_adapters_are_served_next_to_the_weights(
     server: ServerUnderTest, client: EngineClient, dense: Dense, tmp_path: Path
 ) -> None:
-    """Two adapters and none at once: each computes as its merged model does, and its tokens are of its version."""
+    """Two adapters and the base concurrently: each computes as its merged model does, with tokens of its version."""
     if server.kind == "vllm" and not (await client.inspect()).takes_adapters:
         pytest.skip("this server was started without --enable-lora")
     adapters = {

@@ -1,4 +1,4 @@
-"""What every engine promises the rollout worker: SGLang's HTTP contract as Penstock relies on it."""
+"""The contract of every engine with the rollout worker: the part of SGLang's HTTP API that Penstock relies on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.contracts.tiny_model import Dense, read_tensors, write_changed_copy, 
 from tests.servers import wait_for
 
 PROMPT = [5, 17, 88, 250, 31, 9]
-LONG = 6000  # tokens: many seconds of generation, so that something can happen meanwhile
+LONG = 6000  # tokens: many seconds of generation, so that other requests can be sent during it
 TOLERANCE = 1e-5  # nats; float32 against float32
 
 
@@ -26,13 +26,13 @@ def logprobs_of(reply: dict) -> list[float]:
 
 
 def embedded_only(engine: EngineUnderTest, why: str) -> None:
-    """Skip what the real SGLang is known not to survive."""
+    """Skip tests that are known to crash the real SGLang."""
     if engine.kind != "embedded":
         pytest.skip(why)
 
 
 def test_reply_has_every_field_the_worker_reads(engine: EngineUnderTest) -> None:
-    """A completion says what was generated, why it ended, by which weights, and at what probability."""
+    """A completion contains tokens, finish reason, weight version and log-probabilities."""
     reply = engine.generate(PROMPT, rid="a" * 32, max_new_tokens=5, ignore_eos=True)
     meta = reply["meta_info"]
     assert len(reply["output_ids"]) == 5
@@ -207,8 +207,8 @@ def test_an_update_switches_to_the_new_weights(engine: EngineUnderTest, tmp_path
     assert reply["meta_info"]["weight_version"] == "1"
 
 
-def test_the_checksum_tells_weights_apart(engine: EngineUnderTest, tmp_path: Path) -> None:
-    """`/weights_checker` says the same for the same weights, whatever their version, and another for others."""
+def test_the_checksum_differs_for_different_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
+    """`/weights_checker` depends on the weights only, not on their version."""
 
     def checksum() -> str:
         reply = engine.post("/weights_checker", {"action": "checksum"})
@@ -271,7 +271,7 @@ def test_in_place_keeps_old_keys_and_values(engine: EngineUnderTest, dense: Dens
         reply = stream.result()
     old, new = reply["meta_info"]["weight_versions"]
     assert (old["version"], new["version"], new["end"]) == ("0", "1", len(reply["output_ids"]))
-    cut = old["end"] - 2  # SGLang may attribute the step under way to either version
+    cut = old["end"] - 2  # SGLang may attribute the running step to either version
     tokens, logprobs = reply["output_ids"], logprobs_of(reply)
     assert logprobs[:cut] == pytest.approx(dense.of_completion(PROMPT, tokens)[:cut], abs=TOLERANCE)
     after = torch.tensor(Dense(folder).of_completion(PROMPT, tokens))[cut + 4 : cut + 24]
@@ -279,7 +279,7 @@ def test_in_place_keeps_old_keys_and_values(engine: EngineUnderTest, dense: Dens
 
 
 def test_pause_with_abort_returns_partial_completions(engine: EngineUnderTest) -> None:
-    """pause_generation in its default mode ends what runs with what it has."""
+    """pause_generation in its default mode ends running requests with the tokens they have."""
     with engine.streaming(PROMPT, rid="4" * 32, max_new_tokens=LONG) as stream:
         engine.post("/pause_generation")
         reply = stream.result()
@@ -312,7 +312,7 @@ def test_a_missing_folder_is_refused_and_the_old_weights_stay(engine: EngineUnde
 def test_a_faulty_checkpoint_is_refused_and_the_old_weights_stay(
     engine: EngineUnderTest, tmp_path: Path, fault: str
 ) -> None:
-    """Whatever is wrong with a folder is found before the served weights are touched."""
+    """Every error of a folder is found before the served weights are changed."""
     embedded_only(engine, "SGLang 0.5.23 crashes, or serves it")
     tensors = read_tensors(engine.model)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -352,7 +352,7 @@ def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest,
     """Paused in place with requests that hold the cache, an update that is to flush it answers success false.
 
     SGLang has swapped the weights by then, and names the new version for every token, but the old one in its
-    model_info: the two disagree, which is how the worker sees it.
+    model_info: the worker detects the failure by this disagreement.
     """
     folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
     with engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=LONG) as stream:
@@ -368,7 +368,7 @@ def test_an_update_whose_flush_is_refused_is_no_success(engine: EngineUnderTest,
 
 
 def test_the_checksum_follows_the_weights(engine: EngineUnderTest, tmp_path: Path) -> None:
-    """Equal weights have equal checksums, whatever they are called; other weights have another."""
+    """Equal weights have equal checksums under any name; other weights have another."""
     folder = write_changed_copy(engine.model, tmp_path / "v1", seed=1)
     first = engine.post("/weights_checker", {"action": "checksum"})
     assert first["success"]
@@ -382,7 +382,7 @@ def test_the_checksum_follows_the_weights(engine: EngineUnderTest, tmp_path: Pat
 
 
 def test_the_clients_neutral_parameters_change_nothing(engine: EngineUnderTest, dense: Dense) -> None:
-    """What the worker says of min_p and penalties leaves the distribution as it is."""
+    """The values that the worker sends for min_p and penalties leave the distribution unchanged."""
     neutral = {
         "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
         "min_new_tokens": 0, "top_p": 1.0, "top_k": -1,

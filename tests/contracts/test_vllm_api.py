@@ -62,7 +62,7 @@ def check_fields(name: str, value: dict[str, Any]) -> None:
 
 
 async def test_every_exchange_is_of_vllms_own_form(fake: FakeVllm, client: VllmClient, tmp_path: Path) -> None:
-    """Everything the client does once; then each request and each reply is held against vLLM's description."""
+    """Run every call of the client once; each request and reply is validated against vLLM's OpenAPI description."""
     fake.exchanges.clear()
     model = fake._folder
     await client.inspect()
@@ -96,7 +96,7 @@ async def test_every_exchange_is_of_vllms_own_form(fake: FakeVllm, client: VllmC
 
 
 def check_reply(reply: dict[str, Any]) -> None:
-    """Hold the fake's reply against the models that vLLM builds its own from."""
+    """Validate the fake's reply with the response models of vLLM."""
     assert set(reply) <= set(API["models"]["GenerateTokensResponse"]["fields"])
     for choice in reply["choices"]:
         check_fields("GenerateTokensChoice", choice)

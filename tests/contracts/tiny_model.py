@@ -1,4 +1,4 @@
-"""Model folders small enough to build in a moment, and the dense forward that says what is right."""
+"""Model folders small enough to build quickly, and the dense forward that computes expected values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, **changes: 
     }
     model = model_class(config_class(**(shape | changes))).float().eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:  # zeros and ones would hide a mistake
+        if name.endswith("bias") or "norm" in name:  # zeros and ones would hide an error
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     write_tokenizer(folder)
@@ -62,7 +62,7 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, **changes: 
 
 
 def build_endless_model(folder: Path, *, seed: int = 0) -> None:
-    """Write a random model that never ends a completion by itself."""
+    """Write a random model that never ends a completion."""
     build_model(folder, seed=seed, eos_token_id=None)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"]
@@ -127,7 +127,7 @@ class Dense:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def logprobs(self, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
-        """Return [len(tokens), vocab]: row i tells about token i + 1."""
+        """Return [len(tokens), vocab]: row i is for token i + 1."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([tokens]), use_cache=False).logits[0].float()
         return (logits / temperature).log_softmax(-1)
@@ -196,7 +196,7 @@ class Adapter:
 
     @classmethod
     def random(cls, model: Path, folder: Path, *, seed: int, rank: int = 4, targets: Sequence[str] = LAYERS) -> Adapter:
-        """Make one that changes what the model says; nothing is written yet."""
+        """Make one that changes the model's output; nothing is written yet."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, torch.Tensor] = {}
         for name, weight in read_tensors(model).items():

@@ -65,7 +65,7 @@ class NatsRoles:
     def refused(self, role: str, *, publish: Iterable[str] = (), subscribe: Iterable[str] = ()) -> set[str]:
         """Send an empty message to each subject, and subscribe to others, as the role; returns those the server refuses.
 
-        Speaks the client protocol itself: the server reports each refusal, in order, before it answers the PING.
+        Uses the client protocol directly: the server reports each refusal, in order, before it answers the PING.
         """
         wanted = {"publish": list(publish), "subscription": list(subscribe)}
         login = {

@@ -19,7 +19,7 @@ from penstock.protocol.transport.bus import Bus
 
 
 def test_a_bootstrap_can_be_repeated_without_harm(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """The second time nothing changes and published messages stay."""
+    """A second bootstrap changes nothing and keeps published messages."""
     bootstrap(bus, blobs, run_id)
     bus.publish(subjects.tasks(run_id, "train"), make_task_issued(run_id), msg_id="1").wait()
     bootstrap(bus, blobs, run_id)
@@ -85,7 +85,7 @@ def test_the_command_creates_and_deletes(
     assert f"streams of run {run_id} were deleted" in capsys.readouterr().out
 
 
-def test_the_command_says_its_mistakes_in_one_line(
+def test_the_command_reports_errors_in_one_line(
     run_id: str, nats_settings: NatsSettings, s3_settings: S3Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unknown keys, bad ids and wrong credentials end with exit code 1 and one line of text."""
@@ -99,7 +99,7 @@ def test_the_command_says_its_mistakes_in_one_line(
         assert text in capsys.readouterr().err
 
 
-def test_a_server_without_room_says_whose_room_it_wants(tmp_path: Path, blobs: Blobs, run_id: str):
+def test_a_server_without_space_is_an_error_that_names_the_stream(tmp_path: Path, blobs: Blobs, run_id: str):
     """At the quota the error names the stream, its size and the fix; with space freed, smaller streams are created."""
     server = NatsServer(tmp_path / "nats", log=tmp_path / "nats.log", max_store_gb=1)
     server.start()

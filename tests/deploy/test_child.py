@@ -34,7 +34,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_stopped_child_is_gone(sleeper: Child) -> None:
+def test_a_stopped_child_has_exited(sleeper: Child) -> None:
     """Stopping sends SIGTERM and leaves no process."""
     sleeper.stop()
     assert not sleeper.alive
@@ -52,7 +52,7 @@ def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
     assert child.returncode == -signal.SIGKILL
 
 
-def test_a_killed_child_takes_what_it_started_with_it(tmp_path: Path) -> None:
+def test_a_killed_child_is_killed_with_its_descendants(tmp_path: Path) -> None:
     """The whole process group is killed, grandchildren included."""
     code = f"import subprocess, time; p = subprocess.Popen({SLEEP!r}); print('pid', p.pid, flush=True); time.sleep(600)"
     child = Child("parent", [sys.executable, "-c", code], log=tmp_path / "log")
@@ -136,7 +136,7 @@ def test_processes_that_other_code_started_are_no_orphans(sleeper: Child) -> Non
 
 
 def test_a_failure_shows_exit_and_log(tmp_path: Path) -> None:
-    """The error says how the process ended and shows the end of its log."""
+    """The error contains the exit status and the end of the log."""
     child = Child("talker", [sys.executable, "-c", "print('last words'); raise SystemExit(3)"], log=tmp_path / "log")
     child.start()
     assert child.wait(20.0) == 3
@@ -162,5 +162,5 @@ def test_exit_codes_are_described_in_words() -> None:
 
 
 def test_ctrl_c_does_not_reach_the_child(sleeper: Child) -> None:
-    """The child leads a session of its own, so a terminal's signals reach the parent alone."""
+    """The child has a separate session, so a terminal's signals reach only the parent."""
     assert os.getsid(sleeper.pid) == sleeper.pid != os.getsid(0)

@@ -148,7 +148,7 @@ def test_every_setting_in_the_environment_exists(name: str, settings_class: type
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_secret_is_made_and_declared(name: str, tmp_path: Path) -> None:
-    """A secret a service mounts is declared, written by make_secrets, and every *_FILE points to one of its own."""
+    """A secret a service mounts is declared, written by make_secrets, and every *_FILE points to a secret of the same service."""
     make_secrets(tmp_path)
     declared = yaml.safe_load(COMPOSE.read_text())["secrets"]
     mounted = [s if isinstance(s, str) else s["source"] for s in SERVICES[name].get("secrets", [])]

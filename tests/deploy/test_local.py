@@ -31,7 +31,7 @@ def _programs() -> None:
     require("rclone")
 
 
-def test_a_stack_remembers_its_data_ports_and_secrets(tmp_path: Path) -> None:
+def test_a_stack_keeps_its_data_ports_and_secrets(tmp_path: Path) -> None:
     """A second start over the same folder has the same addresses, credentials and objects."""
     with LocalStack(tmp_path / "data") as stack:
         environment = stack.environment()
@@ -64,7 +64,7 @@ def test_a_folder_in_use_is_refused_with_its_holder(tmp_path: Path) -> None:
         Blobs(stack.s3).check()
 
 
-def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
+def test_a_killed_server_is_restarted(tmp_path: Path) -> None:
     """Either server is restarted on its port, and clients reconnect."""
     supervisor = Supervisor()
     stack = LocalStack(tmp_path / "data")
@@ -83,7 +83,7 @@ def test_a_server_that_dies_comes_back(tmp_path: Path) -> None:
 
 
 def test_only_old_leftovers_of_uploads_are_removed(tmp_path: Path) -> None:
-    """Remains of interrupted uploads are removed after a day; uploads under way and objects stay."""
+    """Remains of interrupted uploads are removed after a day; running uploads and objects are kept."""
     old, new, kept = tmp_path / "b" / ".rclone_temp_put_1", tmp_path / ".rclone_temp_put_2", tmp_path / "b" / "object"
     for path in (old, new, kept):
         path.parent.mkdir(exist_ok=True)
@@ -133,7 +133,7 @@ def servers_of(data: Path) -> list[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_servers_end_with_the_command(tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, SIGTERM and SIGKILL leave no server running, and the folder can be used again at once."""
+    """Ctrl-C, SIGTERM and SIGKILL leave no server running, and the folder can be used again immediately."""
     data = tmp_path / "data"
     with penstock_up("--data", str(data)) as (process, _):
         assert len(servers_of(data)) == 2
@@ -165,7 +165,7 @@ def test_the_printed_environment_is_enough_for_a_service(tmp_path: Path) -> None
         assert all(f"export {name}={value}\n" in written for name, value in environment.items())
 
 
-def test_mistakes_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
+def test_errors_are_one_line_and_exit_code_one(tmp_path: Path) -> None:
     """A folder in use and a bad run id are reported in one line, without a traceback."""
     with LocalStack(tmp_path / "data"):
         for arguments, text in (

@@ -142,7 +142,7 @@ def test_services_use_the_servers_that_the_run_file_names(
 
 
 def test_a_restarted_reward_service_keeps_its_port_and_its_endpoints(run_file: Path, tmp_path: Path) -> None:
-    """A reward file is served by a process of its own; both are killed, and its reward is offered at the same address."""
+    """A reward file is served by a separate process; both are killed, and its reward is offered at the same address."""
     file = ROOT / "examples" / "my_reward.py"
     with LocalRun([str(run_file)], num_workers=1, reward_files=[file]) as run:
         run.start_services()
@@ -205,7 +205,7 @@ def test_a_trainer_that_cannot_start_ends_the_run(run_file: Path, tmp_path: Path
     ],
 )
 def test_a_bad_run_file_is_refused_before_anything_starts(run_file: Path, extra: list[str], text: str) -> None:
-    """A setting that one of the services would refuse raises ConfigError at once."""
+    """A setting that one of the services refuses raises ConfigError before anything starts."""
     with pytest.raises(ConfigError, match=text.replace("?", r"\?")):
         LocalRun([str(run_file), *extra])
     with pytest.raises(ConfigError, match="at least one rollout worker"):

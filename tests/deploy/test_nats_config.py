@@ -1,4 +1,4 @@
-"""The permissions of each NATS role, asked from a real nats-server: what its rights list works, everything else is refused."""
+"""The permissions of each NATS role, on a real nats-server: operations in its rights succeed, all others are refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ KEYS = {  # key: the role that writes it
 }
 
 
-def test_the_committed_file_is_what_the_rights_say(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_committed_file_matches_the_rights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`--check` passes for the file in the repository, and names the command that repairs another one."""
     assert command.main(["--check", str(CONFIG)]) == 0
     (tmp_path / "old.conf").write_text("listen: 0.0.0.0:4222\n")
@@ -166,7 +166,7 @@ def test_streams_and_consumers_are_changed_by_admin_alone(roles: NatsRoles, role
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.usefixtures("run_streams")
 def test_a_durable_consumer_belongs_to_its_role(roles: NatsRoles, role: str) -> None:
-    """Another role cannot pull from it, acknowledge or reset; no role can rewrite one, whatever the filter subject."""
+    """Another role cannot pull from it, acknowledge or reset; no role can rewrite one, with any filter subject."""
     forbidden = []
     for name, (owner, kind) in DURABLES.items():
         stream = f"{RUN}-{kind}"

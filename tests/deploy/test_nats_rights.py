@@ -147,7 +147,7 @@ def test_every_role_dead_letters_what_it_cannot_decode(roles: NatsRoles, secured
 
 
 def test_a_refused_request_raises_the_reason_of_the_server(roles: NatsRoles, secured_run: str) -> None:
-    """What another role publishes, and deleting a stream, raises BusRefused with the server's words."""
+    """What another role publishes, and deleting a stream, raises BusRefused with the server's text."""
     run = secured_run
     generated = make_generated(run, make_groups(1))
     attempts = [
@@ -178,7 +178,7 @@ def test_secrets_of_endpoints_are_read_by_reward_services_alone(roles: NatsRoles
     assert secrets.get(key).wait() is not None
     binding = [
         roles.bus(role).key_value(name) for role in ("trainer", "rollout", "viewer")
-    ]  # all at once: each times out
+    ]  # concurrently: each times out
     for bound in binding:
         with pytest.raises(BusRefused, match=r"(?i)permissions violation for publish"):
             bound.wait()
@@ -189,7 +189,7 @@ def test_secrets_of_endpoints_are_read_by_reward_services_alone(roles: NatsRoles
 def test_every_right_works_through_the_code_of_the_services(
     roles: NatsRoles, secured_run: str, of_role: Rights
 ) -> None:
-    """Each listed key is written, read and deleted; each consumer bound, reset and asked for; each stream read and tailed."""
+    """Each listed key is written, read and deleted; each consumer bound, reset and queried; each stream read and tailed."""
     bus, run = roles.bus(of_role.role), secured_run
     granted = next(found for found in rights(run) if found.role == of_role.role)
     for right in granted.writes:

@@ -1,4 +1,4 @@
-"""Deaths are noticed, written down, and mended within bounds."""
+"""Exits of services are detected, recorded and followed by a restart within bounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kinds(supervisor: Supervisor, name: str) -> list[str]:
 
 
 def test_a_killed_child_is_restarted(supervisor: Supervisor, tmp_path: Path) -> None:
-    """SIGKILL is noticed at once and recorded; another process is started."""
+    """SIGKILL is detected immediately and recorded; another process is started."""
     child = Child("worker", SLEEP, log=tmp_path / "log")
     child.start()
     supervisor.watch(child, child.relaunch)
@@ -54,7 +54,7 @@ def test_a_child_without_restart_is_only_recorded(supervisor: Supervisor, tmp_pa
 
 
 def test_only_exit_codes_of_crashes_cause_a_restart(supervisor: Supervisor, tmp_path: Path) -> None:
-    """Killed, the child is restarted; when it then exits by itself, it is not, and that is no incident."""
+    """A killed child is restarted; its regular exit later is not an incident and causes no restart."""
     stop_file = tmp_path / "end"
     code = f"import os, time\nwhile not os.path.exists({str(stop_file)!r}): time.sleep(0.01)\nraise SystemExit(2)"
     child = Child("leader", [sys.executable, "-c", code], log=tmp_path / "log")

@@ -1,4 +1,4 @@
-"""A working directory whose files are named like everything a process of ours could import."""
+"""A working directory with a file named like each module that a Penstock process could import."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ INTERFACE: dict[str, list[str]] = {
 
 
 def describe(value: Any) -> list[str]:
-    """Return kind and signature of a public object, and of each public member of a class of ours."""
+    """Return kind and signature of a public object, and of each public member of a Penstock class."""
     if not inspect.isclass(value):
         return [_signature("function", value)] if inspect.isroutine(value) else [type(value).__name__]
     bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
@@ -265,7 +265,7 @@ def test_the_public_interface_is_the_list():
 
 
 def test_import_penstock_is_light():
-    """``import penstock`` imports no other module of ours and no library; its names need no torch."""
+    """``import penstock`` imports no other Penstock module and no library; its names need no torch."""
     code = (
         "import sys; before = set(sys.modules); import penstock\n"
         "more = {name.partition('.')[0] for name in set(sys.modules) - before}\n"

@@ -32,8 +32,8 @@ def command_lines(source: str) -> Iterator[str]:
             yield ast.get_source_segment(source, node) or ast.unparse(node)
 
 
-def test_every_python_of_ours_starts_with_a_safe_path():
-    """What is started as ``sys.executable``, or with -m, has -P or -I before it."""
+def test_every_python_process_starts_with_a_safe_path():
+    """Every command with ``sys.executable`` or -m has -P or -I before it."""
     files = sorted(file for name in OURS[1:] for file in (ROOT / name).rglob("*.py"))
     assert {str(file): line for file in files for line in command_lines(file.read_text(encoding="utf-8"))} == {}
 

@@ -1,4 +1,4 @@
-"""The README: every command, flag, setting, make target, link and path in it exists, and it stays short."""
+"""The README: every command, flag, setting, make target, link and path in it exists, and it is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is installed: one package named penstock, complete, and nothing beside it."""
+"""The wheel installs one complete package named penstock and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is imported from the working directory, whichever verb is typed and whatever it starts."""
+"""No verb, nor any process it starts, imports from the working directory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_verb_imports_from_the_working_directory(outcomes: dict[str, tuple[int, str]]):
-    """Every verb starts in a folder of modules named like ours and like all that is installed, and imports none."""
+    """Every verb runs in a folder of modules named like Penstock's and all installed ones, and imports none of them."""
     assert outcomes[""] == (0, "")
 
 
@@ -135,7 +135,7 @@ def test_a_python_without_a_safe_path_would_import_from_it(hostile_folder: Hosti
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_nothing_that_a_ring_starts_imports_from_the_working_directory(hostile_folder: HostileFolder, tmp_path: Path):
+def test_no_service_imports_from_the_working_directory(hostile_folder: HostileFolder, tmp_path: Path):
     """Servers, reward service, workers, their engines and the trainer learn in that folder as anywhere else."""
     require("nats-server")
     require("rclone")

@@ -1,7 +1,7 @@
 """Install the wheel alone in an empty environment and run the quickstart there: ``make wheel-test``.
 
 The dependencies are those of the environment that runs this, so nothing is downloaded. The working directory is
-full of modules named like ours and like all that is installed; none of them may be imported.
+full of modules named like Penstock's and all installed ones; none of them may be imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts survive the wire unchanged, and nothing hostile gets past `decode`."""
+"""Facts round-trip unchanged, and `decode` refuses hostile input."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ EVERY_FACT = [
 
 
 @pytest.mark.parametrize("fact", EVERY_FACT, ids=lambda f: f.schema_tag)
-def test_every_fact_survives_the_wire(fact: facts.Fact):
+def test_every_fact_round_trips(fact: facts.Fact):
     """Decoding what was encoded gives an equal fact, and every fact is in the registry."""
     assert facts.decode(facts.encode(fact), type(fact)) == fact
     assert facts.Fact.registry[fact.schema_tag] is type(fact)
 
 
 def test_another_schema_is_refused_by_name():
-    """A message of another fact is refused with the tag that was expected and the one that came."""
+    """A message of another fact is refused with the expected and the received tag."""
     data = facts.encode(EVERY_FACT[5])
     with pytest.raises(UnknownSchema, match=r"expected head.v1, got 'weights_published.v1' \(known"):
         facts.decode(data, facts.Head)
@@ -145,7 +145,7 @@ def test_deep_nesting_is_refused():
 @given(st.binary(max_size=200))
 @examples(300)
 def test_random_bytes_are_refused_as_wire_errors(data: bytes):
-    """Whatever arrives, the only outcome besides a fact is a WireError."""
+    """For any input, `decode` returns a fact or raises WireError."""
     with pytest.raises(WireError):
         facts.decode(data, facts.GroupScored)
 

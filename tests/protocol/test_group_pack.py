@@ -1,4 +1,4 @@
-"""Packs of groups: what is stored is what was sampled, and damage is an error."""
+"""Packs of groups: groups round-trip unchanged, and damage is an error."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _same(a: Group, b: Group) -> bool:
 
 @given(st.lists(groups(), min_size=1, max_size=5), st.data())
 @examples(60)
-def test_a_pack_gives_back_what_was_put_in(packed: list[Group], data: st.DataObject):
-    """Every group comes back equal, all at once or picked by its row group; texts come without tokens."""
+def test_a_pack_round_trips(packed: list[Group], data: st.DataObject):
+    """Every group is read back equal, all together or by its row group; texts can be read without tokens."""
     stored = group_pack.encode(packed)
     assert all(_same(a, b) for a, b in zip(packed, group_pack.decode(stored), strict=True))
     wanted = data.draw(st.lists(st.integers(0, len(packed) - 1), min_size=1, max_size=4))
@@ -137,7 +137,7 @@ def test_long_groups_are_compressed_harder():
         assert encoding in token_ids.encodings
 
 
-def test_the_summary_says_what_the_pack_holds():
+def test_the_summary_matches_the_pack():
     """The message's description of a group agrees with its trajectories."""
     summary = _group().summary(row_group=3)
     assert (summary.row_group, summary.completion_tokens, summary.oldest_version) == (3, (9, 9), 4)

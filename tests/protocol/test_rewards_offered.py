@@ -1,4 +1,4 @@
-"""Which rewards a run can ask for, as the trainer reads it from the registry bucket."""
+"""The rewards that a run can use, as the trainer reads them from the registry bucket."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def offer(replica: str, *names: str, at: float = 100.0, run_id: str = "demo") ->
     return Entry(rewards_offered.key(replica), encode(fact))
 
 
-def test_only_living_replicas_of_the_run_count() -> None:
-    """Records of the dead, of other runs, of other kinds and of other builds are not offers."""
+def test_only_running_replicas_of_the_run_count() -> None:
+    """Records of ended processes, other runs, other kinds and other builds are not offers."""
     entries = [
         offer("a", "gsm8k"),
         offer("dead", "math", at=80.0),
@@ -35,13 +35,13 @@ def test_only_living_replicas_of_the_run_count() -> None:
 
 
 def test_a_name_is_offered_when_any_replica_has_it() -> None:
-    """Names add up over replicas; what is in none of them is missing."""
+    """Names of all replicas are merged; names in none of them are missing."""
     offers = rewards_offered.current_offers([offer("a", "gsm8k"), offer("b", "mine")], run_id="demo", now=100.0)
     assert rewards_offered.names_not_offered({"gsm8k", "mine", "typo"}, offers) == {"typo"}
     assert rewards_offered.names_not_offered({"gsm8k"}, []) == {"gsm8k"}
 
 
-def test_records_of_the_long_dead_may_be_deleted() -> None:
-    """Only offers that are ten minutes old are forgotten; nothing else of the bucket is touched."""
+def test_expired_records_may_be_deleted() -> None:
+    """Only offers older than ten minutes are deleted; other keys of the bucket are unchanged."""
     entries = [offer("a", at=1000.0), offer("b", at=100.0), Entry("endpoints", b"{}"), Entry("available.x", b"?")]
     assert rewards_offered.expired_keys(entries, now=1000.0) == ["available.b"]

@@ -23,7 +23,7 @@ def test_staleness_counts_versions_from_the_oldest_token():
 
 
 def test_a_sample_from_the_future_is_an_error():
-    """A sample newer than the trainer belongs to another life of the run."""
+    """A sample newer than the trainer is from an earlier trainer process of the run."""
     with pytest.raises(ValueError, match="newer than the trainer's version 4"):
         versions.staleness(PolicyVersion(4), PolicyVersion(5))
 
@@ -36,7 +36,7 @@ def test_tokens_of_unknown_version_are_an_error():
 
 @given(st.integers(0, 10**6), st.integers(0, 50), st.integers(1, 512), st.integers(0, 60))
 def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_staleness: int, per_step: int, lag: int):
-    """What is out never exceeds (max_staleness + 1) steps of groups, less one for each version the announced one is behind."""
+    """Outstanding groups never exceed (max_staleness + 1) steps of groups, less one for each version the announced one is behind."""
     more = versions.admissible_groups(
         outstanding=outstanding, max_staleness=max_staleness, groups_per_step=per_step, lag=lag
     )
@@ -46,7 +46,7 @@ def test_admission_fills_the_pipe_and_never_overfills_it(outstanding: int, max_s
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(0, 100))
-def test_runs_say_the_version_of_every_token(tokens: list[int], start: int):
+def test_runs_give_the_version_of_every_token(tokens: list[int], start: int):
     """Compressing versions into runs loses nothing, and neighbouring runs differ."""
     runs = versions.runs_from_versions(tokens, start)
     assert [run.version for run in runs for _ in range(run.start, run.end)] == tokens

@@ -1,4 +1,4 @@
-"""The reward service as a real process, and real HTTP endpoints that behave as badly as a test wants."""
+"""The reward service as a real process, and real HTTP endpoints with the faults that a test chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Process:
-    """A child whose output goes to a file that a failing test shows."""
+    """A child process whose output is written to a file that a failing test shows."""
 
     def __init__(
         self, command: Sequence[str], log: Path, *, environ: dict[str, str] | None = None, cwd: Path = ROOT
@@ -45,11 +45,11 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self.log.read_text()
 
     def alive(self) -> bool:
-        """Say whether it still runs."""
+        """Return True if it still runs."""
         return self._popen.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
@@ -80,7 +80,7 @@ class Service(Process):
         environ: dict[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> None:
-        """Start it with its API on a free port; a second life of the same folder keeps the log."""
+        """Start it with its API on a free port; a restart in the same folder appends to the log."""
         self._port_file = folder / "port"
         self._port_file.unlink(missing_ok=True)
         given = [
@@ -161,7 +161,7 @@ class EndpointServer:
                     self.end_headers()
                     self.wfile.write(answer)
                 except OSError:
-                    self.close_connection = True  # the caller ran out of patience
+                    self.close_connection = True  # the caller timed out
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -184,7 +184,7 @@ class EndpointServer:
 
 
 def good(score: float = 0.5) -> Behaviour:
-    """Answer every completion with ``score``, as the contract says."""
+    """Answer every completion with ``score``, as the contract specifies."""
 
     def behave(request: dict[str, Any]) -> Answer:
         results = [

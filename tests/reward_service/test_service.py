@@ -1,4 +1,4 @@
-"""The service as a process: packs in, rewards out, whatever dies in between."""
+"""The service as a process: packs in, rewards out, with kills in between."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service
     assert sorted(len(fact.groups) for fact in wire.scored) == [1, 1]
 
 
-def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
+def test_unscorable_groups_are_dead_lettered_at_once_and_the_rest_is_scored(
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """An unknown reward and a missing ground truth are dead letters that name only their groups, with the reason."""
@@ -91,7 +91,7 @@ def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
     wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
 
 
-def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
+def test_a_pack_that_differs_from_its_message_is_dead_lettered_at_once(
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
@@ -119,8 +119,8 @@ def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
     wire.wait_idle()
 
 
-def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """JSON nested beyond reason is a dead letter at once; the service goes on with other packs."""
+def test_a_hostile_ground_truth_fails_its_group_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """JSON nested too deeply is dead-lettered without retries; the service continues with other packs."""
     service = start_service()
     deep = RewardRequest.model_construct(
         name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
@@ -136,8 +136,8 @@ def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[.
     assert service.alive()
 
 
-async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
-    """An exception nobody foresaw becomes an error of the group that met it, with the reward's name."""
+async def test_a_built_in_reward_that_raises_fails_its_group_alone() -> None:
+    """An unexpected exception is an error of its group only, with the reward's name."""
 
     def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
         if truth == "bad":
@@ -160,8 +160,8 @@ async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)
 
 
-def test_a_stepping_wall_clock_ends_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of how long nobody was asked goes on by the second while the wall clock is put back an hour."""
+def test_a_stepping_wall_clock_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time since the last request is monotonic while the wall clock is set back by an hour."""
     before, wall = pack_progress.now(), time.time()
     monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
     assert before <= pack_progress.now() < before + 60.0
@@ -170,7 +170,7 @@ def test_a_stepping_wall_clock_ends_no_patience(monkeypatch: pytest.MonkeyPatch)
 def test_a_killed_service_loses_no_group(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """SIGKILL in the middle of scoring: the pack is delivered again and scored by the next life, which knows the endpoint."""
+    """SIGKILL during scoring: the pack is redelivered and scored after the restart, which restores the endpoint."""
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     asked, answer = threading.Event(), threading.Event()
 
@@ -195,10 +195,10 @@ def test_a_killed_service_loses_no_group(
     assert not wire.dead
 
 
-def test_packs_wait_while_s3_is_away(
+def test_packs_wait_while_s3_is_unreachable(
     bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
 ) -> None:
-    """A store that is down is nobody's fault: the pack waits, however often it is delivered, and is scored later."""
+    """An outage of the store does not count as an attempt: the pack waits through any number of deliveries, and is scored later."""
     store = own_s3()
     wire = Wire(bus, Blobs(store.settings), ring_streams)
     service = Service(
@@ -219,10 +219,10 @@ def test_packs_wait_while_s3_is_away(
         service.kill()
 
 
-def test_sigterm_finishes_what_is_under_way(
+def test_sigterm_finishes_packs_in_progress(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """After SIGTERM the packs under way are scored and acknowledged, and the replica takes its records away."""
+    """After SIGTERM the packs in progress are scored and acknowledged, and the replica deletes its records."""
     asked, answer = threading.Event(), threading.Event()
 
     def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
@@ -248,7 +248,7 @@ def test_sigterm_finishes_what_is_under_way(
 def test_sigterm_gives_back_what_does_not_finish(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A pack that hangs beyond the drain time goes back to the broker at once, for another replica."""
+    """A pack that hangs beyond the drain time is requeued immediately, for another replica."""
     asked, answer = threading.Event(), threading.Event()
 
     def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
@@ -294,7 +294,7 @@ def test_replicas_share_the_work(wire: Wire, start_service: Callable[..., Servic
 def test_every_replica_offers_its_rewards_in_the_registry(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """The registry bucket tells which names a run may ask for, including endpoints registered at another replica."""
+    """The registry bucket lists the names that a run may use, including endpoints registered at another replica."""
     first, _ = start_service(replica="r0"), start_service(replica="r1")
     name = f"mine-{wire.run_id}"
     first.register(name, start_endpoint(good()).url)
@@ -308,10 +308,8 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
 
 
-def test_the_record_of_a_replica_killed_long_ago_is_taken_away(
-    wire: Wire, start_service: Callable[..., Service]
-) -> None:
-    """A replica that starts deletes the offers of the long dead, so that the shared bucket does not grow for ever."""
+def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """A starting replica deletes expired offers, so that the shared bucket does not grow for ever."""
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
     key = rewards_offered.key(f"dead-{wire.run_id}")
     record = rewards_offered.RewardsOffered(run_id=wire.run_id, replica="dead", at=time.time() - 3600, names=("x",))
@@ -327,7 +325,7 @@ def test_a_port_that_is_taken_is_named(
     nats_settings: NatsSettings,
     s3_settings: S3Settings,
 ) -> None:
-    """The service refuses to start on a taken port with one line that says which setting to change."""
+    """The service refuses to start on a taken port with one line that names the setting to change."""
     running = start_service()
     folder = tmp_path / "second"
     folder.mkdir()
@@ -341,14 +339,14 @@ def test_a_port_that_is_taken_is_named(
 def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str, wire: Wire
 ) -> None:
-    """Without the run's streams the service ends at once and says how to create them."""
+    """Without the run's streams the service exits with an error that explains how to create them."""
     service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
     assert service.wait(60) == 1
     assert "python -m penstock.deploy.bootstrap" in service.output
     assert "Traceback" not in service.output
 
 
-def test_health_and_metrics_tell_what_was_scored(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_health_and_metrics_count_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
     """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
     service = start_service("reward_service.token=secret")
     wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])

@@ -1,4 +1,4 @@
-"""Fixtures for tests of a worker: an engine with faults on demand, worker processes, the rest of the ring."""
+"""Fixtures for tests of a worker: an engine with faults on demand, worker processes, and the other services."""
 
 from __future__ import annotations
 

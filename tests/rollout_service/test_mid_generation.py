@@ -116,7 +116,7 @@ MOMENTS = st.dictionaries(
 def test_every_token_is_of_the_version_of_its_span(
     under_test: EngineUnderTest, mode: str, moments: dict[int, list[int]], seed: int
 ) -> None:
-    """Whenever and however often weights change, spans are exact and logprobs are those of the span's weights.
+    """For any number and time of weight changes, spans are exact and logprobs are those of the span's weights.
 
     After ``retract`` the context of a token was computed by its own version. After ``in_place`` each version left its own
     keys and values in the cache; a forward pass over a cache that is mixed in the same way gives the same number.

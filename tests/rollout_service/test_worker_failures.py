@@ -149,7 +149,7 @@ def test_a_pack_whose_task_list_is_missing_is_dead_lettered(
 def test_an_attached_server_that_lost_its_weights_is_given_them_again(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A server that was restarted with other weights is given the worker's; what it sampled meanwhile is refused."""
+    """A server restarted with other weights gets the worker's weights; its samples in between are refused."""
     ring_end.publish(2)
     start_worker("w0", *attached(faulty_engine))
     ring_end.wait_applied("w0", 2)
@@ -233,7 +233,7 @@ def log_of_failed(worker: Child) -> str:
 def test_a_run_that_was_not_bootstrapped_is_named(
     start_worker: StartWorker, faulty_engine: FaultyEngine, ring_streams: str
 ):
-    """The worker exits at once; its error names the command that creates the streams."""
+    """The worker exits immediately; its error names the command that creates the streams."""
     log = log_of_failed(start_worker("w0", *attached(faulty_engine), "run.id=nobody"))
     assert "stream nobody-tasks has no consumer rollout-train" in log
     assert "python -m penstock.deploy.bootstrap --run nobody" in log

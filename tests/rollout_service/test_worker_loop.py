@@ -110,7 +110,7 @@ def test_tasks_too_large_for_a_message_are_read_from_s3(
 def test_packs_in_flight_are_generated_together(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """``packs_in_flight`` packs are in the engine at once, and no more."""
+    """``packs_in_flight`` packs are in the engine concurrently, and no more."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     for i in range(4):
@@ -191,7 +191,7 @@ def test_a_pack_generated_twice_is_announced_once(
     assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
 
 
-def test_a_stopping_worker_finishes_what_is_in_flight(
+def test_a_stopping_worker_finishes_packs_in_flight(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """After SIGTERM the worker takes no new pack, announces the one in flight, and exits with status 0."""
@@ -214,7 +214,7 @@ def test_a_stopping_worker_finishes_what_is_in_flight(
 def test_a_stopping_worker_requeues_what_takes_too_long(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """After ``finish_s`` the packs in flight are requeued at once, not after their ack wait."""
+    """After ``finish_s`` the packs in flight are requeued immediately, not after their ack wait."""
     ring_end.publish(0)
     faulty_engine.flow.clear()
     ring_end.issue("pack-0", [make_task("e0.p0.a0")])

@@ -1,4 +1,4 @@
-"""Workers on a real SGLang server; everything here is skipped unless ``make test-sglang`` asks for it."""
+"""Workers on a real SGLang server; all tests are skipped except under ``make test-sglang``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RUN = "sglang"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip by name where no server was asked for."""
+    """Skip by name if no server was requested."""
     here = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(here) and not real_sglang.ASKED:
@@ -56,6 +56,6 @@ def running_worker(nats_server: NatsServer, s3_server: S3Server, ring_end: RingE
 
 @pytest.fixture
 def sglang_worker(running_worker: Child) -> Iterator[Child]:
-    """That worker, one for all tests: what kills its server is mended by it. A failed test shows its log."""
+    """That worker, one for all tests: it restarts its server after a kill. A failed test shows its log."""
     yield running_worker
     print(f"── log of {running_worker.name} ──\n{running_worker.log_tail(40)}")

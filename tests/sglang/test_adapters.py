@@ -22,7 +22,7 @@ SAMPLING = Sampling(max_new_tokens=24)
 EXACT = 1e-5
 
 
-async def test_a_killed_server_comes_back_with_its_adapters(tmp_path: Path):
+async def test_a_killed_server_restarts_with_its_adapters(tmp_path: Path):
     """Two versions side by side have the log-probabilities of their merged models, before a SIGKILL and after it."""
     model = tmp_path / "model"
     build_model(model)

@@ -1,4 +1,4 @@
-"""Every flag that a worker, or the compose file, gives to SGLang is one that the pinned version knows."""
+"""Every flag that a worker, or the compose file, gives to SGLang is supported by the pinned version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def known() -> set[str]:
 
 
 def flags_in(words: list[str]) -> set[str]:
-    """The flags among a command's words."""
+    """The flags among a command's arguments."""
     return {word.split("=", 1)[0] for word in words if word.startswith("--")}
 
 

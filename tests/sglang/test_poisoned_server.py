@@ -1,7 +1,7 @@
-"""What SGLang 0.5.23 does with faulty weights, and that a worker's engine does not stay poisoned.
+"""The behaviour of SGLang 0.5.23 with faulty weights; a worker's engine recovers from them.
 
-The worker never hands such a folder over (`rollout_service/checks/check_weights.py`); here the check is gone round, to see
-what it saves us from, and that the next line holds.
+The worker never passes such a folder on (`rollout_service/checks/check_weights.py`); these tests bypass the check, to
+show what it prevents, and that the engine recovers without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Supervised:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def supervised(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Supervised]:
-    """One engine for all tests: what kills its server is mended by it, which is what they are about."""
+    """One engine for all tests: it restarts its server after a kill, which the tests check."""
     scratch = tmp_path_factory.mktemp("supervised")
     build_model(scratch / "model")
     engine = managed_sglang(scratch / "sglang.log")
@@ -53,7 +53,7 @@ async def supervised(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(supervised: Supervised) -> ManagedEngine:
-    """The engine on version 0, whatever the test before left."""
+    """The engine, reset to version 0."""
     await asyncio.wait_for(supervised.engine.load(supervised.model, V0), 2 * START_S)
     return supervised.engine
 
@@ -65,12 +65,12 @@ def model(supervised: Supervised) -> Path:
 
 
 async def greedy(engine: ManagedEngine) -> list[int]:
-    """The most likely tokens, by whatever it serves."""
+    """The most likely tokens, by the served weights."""
     [[completion]] = await engine.client.generate([PROMPT], GREEDY, 1)
     return completion.token_ids
 
 
-async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(
+async def test_weights_that_sglang_accepts_silently_are_refused_by_the_check(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
     """A missing tensor and a NaN are a success to SGLang, under the new version's number; the check names both."""
@@ -93,7 +93,7 @@ async def test_what_sglang_takes_without_a_word_is_what_the_check_refuses(
 async def test_a_server_whose_weights_another_client_changed_is_replaced(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
-    """Within seconds it is noticed, distrusted, killed, and another serves what was wanted."""
+    """Within seconds the failure is detected, the server is killed, and another serves the requested version."""
     other = write_changed_copy(model, tmp_path / "other", seed=1)
     first = engine.client
     await first.load_weights(other, V2)  # not through the engine: as an outsider would
@@ -111,9 +111,9 @@ async def test_a_server_whose_weights_another_client_changed_is_replaced(
 async def test_a_server_that_crashes_at_an_update_restarts_with_the_version_before(
     engine: ManagedEngine, model: Path, tmp_path: Path
 ):
-    """A truncated file kills it, and it cannot start from one either: the old version is served on, the new refused.
+    """A truncated file kills the server, and it cannot start from it: it serves the old version, the new one is refused.
 
-    What was under way is refused; the version after is followed as if nothing had been.
+    Requests in progress are refused; the next version is loaded as usual.
     """
     bad = write_changed_copy(model, tmp_path / "v1", seed=1)
     file = bad / "model.safetensors"

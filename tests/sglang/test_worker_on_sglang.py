@@ -1,4 +1,4 @@
-"""A worker on a real SGLang: weights change and servers die under long generations, and no token is wrong or lost."""
+"""A worker on a real SGLang: weights change and servers are killed during long generations; no token is wrong or lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_every_token(groups: Sequence[Group], folder: Path) -> set[int]:
 
 
 def wait_until_it_generates(worker: Child) -> None:
-    """Wait until the server itself says that it has running requests."""
+    """Wait until the server reports running requests."""
     urls: list[str] = []
 
     def ready() -> bool:

@@ -1,4 +1,4 @@
-"""A whole ring without a trainer: own servers, a worker process and a reward service process, for tests of misfortunes."""
+"""All services except the trainer, on their own servers: a worker and a reward service process, for tests of faults."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = 1024 * 1024
 
 
 class Ring:
-    """Issues tasks at one end, takes rewards at the other, and reads what the services say meanwhile."""
+    """Issues tasks, reads rewards, and reads the heartbeats of the services."""
 
     def __init__(
         self, nats: NatsServer, s3: S3Server, run_id: str, folder: Path, limits: StreamLimits, bus: Bus
@@ -85,7 +85,7 @@ class Ring:
         return self.bus.stream_state(f"{self.run_id}-{stage}").wait().num_messages
 
     def state(self, role: str, service_id: str) -> str:
-        """What a service's last heartbeat says it does; empty when it has none."""
+        """The activity in a service's last heartbeat; empty without one."""
         beat = self._beat(role, service_id)
         return "" if beat is None else beat.state
 
@@ -99,7 +99,7 @@ class Ring:
         return None if entry is None else decode(entry.value, Heartbeat)
 
     def wait_complete(self, deadline_s: float = 60.0) -> None:
-        """Wait for the reward of every group ever issued, and see that each came exactly once and none died."""
+        """Wait for the reward of every group ever issued, and check that each arrived exactly once and none was dead-lettered."""
         ids = [f"e0.p{number}.a0" for number in range(self._num_issued)]
         found = self.wire.wait_scored(*ids, deadline_s=deadline_s)
         wait_for(lambda: self.holds("tasks") == self.holds("generated") == 0, "the queues to be empty", deadline_s)
@@ -110,7 +110,7 @@ class Ring:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A file system of a size of its own at ``folder``; the test is skipped where nobody may mount one."""
+    """A file system of a given size at ``folder``; the test is skipped without the right to mount one."""
     folder.mkdir()
     mount = shutil.which("mount")
     if mount is None or not sys.platform.startswith("linux"):
@@ -126,7 +126,7 @@ def small_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> Path:
-    """Write until nothing more fits; returns the file, whose removal makes room."""
+    """Write until nothing more fits; returns the file, whose removal frees the space."""
     ballast = disk / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -135,7 +135,7 @@ def fill(disk: Path) -> Path:
 
 
 def environment_of_clock(library: str, clock: Path) -> Mapping[str, str]:
-    """Variables under which a process reads its wall clock's offset from a file, each time anew."""
+    """Return variables that make a process read its wall clock's offset from a file on each call."""
     return {
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": str(clock),

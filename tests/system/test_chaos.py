@@ -15,7 +15,7 @@ STEPS, KILL_WITHIN = 18, 12  # a fast machine must not be done before the last k
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_process_dies_once_and_nothing_is_lost_or_counted_twice(tmp_path: Path) -> None:
+def test_every_process_is_killed_once_and_nothing_is_lost_or_counted_twice(tmp_path: Path) -> None:
     """Seven kills at random moments and one at a crash point: the audit closes, and a replay makes every version again."""
     require("nats-server")
     require("rclone")
@@ -30,8 +30,8 @@ def test_every_process_dies_once_and_nothing_is_lost_or_counted_twice(tmp_path: 
     assert outcome.replay["num_steps"] == STEPS
 
 
-def test_a_plan_spares_nobody_and_is_the_same_for_the_same_seed() -> None:
-    """Every victim is killed, in the order of the steps, never in the last ones; every crash point comes once."""
+def test_a_plan_kills_every_process_and_is_the_same_for_the_same_seed() -> None:
+    """Every victim is killed, in the order of the steps, never in the last ones; every crash point is used once."""
     for seed in range(20):
         kills = plan_kills(seed, VICTIMS, num_kills=30, steps=60)
         assert kills == plan_kills(seed, VICTIMS, num_kills=30, steps=60)

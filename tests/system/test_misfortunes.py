@@ -1,4 +1,4 @@
-"""A worker process and a reward service process outlast whoever they depend on; nothing is lost, nothing comes twice."""
+"""A worker and a reward service survive failures of all their dependencies; nothing is lost or duplicated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = StreamLimits(max_bytes=SMALL, ack_wait_s=3.0)
 def ring(
     own_nats: Callable[[], NatsServer], own_s3: Callable[[], S3Server], run_id: str, tmp_path: Path
 ) -> Iterator[Ring]:
-    """A ring on servers of its own, its services not yet started."""
+    """Services on their own servers, not yet started."""
     nats = own_nats()
     with Bus.connect(nats.settings, name="test") as bus:
         yield Ring(nats, own_s3(), run_id, tmp_path, LIMITS, bus)
@@ -34,10 +34,10 @@ def outage(started: float) -> None:
     wait_for(lambda: time.monotonic() - started > OUTAGE_S, "the outage", deadline_s=OUTAGE_S + 30)
 
 
-def test_everyone_waits_for_a_dead_trainer(
+def test_all_services_wait_for_a_killed_trainer(
     nats_server: NatsServer, s3_server: S3Server, run_id: str, tmp_path: Path
 ) -> None:
-    """The bounded streams fill up, both services say whom they wait for, and a trainer that comes gets every group once."""
+    """The bounded streams fill up, both services name what they wait for, and a trainer that starts later gets every group once."""
     limits = StreamLimits(max_generated=2, max_scored=2)
     with Bus.connect(nats_server.settings, name="test") as bus:
         ring = Ring(nats_server, s3_server, run_id, tmp_path, limits, bus)
@@ -49,11 +49,11 @@ def test_everyone_waits_for_a_dead_trainer(
             assert "stream is full, waiting" in ring.worker.log_tail()
             assert "stream is full, waiting" in ring.reward.output
             ring.wait_complete()
-            wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to go on")
+            wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to continue")
 
 
 def test_killed_servers_are_waited_for(ring: Ring) -> None:
-    """NATS, then S3, SIGKILLed with packs in the engine and restarted: both services name who is away and lose nothing."""
+    """NATS, then S3, SIGKILLed with packs in the engine and restarted: both services name the unreachable server and lose nothing."""
 
     def away(server: NatsServer | S3Server, logs: Sequence[Path], words: str) -> None:
         ring.engine.flow.clear()
@@ -70,11 +70,11 @@ def test_killed_servers_are_waited_for(ring: Ring) -> None:
 
     with ring.serve():
         away(ring.nats, [ring.worker.log, ring.reward.log], "NATS unreachable")
-        away(ring.s3, [ring.worker.log], ring.s3.settings.endpoint)  # without a stored pack nobody asks for rewards
+        away(ring.s3, [ring.worker.log], ring.s3.settings.endpoint)  # without a stored pack no rewards are requested
 
 
 def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], run_id: str, tmp_path: Path) -> None:
-    """While the object store's disk takes nothing more, packs are kept; with room made they are stored and scored."""
+    """While the object store's disk is full, packs are kept; after space is freed they are stored and scored."""
     nats = own_nats()
     with small_disk(tmp_path / "disk", 8 * SMALL) as disk:
         s3 = start_s3(disk)
@@ -94,7 +94,7 @@ def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], 
 
 
 def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, tmp_path: Path) -> None:
-    """A broker whose disk is full, started again once there is room: both services say so, and every group arrives."""
+    """A broker with a full disk, restarted after space is freed: both services report it, and every group arrives."""
     with small_disk(tmp_path / "disk", 16 * SMALL) as disk:
         nats = start_nats(disk)
         try:
@@ -109,7 +109,7 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
                     words = "is connected but does not answer: check its log, and whether its disk is full"
                     wait_for(lambda: words in ring.reward.output, "the reward service to say so", 40.0)
                     if OUTAGE_S > 15.0:  # a publication is tried for so long
-                        wait_for(lambda: words in ring.worker.log.read_text(), "the worker to say so", 60.0)
+                        wait_for(lambda: words in ring.worker.log.read_text(), "the worker to report it", 60.0)
                     ballast.unlink()
                     nats.kill()
                     nats.restart()
@@ -119,7 +119,7 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
 
 
 def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
-    """A broker over its storage quota: both services say that it has no room, live on, and lose nothing."""
+    """A broker over its storage quota: both services report that it is full, keep running, and lose nothing."""
     with ring.serve():
         ring.engine.flow.clear()
         ring.issue(4)
@@ -137,7 +137,7 @@ def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
 
 
 def test_a_wall_clock_that_steps_back_loses_nothing(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both services' clocks step ten minutes back in mid-pack, and forth again: nothing expires, comes twice or dies."""
+    """Both services' clocks step ten minutes back in mid-pack, and forward again: nothing expires, is duplicated or dead-lettered."""
     library = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
     require_package(str(library), "faketime")
     clock = ring.folder / "clock"

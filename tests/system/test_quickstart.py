@@ -36,8 +36,8 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_json_line_tells_what_happened(quickstart: dict):
-    """All steps were made on stale data too, evaluated on the same prompts, and every figure is there."""
+def test_the_json_line_contains_the_results(quickstart: dict):
+    """All steps ran, also on stale data, with evaluations on the same prompts, and all figures are present."""
     assert quickstart["steps"] == STEPS
     assert 0.0 < quickstart["accuracy_before"] < 1.0
     assert 0.0 < quickstart["accuracy_after"] <= 1.0
@@ -53,7 +53,7 @@ def test_the_json_line_tells_what_happened(quickstart: dict):
 
 @pytest.mark.slow
 def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
-    """Every issued group was trained, dropped with a reason, or is under way; none is unaccounted for."""
+    """Every issued group was trained, dropped with a reason, or is in flight; none is unaccounted for."""
     groups = quickstart["groups"]
     assert groups["trained"] == 48 * STEPS
     ended = groups["trained"] + sum(groups["dropped"].values())  # dead letters are among the dropped
@@ -65,7 +65,7 @@ def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_first_step_compares_trainer_and_engine(quickstart: dict):
-    """Nothing but version 0 can have sampled it, so every run begins with the two agreeing, or not at all."""
+    """It was sampled by version 0, so that a run starts only if the two agree."""
     rows = map(json.loads, (quickstart["folder"] / "metrics.jsonl").read_text().splitlines())
     first = next(row for row in rows if row["kind"] == "step")
     assert first["mismatch"]["tokens"] == first["tokens_trained"] >= MIN_TOKENS
@@ -75,7 +75,7 @@ def test_the_first_step_compares_trainer_and_engine(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_report_is_there_to_read_and_to_look_at(quickstart: dict):
-    """Markdown, JSON and a picture stand in the run's folder, and the report says what to type next."""
+    """Markdown, JSON and a picture are in the run's folder, and the report names the next commands."""
     folder = quickstart["folder"]
     text = (folder / "report.md").read_text()
     assert f"{quickstart['accuracy_before']:.3f} → {quickstart['accuracy_after']:.3f}" in text
@@ -86,7 +86,7 @@ def test_the_report_is_there_to_read_and_to_look_at(quickstart: dict):
 
 @pytest.mark.slow
 def test_the_model_folder_loads_with_transformers(quickstart: dict):
-    """What was trained is an ordinary Hugging Face folder."""
+    """The trained model is a regular Hugging Face folder."""
     folder = quickstart["folder"] / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -114,7 +114,7 @@ READING = {
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_finished_run_is_read_with_one_command(quickstart: dict):
-    """Nobody has to start a server for any verb that reads; each leaves the store as it found it: free."""
+    """Verbs that only read start the stored servers themselves, and release the store afterwards."""
     runs = quickstart["folder"].parent
     for what, (command, holds) in READING.items():
         done = subprocess.run(

@@ -38,7 +38,7 @@ def by_length(scale: float) -> Behaviour:
 
 @pytest.fixture
 def versions() -> Iterator[list[EndpointServer]]:
-    """Two versions of an endpoint, each its own server."""
+    """Two versions of an endpoint, each on a separate server."""
     servers = [EndpointServer(by_length(0.1)), EndpointServer(by_length(0.2))]
     yield servers
     for server in servers:
@@ -72,7 +72,7 @@ def run_file(tmp_path: Path, run_id: str) -> Path:
 def test_the_record_of_a_run_shows_which_version_scored_which_group(
     run_file: Path, tmp_path: Path, run_id: str, versions: list[EndpointServer]
 ):
-    """Replaced while the run goes on: every step is trained, each group by one version, and report and record say which."""
+    """Replaced during the run: every step is trained, each group by one version, which report and record name."""
     folder = tmp_path / "runs" / run_id
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""A finished run, shared by the tests that read what it has stored."""
+"""A finished run, shared by the tests that read its stored data."""
 
 from __future__ import annotations
 

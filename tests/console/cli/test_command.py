@@ -142,7 +142,7 @@ def test_arguments_arrive_unchanged_and_in_order():
 
 
 def test_a_verb_is_replaced_by_its_service(tmp_path: Path):
-    """The service's process exits with its own code, whatever files are in the working directory."""
+    """The service's process exits with its own code, with any files in the working directory."""
     for name in ("rollout_service", "penstock", "protocol"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('imported from the working directory')")
@@ -166,7 +166,7 @@ def test_train_runs_one_process_by_default(tmp_path: Path):
 
 @pytest.mark.parametrize("source", ["file", "override", "flag", "environment"])
 def test_train_starts_torchrun_for_several_ranks(source: str, tmp_path: Path):
-    """Wherever num_ranks is set, that many ranks start, and torchrun does not read the trainer's flags."""
+    """From any source, num_ranks sets the number of ranks, and torchrun does not read the trainer's flags."""
     file = tmp_path / "run.toml"
     file.write_text("[trainer]\nnum_ranks = 2\n" if source == "file" else "[trainer]\nnum_ranks = 1\n")
     arguments = [str(file)]

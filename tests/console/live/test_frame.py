@@ -57,7 +57,7 @@ def test_a_frame_shows_everything(snapshot: Snapshot):
 
 
 def test_a_frame_of_a_run_without_events():
-    """Before the first message the panel shows what it waits for."""
+    """Before the first message the panel names what it waits for."""
     text = drawn(RunView("fresh", total_steps=10).snapshot(recorded.START))
     assert "step 0/10" in text
     assert "waiting for the services" in text
@@ -119,7 +119,7 @@ def test_a_curve_rises_from_the_lower_left_to_the_upper_right():
 
 
 @pytest.mark.parametrize("values", [[], [0.5], [0.1] * 1000, [float(i) for i in range(7)]])
-def test_a_curve_has_its_size_whatever_the_values(values: list[float]):
+def test_a_curve_has_its_size_for_any_values(values: list[float]):
     """None, one, equal, too many or values beyond the axis: the drawing keeps its size."""
     lines = curve(values, width=5, height=2, low=0.0, high=1.0)
     assert [len(line) for line in lines] == [5, 5]

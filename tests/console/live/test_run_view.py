@@ -87,7 +87,7 @@ def test_idle_shares_do_not_change_after_the_last_step():
 
 
 def test_overlap_is_at_least_busy_plus_busy_minus_wall():
-    """Workers busy 90 % and the trainer 80 % of each second work at once for 70 % of it at least."""
+    """Workers busy 90 % and the trainer 80 % of each second overlap for at least 70 % of it."""
     overlap = recorded.whole_run().summary().overlap
     assert overlap.trained_stale_share is not None
     assert overlap.trained_stale_share > 0.5
@@ -118,7 +118,7 @@ def test_a_resumed_run_is_not_finished():
 
 
 def test_missing_metrics_are_missing_and_not_zero():
-    """An event with only its step number counts as a step; its metrics stay unknown."""
+    """An event with only its step number counts as a step; its metrics are unknown."""
     view = RunView(recorded.RUN)
     view.fold_event(recorded.event("step", recorded.START, step=1))
     view.fold_event(recorded.event("eval", recorded.START, step=1))

@@ -93,7 +93,7 @@ def until(view: RunView, watcher: Watcher, is_there: Callable[[], object]) -> No
         time.sleep(0.02)
 
 
-def test_a_watcher_sees_earlier_messages(bus: Bus, ring_streams: str, services: Services):
+def test_a_watcher_gets_earlier_messages(bus: Bus, ring_streams: str, services: Services):
     """Steps, weights, dead letters, heartbeats and queues all reach the view, old and new."""
     services.say(recorded.evaluation(0, 0.5, recorded.START), recorded.step(1, recorded.START + 1))
     services.say(recorded.published(0), recorded.published(1), recorded.applied("rollout-0", 1), task(ring_streams))
@@ -178,7 +178,7 @@ def test_waiting_ends_at_its_deadline(bus: Bus, ring_streams: str, services: Ser
 
 
 def test_the_rich_panel_draws_on_a_terminal(bus: Bus, ring_streams: str, services: Services):
-    """On a terminal the frame is drawn, and the last one stays on the screen."""
+    """On a terminal the frame is drawn, and the last frame remains on the screen."""
     out = io.StringIO()
     with LivePanel(ring_streams, bus, total_steps=2, mode="rich", stream=out):
         services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
@@ -206,7 +206,7 @@ def test_the_panel_survives_a_restart_of_nats(own_nats: Callable[[], NatsServer]
 def test_watch_ends_with_the_run_and_prints_one_json_object(
     bus: Bus, ring_streams: str, services: Services, nats_settings: NatsSettings
 ):
-    """`penstock watch --json` writes lines to stderr and nothing but the summary to stdout."""
+    """`penstock watch --json` writes lines to stderr and only the summary to stdout."""
     services.say(recorded.event("state", recorded.START, text="training", total_steps=2))
     services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
     services.say(recorded.event("state", recorded.START + 2, text="finished", finished=True))

@@ -142,7 +142,7 @@ def whole_run() -> RunView:
     for second in range(1, STEPS // 2 + 1):
         beats = fleet(second)
         if 15 <= second < 20:
-            beats[1] = fleet(14)[1]  # the key stays until its time to live is over
+            beats[1] = fleet(14)[1]  # the key remains until its TTL expires
         elif second >= 20:
             reborn = fleet(second - 19)[1]
             beats[1] = reborn.model_copy(update={"at": START + second})

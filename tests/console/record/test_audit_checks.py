@@ -49,7 +49,7 @@ TOKENS = recorded(A).num_tokens
 
 
 def chapters() -> list[LineageChapter]:
-    """Two steps of two groups; one group dropped as dead, one in flight; one evaluated."""
+    """Two steps of two groups; one group dropped as a dead letter, one in flight; one evaluated."""
     session = RecordedSession(
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=PACK
     )

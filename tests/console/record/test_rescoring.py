@@ -24,7 +24,7 @@ def scored(scorer: str) -> ScoredGroup:
 
 
 def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> None:
-    """Only the named weights change; closed gates stay closed; an unknown part is refused by name."""
+    """Only the named weights change; closed gates remain closed; an unknown part is refused by name."""
     found = reweight(scored("mine(numeric, tags)"), {"form": 0.5}, DEFINE)
     assert isinstance(found, ScoredGroup)
     assert found.rewards == pytest.approx((1.5, 0.5, -0.5))
@@ -37,7 +37,7 @@ def test_other_weights_leave_gates_and_the_other_weights_of_a_made_reward() -> N
 
 
 def test_any_other_reward_is_the_plain_sum_of_the_parts_that_are_named() -> None:
-    """For rewards that the run file does not define, and wherever the reward itself has a weight."""
+    """For rewards that the run file does not define, and for a reward that has a weight itself."""
     for scorer, weights, expected in (
         ("judge@2", {"form": 0.5}, (0.5, 0.5, 0.0)),
         ("mine(numeric, tags)", {"reward": 1.0, "correct": 1.0}, (2.2, 0.2, 0.5)),

@@ -54,7 +54,7 @@ def test_a_conversation_ends_with_its_input(runs: Path):
     )
     assert answer.returncode == 0, answer.stderr
     assert answer.stderr.count("the engine refused") == 1
-    assert len(answer.stdout) >= 2  # an untrained model says something, and be it blank lines
+    assert len(answer.stdout) >= 2  # an untrained model outputs something, possibly blank lines only
 
 
 @needs_engine
@@ -114,7 +114,7 @@ def test_a_run_that_has_not_ended_has_no_model(tmp_path: Path):
 
 
 def test_dtype_and_system_prompt_are_those_of_the_run(tmp_path: Path):
-    """Dtype and system prompt come from the run's own configuration."""
+    """Dtype and system prompt are those of the run's configuration."""
     assert chat.trained_with(tmp_path) == ("float32", "")
     settings = {"model": {"dtype": "bfloat16"}, "data": {"system_prompt": "Be brief."}}
     (tmp_path / "config.json").write_text(json.dumps({"settings": settings, "origins": {}}))

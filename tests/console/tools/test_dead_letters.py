@@ -1,4 +1,4 @@
-"""Dead letters: listed, read, and sent again so that neither NATS nor the trainer takes them for duplicates."""
+"""Dead letters: listed, read, and resent so that neither NATS nor the trainer drops them as duplicates."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> Non
         epoch=1, holder="t", at=1.0, step=0, version=0, parent_version=None, weights_digest="a" * 64, config=ref
     )
     last: BlobRef | None = None
-    for number in (1, 2):  # the life is told in the first chapter alone
+    for number in (1, 2):  # the trainer process is recorded in the first chapter only
         chapter = LineageChapter(
             run_id=run, number=number, parent=last, epoch=1, step=steps, version=version, weights_digest="a" * 64,
             lives=(life,) if number == 1 else (), account=AccountState(),

@@ -57,7 +57,7 @@ def test_an_unknown_reward_is_refused_by_name(service: Service, tmp_path: Path):
     assert "gsm9k" in answer.stderr
 
 
-def test_no_service_says_how_to_start_one(tmp_path: Path):
+def test_without_a_service_the_error_explains_how_to_start_one(tmp_path: Path):
     """Without a service, the address and the next command are in the error."""
     answer = penstock("reward", "list", "--url", "http://127.0.0.1:1", cwd=tmp_path)
     assert answer.returncode == 1

@@ -1,4 +1,4 @@
-"""Rewards made of parts: the rule that weighs and gates, and what the run file may say of it."""
+"""Rewards made of parts: the rule of weights and gates, and its settings in the run file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
 
 
 def test_the_first_closed_gate_decides_alone() -> None:
-    """Below what a gate needs the reward is what the gate says, at it and above the sum."""
+    """Below the threshold of a gate the reward is `otherwise`; at it and above, the sum."""
     mine = definition(
         correct={},
         form={"weight": 0.2, "needs": 1.0, "otherwise": -0.5},
@@ -78,7 +78,7 @@ def test_a_missing_part_is_an_error_and_never_a_zero() -> None:
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=8), st.floats(-3, 3))
 def test_other_weights_give_what_such_a_definition_gives(scores: list[tuple[float, float]], weight: float) -> None:
-    """Re-weighting stored parts equals having defined the reward that way; gates stay."""
+    """Re-weighting stored parts equals defining the reward that way; gates are kept."""
     columns = {"a": tuple(a for a, _ in scores), "b": tuple(b for _, b in scores)}
     gated = definition(a={"needs": 0.0}, b={"weight": 0.1})
     expected = definition(a={"needs": 0.0}, b={"weight": weight})
@@ -87,14 +87,14 @@ def test_other_weights_give_what_such_a_definition_gives(scores: list[tuple[floa
 
 
 def test_other_weights_are_only_for_parts_there_are() -> None:
-    """A typing mistake in a part's name is refused, and so is a weight that is no number."""
+    """An unknown part name is refused, and so is a weight that is not a number."""
     with pytest.raises(ConfigError, match="no part c; its parts are a, b"):
         definition(a={}, b={}).reweighted({"c": 1.0})
     with pytest.raises(ValueError, match="finite"):
         definition(a={}).reweighted({"a": float("nan")})
 
 
-def test_the_digest_tells_definitions_apart() -> None:
+def test_the_digest_differs_for_different_definitions() -> None:
     """Any change of a part, or of the order of gates, is another definition."""
     plain = definition(a={}, b={})
     others = [definition(b={}, a={}), definition(a={"weight": 0.5}, b={}), definition(a={"parameters": {"n": 1}}, b={})]
@@ -103,7 +103,7 @@ def test_the_digest_tells_definitions_apart() -> None:
 
 
 def test_the_run_file_defines_rewards_and_shows_them_again(tmp_path: Path) -> None:
-    """Tables become a definition; overrides reach into it; what is shown loads to the same settings."""
+    """Tables become a definition; overrides change its values; printed settings load to the same settings."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     loaded = load(Settings, files=[tmp_path / "run.toml"], overrides=["reward.define.mine.parts.form.weight=0.3"])
     mine = loaded.settings.reward.define["mine"]
@@ -125,16 +125,16 @@ def test_the_run_file_defines_rewards_and_shows_them_again(tmp_path: Path) -> No
     [
         ("reward.define.mine.parts.correct.wieght=1.0", r"unknown key reward.define.mine.parts.correct.wieght"),
         ("reward.define.mine.parts.correct.weight=much", "valid number"),
-        ("reward.define.mine.parts.correct.otherwise=-1.0", "does nothing without `needs`"),
+        ("reward.define.mine.parts.correct.otherwise=-1.0", "has no effect without `needs`"),
         ("reward.define.mine.parts.a b.reward=gsm8k", "pattern"),
         (
             "reward.define.other.parts.a.reward=mine",
-            r"reward.define.other.parts.a.reward names a reward that is made of parts",
+            r"reward.define.other.parts.a.reward is itself a reward made of parts",
         ),
     ],
 )
 def test_definitions_that_cannot_be_meant_are_refused(tmp_path: Path, line: str, text: str) -> None:
-    """Unknown keys, wrong values, idle switches and nested definitions are named at the door."""
+    """Unknown keys, wrong values, switches without effect and nested definitions are reported."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     with pytest.raises(ConfigError, match=text):
         load(Settings, files=[tmp_path / "run.toml"], overrides=[line])

@@ -1,4 +1,4 @@
-"""The loader of run files: precedence, spelling, origins, and every mistake at once."""
+"""The loader of run files: precedence, spelling, origins, and all errors together."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_dictionaries_merge_and_lists_replace(tmp_path: Path):
     assert loaded.origins["data.map.answer"] == f"{second}:4"
 
 
-def test_none_clears_what_files_said(tmp_path: Path):
+def test_none_clears_values_of_files(tmp_path: Path):
     """`None` empties a dictionary and returns a field that cannot be None to its default."""
     file = write(tmp_path, "[trainer]\nsteps=1\nlr=0.5\ndual_clip='none'\n[data]\nmap={prompt='q'}\n")
     loaded = load(Everything, files=[file], overrides=["data.map=None", "trainer.lr=None"])
@@ -182,10 +182,10 @@ def test_sections_of_other_services_are_left_alone(tmp_path: Path):
         ("rollot.group_size = 3", "unknown section [rollot]; did you mean [rollout]?"),
         ("zzz.y = 3", "unknown section [zzz]; the sections are run, nats"),
         ("trainer.lr.x = 3", "unknown key trainer.lr.x"),
-        ("kl_loss_coef = 0.1", "another project's name; use algorithm.kl_coefficient"),
-        ("data.truncation = 'error'", "another project's name; use data.overlong"),
-        ("n_gpus = 5", "another project's name; use trainer.num_ranks"),
-        ("trainer.total_epochs = 15", "a run is measured in optimizer steps"),
+        ("kl_loss_coef = 0.1", "a key of another project; use algorithm.kl_coefficient"),
+        ("data.truncation = 'error'", "a key of another project; use data.overlong"),
+        ("n_gpus = 5", "a key of another project; use trainer.num_ranks"),
+        ("trainer.total_epochs = 15", "the length of a run is set in optimizer steps"),
         ("trainer.steps = '5'", 'trainer.steps: expected a valid integer, got "5"'),
         ("trainer.steps = 5.5", "trainer.steps: expected a valid integer, got 5.5"),
         ("trainer.steps = 0", "trainer.steps: expected greater than or equal to 1, got 0"),
@@ -194,7 +194,7 @@ def test_sections_of_other_services_are_left_alone(tmp_path: Path):
         ("trainer.betas = [0.9, 'x']", "expected a valid number (entry 2)"),
         ("trainer.lr = 2024-01-01", 'expected a valid number, got "2024-01-01"'),
         ("data.train = 3", "expected a valid string or expected a valid array, got 3"),
-        ("data.map = 3", "data.map is a section and takes no value of its own"),
+        ("data.map = 3", "data.map is a section, not a value"),
         ("run.id = 'A b'", "must be 1 to 48 characters"),
     ],
 )
@@ -206,8 +206,8 @@ def test_a_wrong_line_is_named_with_its_remedy(tmp_path: Path, line: str, reply:
     assert reply in message
 
 
-def test_every_mistake_is_reported_at_once(tmp_path: Path):
-    """One run of the loader shows all mistakes of file, environment and overrides; a wrong section once."""
+def test_all_errors_are_reported_together(tmp_path: Path):
+    """One call reports all errors of file, environment and overrides; a wrong section once."""
     file = write(tmp_path, "[trainr]\na=1\nb=2\n[trainer]\nlr='x'\n")
     messages = refused([file], "rollout.grup_size=1", environ={"PENSTOCK_RUN__IDD": "x"})
     assert len(messages) == 5
@@ -218,8 +218,8 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path):
     assert messages[4] == "trainer.steps is required: set `steps` under [trainer] or as an override"
 
 
-def test_a_contradiction_between_keys_names_where_both_stand(tmp_path: Path):
-    """A cross-field mistake is shown with the places of the keys that its text names."""
+def test_a_contradiction_between_keys_names_both_origins(tmp_path: Path):
+    """A contradiction is reported with the origins of the keys that its text names."""
     file = write(tmp_path, "[trainer]\nsteps=1\n[rollout]\ngroup_size = 1\n")
     [message] = refused([file], "rollout.max_staleness=3")
     assert message == (
@@ -248,19 +248,19 @@ def test_unreadable_files_are_named(tmp_path: Path, content: bytes | None, reply
 
 @pytest.mark.parametrize("tokens", [["--trainer.steps"], ["trainer.steps"], ["=3"], ["--trainer.steps", "--run.id=x"]])
 def test_an_override_without_a_value_is_refused(tokens: list[str]):
-    """Half an override is a mistake, never a flag."""
+    """An override without a value is an error, never a flag."""
     assert "expected section.key=value or --section.key value" in refused(None, *tokens)[0]
 
 
 def test_environment_of_others_is_ignored():
-    """Only PENSTOCK_<SECTION>__<KEY> is read; digits stay text where text is wanted."""
+    """Only PENSTOCK_<SECTION>__<KEY> is read; digits are kept as text for text fields."""
     environ = {"PATH": "x", "PENSTOCK_SOMETHING": "y", "RUN__ID": "z", "PENSTOCK_NATS__PASSWORD": "0123"}
     loaded = load(Everything, overrides=["trainer.steps=1"], environ=environ)
     assert loaded.settings.nats.password == "0123"
 
 
 def test_secrets_are_masked_everywhere():
-    """No text that the loader makes shows a secret, be it right or wrong."""
+    """No text of the loader contains a secret, whether valid or not."""
     loaded = load(Everything, overrides=["trainer.steps=1", "nats.password=hunter2"])
     assert "hunter2" not in format_config(loaded)
     assert "hunter2" not in str(config_document(loaded))
@@ -285,7 +285,7 @@ def test_shown_config_reads_back_as_itself(tmp_path: Path):
     assert again.settings == loaded.settings
 
 
-def test_files_and_overrides_are_told_apart():
+def test_files_and_overrides_are_distinguished():
     """Bare words are run files, `@` is allowed before them, and a value after `--key` is no file."""
     files, overrides = split_arguments(
         ["a.toml", "trainer.lr=1", "--data.train", "x.toml", "@", "b.toml", "@c.toml", "--run.id=y"]
@@ -308,7 +308,7 @@ def test_lines_are_found_in_awkward_toml():
 
 
 @given(st.lists(st.sampled_from(["x = 1", "", "# c", "y = [\n1,\n2]", "z = '''\nq = 1\n'''"]), unique=True))
-def test_every_key_stands_on_the_line_that_was_found(statements: list[str]):
+def test_every_key_is_on_the_line_that_was_found(statements: list[str]):
     """For any order of statements, the found line is the one that begins with the key."""
     text = "\n".join(statements)
     lines = text.split("\n")
@@ -329,7 +329,7 @@ def test_advice_points_to_sections_that_exist():
 
 @pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "repetition_penalty"])
 def test_what_makes_log_probabilities_inexact_is_refused_with_the_reason(name: str):
-    """A cut or bent distribution of training samples is no unknown key but a mistake, and is explained."""
+    """Keys that change the distribution of training samples are refused with a reason, not as unknown keys."""
 
     class Rollout(Section):
         temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""A record as one story: whatever does not follow on what came before is an error that says where."""
+"""A run record is consistent: a chapter that does not continue the one before is an error with its position."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Shelf:
         return self.held[reference.key]
 
     def read(self, *changes: Callable[[LineageChapter], LineageChapter]) -> StoredRecord:
-        """Three chapters of a step each, every one changed as the test wants."""
+        """Three chapters of one step each, with the changes of a test."""
         last = None
         for number in (1, 2, 3):
             one = chapter(number, last)
@@ -39,8 +39,8 @@ class Shelf:
         return StoredRecord.read("r", last, self.get)
 
 
-def test_a_record_is_one_story() -> None:
-    """Lives and steps come in order; a version is found by who made it, a group by the steps it was used in."""
+def test_a_record_is_consistent() -> None:
+    """Trainer processes and steps are in order; versions are found by their step, groups by the steps that used them."""
     record = Shelf().read()
     assert [step.step for step in record.steps] == [1, 2, 3]
     assert record.maker_of(0) == record.sessions[0]
@@ -63,12 +63,12 @@ def test_a_record_is_one_story() -> None:
     ids=["number", "run", "version", "step", "life"],
 )  # fmt: skip
 def test_what_does_not_follow_is_refused(change: Callable[[LineageChapter], LineageChapter], says: str) -> None:
-    """Chapters, steps and versions are held against one another, whatever their hashes say."""
+    """Chapters, steps and versions are compared with one another, even if their hashes are right."""
     with pytest.raises(RecordBroken, match=says):
         Shelf().read(change)
 
 
-def test_the_end_is_what_nats_says_where_no_checkpoint_is(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_end_is_taken_from_nats(tmp_path: Path) -> None:
     """Without the run's folder the key in NATS names the last chapter; a run that committed nothing has none."""
     known = CheckpointCommitted(epoch=1, step=3, version=3, chapter=3, record=BLOB, state_sha256="0" * 64)
     assert end_of_record("r", tmp_path, lambda: encode(known)) == BLOB

@@ -1,4 +1,4 @@
-"""The door to S3, on a real server: everything read is what was promised, and each failure has its name."""
+"""The S3 adapter on a real server: reads return what was stored, and each failure has its own error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused,
 from penstock.protocol.transport.blobs import Blobs
 
 
-def test_what_was_stored_comes_back(blobs: Blobs, run_id: str) -> None:
+def test_stored_objects_are_read_back(blobs: Blobs, run_id: str) -> None:
     """The reference of a stored object fetches the same bytes, the empty object included."""
     for data in (b"", b"x", bytes(range(256)) * 500):
         ref = blobs.put(f"runs/{run_id}/{len(data)}", data)
@@ -32,7 +32,7 @@ def test_what_was_stored_comes_back(blobs: Blobs, run_id: str) -> None:
         assert blobs.exists(ref.key)
 
 
-def test_files_of_many_parts_come_back(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
+def test_files_of_many_parts_are_read_back(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
     """A file above the part size is stored in parts and fetched whole, under its own name only when verified."""
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(bytes(range(256)) * 4 * 1024 * 12)  # 12 MiB: three parts
@@ -58,7 +58,7 @@ def test_an_altered_object_is_corrupt(blobs: Blobs, s3_server: S3Server, run_id:
 
 
 def test_an_object_of_another_size_is_corrupt(blobs: Blobs, run_id: str) -> None:
-    """An object that is shorter or longer than its message promised is refused, and no more than promised is read."""
+    """An object shorter or longer than its message states is refused, and no more than the stated size is read."""
     ref = blobs.put(f"runs/{run_id}/x", b"payload")
     for size in (6, 8, 0):
         with pytest.raises(BlobCorrupt, match=f"expected {size} bytes"):
@@ -79,7 +79,7 @@ def test_a_large_file_is_verified_too(blobs: Blobs, run_id: str, tmp_path: Path)
 
 
 def test_a_missing_object_is_named(blobs: Blobs, run_id: str, tmp_path: Path) -> None:
-    """A key that does not exist is BlobMissing at once, for every way of reading."""
+    """A missing key raises BlobMissing without retries, for every way of reading."""
     ref = blobs.put(f"runs/{run_id}/x", b"x")
     blobs.delete([ref.key])
     with pytest.raises(BlobMissing, match=rf"get {ref.key}: no such object in bucket penstock"):
@@ -89,7 +89,7 @@ def test_a_missing_object_is_named(blobs: Blobs, run_id: str, tmp_path: Path) ->
     assert not blobs.exists(ref.key)
 
 
-def test_a_part_of_an_object_is_verified_by_itself(blobs: Blobs, run_id: str) -> None:
+def test_a_part_of_an_object_is_verified_alone(blobs: Blobs, run_id: str) -> None:
     """A range is fetched alone; one that was altered, or that the object is too short for, is corrupt."""
     data = bytes(range(256)) * 10
     ref = blobs.put(f"runs/{run_id}/ranged", data)
@@ -103,10 +103,10 @@ def test_a_part_of_an_object_is_verified_by_itself(blobs: Blobs, run_id: str) ->
 
 
 @pytest.mark.parametrize(("says_partial", "num_gets"), [(True, 3), (False, 4)])
-def test_a_server_that_has_no_partial_answers_is_asked_for_one_once(
+def test_a_server_without_partial_answers_gets_one_range_request(
     s3_settings: S3Settings, run_id: str, says_partial: bool, num_gets: int
 ) -> None:
-    """Parts come by one request each, but for the first from a server that answers a range as if it were the whole."""
+    """Each part takes one request, except the first if the server answers a range with the whole object."""
     data = bytes(range(256)) * 10
     with RefusingS3(s3_settings) as proxy:
         proxy.says_partial = says_partial
@@ -118,7 +118,7 @@ def test_a_server_that_has_no_partial_answers_is_asked_for_one_once(
         assert proxy.num_gets == num_gets
 
 
-def test_a_listing_holds_what_lies_below_its_prefix(blobs: Blobs, run_id: str) -> None:
+def test_a_listing_contains_the_objects_below_its_prefix(blobs: Blobs, run_id: str) -> None:
     """Objects are listed with sizes and times, at any depth, and deleted ones are gone."""
     before = datetime.now(UTC)
     prefix = f"runs/{run_id}/"
@@ -163,7 +163,7 @@ def test_wrong_credentials_are_refused_at_once(s3_settings: S3Settings, wrong: d
 
 
 def test_a_missing_bucket_is_named_with_its_remedy(s3_settings: S3Settings, blobs: Blobs, run_id: str) -> None:
-    """Without the bucket every call says how to create it; ensure_bucket does, any number of times."""
+    """Without the bucket the error of every call explains how to create it; ensure_bucket does, any number of times."""
     other = Blobs(s3_settings.model_copy(update={"bucket": f"other-{run_id}"}))
     with pytest.raises(BlobStoreRefused, match=rf"no bucket 'other-{run_id}'.*deploy\.bootstrap"):
         other.check()
@@ -183,15 +183,15 @@ def test_no_server_is_an_error_within_the_deadline(own_s3: Callable[[], S3Server
 
 
 def test_a_server_that_never_answers_is_an_error_within_the_deadline(s3_settings: S3Settings) -> None:
-    """A server that takes the connection and stays silent is given up at the deadline."""
+    """A server that accepts the connection and never answers is an error at the deadline."""
     with socket.create_server((HOST, 0)) as silent:
         settings = s3_settings.model_copy(update={"endpoint": f"http://{HOST}:{silent.getsockname()[1]}"})
         with pytest.raises(BlobStoreUnreachable, match="gave no valid answer within 1"):
             Blobs(settings, deadline_s=1.0).put("x", b"data")
 
 
-def test_a_server_that_comes_back_is_waited_for(own_s3: Callable[[], S3Server]) -> None:
-    """A call that meets a dead server goes on when it is back, and what was stored before is there."""
+def test_a_call_waits_for_a_server_restart(own_s3: Callable[[], S3Server]) -> None:
+    """A call during an outage completes after the restart, and earlier objects are still stored."""
     server = own_s3()
     blobs = Blobs(server.settings)
     ref = blobs.put("runs/x/y", b"stored")
@@ -203,7 +203,7 @@ def test_a_server_that_comes_back_is_waited_for(own_s3: Callable[[], S3Server]) 
 
 
 class _Front(BaseHTTPRequestHandler):
-    """Answers 500 to the first requests of each method, then hands everything to the real server."""
+    """Answers 500 to the first requests of each method, then forwards all to the real server."""
 
     protocol_version = "HTTP/1.1"
     upstream = ""
@@ -262,7 +262,7 @@ def test_internal_errors_of_the_server_are_retried(flaky: Callable[[dict[str, in
 
 
 def test_a_server_that_only_fails_is_given_up(flaky: Callable[[dict[str, int]], S3Settings]) -> None:
-    """Endless 500s end at the deadline with what the server said."""
+    """Repeated 500s end at the deadline with the server's answer."""
     with pytest.raises(BlobStoreUnreachable, match=r"gave no valid answer within 1 s.*500"):
         Blobs(flaky({"PUT": 10_000}), deadline_s=1.0).put("x", b"data")
 
@@ -278,10 +278,10 @@ def refusing(s3_settings: S3Settings) -> Iterator[RefusingS3]:
 
 
 @pytest.mark.parametrize("refusal", [(507, "InsufficientStorage"), (403, "RequestTimeTooSkewed")])
-def test_a_write_outlasts_a_store_that_is_full_or_finds_the_clocks_apart(
+def test_a_write_is_retried_while_the_store_is_full_or_clocks_differ(
     refusing: RefusingS3, run_id: str, refusal: tuple[int, str]
 ) -> None:
-    """It is tried again until there is room, or the clock is set right; reading goes on meanwhile."""
+    """The write is retried until there is space or the clock is right; reads work meanwhile."""
     blobs = Blobs(refusing.settings, deadline_s=30.0)
     before = blobs.put(f"runs/{run_id}/before", b"here")
     refusing.refusal = refusal
@@ -296,7 +296,7 @@ def test_a_write_outlasts_a_store_that_is_full_or_finds_the_clocks_apart(
 
 
 def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> None:
-    """After the deadline the error says which store, which object, and what it answered."""
+    """After the deadline the error names the store, the object and the answer."""
     refusing.refusal = (507, "InsufficientStorage")
     with pytest.raises(
         BlobStoreUnreachable, match=rf"put runs/{run_id}/x: {refusing.settings.endpoint}.*InsufficientStorage"
@@ -305,7 +305,7 @@ def test_a_store_that_stays_full_is_named(refusing: RefusingS3, run_id: str) -> 
 
 
 def test_a_forbidden_write_is_refused_at_once(refusing: RefusingS3, run_id: str) -> None:
-    """403 is nobody's to wait for: each client asks once, and the error says which key to check."""
+    """403 is not retried: each client asks once, and the error names the key to check."""
     blobs = Blobs(refusing.settings, deadline_s=30.0)
     refusing.refusal = (403, "AccessDenied")
     with pytest.raises(BlobStoreRefused, match=r"AccessDenied; check s3\.access_key"):

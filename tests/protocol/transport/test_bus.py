@@ -1,4 +1,4 @@
-"""The door to NATS, on real servers: what a caller can rely on, and what each failure looks like."""
+"""The NATS adapter on real servers: its guarantees, and the error of each failure."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
 
 @pytest.fixture
 def short_run(bus: Bus, blobs: Blobs, run_id: str) -> str:
-    """A run whose messages come again half a second after their reader died."""
+    """A run whose messages are redelivered half a second after their reader ended."""
     bootstrap(bus, blobs, run_id, SHORT)
     return run_id
 
 
 def issue(bus: Bus, run: str, number: int, *, split: str = "train") -> bool:
-    """Publish task pack ``number``; returns whether the server knew it already."""
+    """Publish task pack ``number``; returns True if it is a duplicate for the server."""
     fact = make_task_issued(run, f"p{number}", [make_task(f"e0.p{number}.a0")])
     return bus.publish(subjects.tasks(run, split), fact, msg_id=f"p{number}").wait().duplicate
 
@@ -73,7 +73,7 @@ def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[Tas
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_acknowledged_message_is_gone_from_its_queue(bus: Bus, ring_streams: str) -> None:
+def test_an_acknowledged_message_is_removed_from_its_queue(bus: Bus, ring_streams: str) -> None:
     """What was published is delivered as it was, and an acknowledged message leaves the work queue."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
@@ -86,7 +86,7 @@ def test_an_acknowledged_message_is_gone_from_its_queue(bus: Bus, ring_streams: 
 
 
 def test_a_queue_is_read_without_taking_from_it(bus: Bus, ring_streams: str) -> None:
-    """All messages are read, in several batches, held ones too; they still come to who fetches them."""
+    """All messages are read, in several batches, held ones too; they are still delivered to a fetch."""
     stream = f"{ring_streams}-tasks"
     assert bus.read_stream(stream).wait() == []
     for number in range(700):
@@ -117,7 +117,7 @@ def test_the_same_message_id_is_stored_once(bus: Bus, ring_streams: str) -> None
     assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 1
 
 
-def test_a_fetch_returns_what_is_there_without_waiting_for_more(bus: Bus, ring_streams: str) -> None:
+def test_a_fetch_returns_available_messages_without_waiting_for_more(bus: Bus, ring_streams: str) -> None:
     """A fetch of many ends with the few that are there, long before its time is up."""
     for number in range(3):
         issue(bus, ring_streams, number)
@@ -128,7 +128,7 @@ def test_a_fetch_returns_what_is_there_without_waiting_for_more(bus: Bus, ring_s
 
 
 def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, ring_streams: str) -> None:
-    """A fetch of many that found nothing ends as soon as one message comes."""
+    """A waiting fetch of many messages ends as soon as one arrives."""
     inbox = task_inbox(bus, ring_streams)
     pending = inbox.fetch(50, 60.0)
     started = time.monotonic()
@@ -138,16 +138,14 @@ def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, ring_streams: 
 
 
 def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, ring_streams: str) -> None:
-    """When nothing comes in time, the result is an empty list."""
+    """If no message arrives in time, the result is an empty list."""
     inbox = task_inbox(bus, ring_streams)
     assert inbox.fetch(1, 0.1).wait() == []
     assert inbox.fetch(10, 0.1).wait() == []
 
 
-def test_an_ended_fetch_takes_no_message_away_from_others(
-    bus: Bus, ring_streams: str, nats_settings: NatsSettings
-) -> None:
-    """A message that comes after a fetch's time goes to whoever fetches then."""
+def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, ring_streams: str, nats_settings: NatsSettings) -> None:
+    """A message that arrives after a fetch's timeout goes to the next fetch."""
     first = task_inbox(bus, ring_streams)
     assert first.fetch(10, 0.1).wait() == []
     with Bus.connect(nats_settings, name="other") as other:
@@ -181,8 +179,8 @@ def test_every_call_can_be_awaited(bus: Bus, ring_streams: str) -> None:
 # ── redelivery ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_messages_of_a_dead_reader_come_again(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
-    """What a reader held when it went away is delivered to another one, counted as a redelivery."""
+def test_messages_of_an_ended_reader_are_redelivered(bus: Bus, short_run: str, nats_settings: NatsSettings) -> None:
+    """A message held by an ended reader is delivered to another one, counted as a redelivery."""
     issue(bus, short_run, 1)
     with Bus.connect(nats_settings, name="reader") as reader:
         take_one(task_inbox(reader, short_run, SHORT))
@@ -201,7 +199,7 @@ def test_a_held_message_is_not_delivered_to_others(bus: Bus, short_run: str, nat
     assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
 
 
-def test_a_redelivered_message_that_is_still_held_is_not_handed_out_twice(bus: Bus, short_run: str) -> None:
+def test_a_redelivered_message_that_is_still_held_is_not_delivered_twice(bus: Bus, short_run: str) -> None:
     """A redelivery renews the handle of the delivery at hand, and its acknowledgement counts."""
     issue(bus, short_run, 1)
     spec = streams.tasks_consumer(short_run, "train", SHORT)
@@ -215,10 +213,10 @@ def test_a_redelivered_message_that_is_still_held_is_not_handed_out_twice(bus: B
     assert bus.stream_state(f"{short_run}-tasks").wait().num_messages == 0
 
 
-def test_a_reader_that_starts_anew_gets_its_messages_at_once(
+def test_a_restarted_reader_gets_its_messages_immediately(
     bus: Bus, ring_streams: str, nats_settings: NatsSettings
 ) -> None:
-    """After a reset, all unacknowledged messages come without waiting for their ack wait."""
+    """After a reset, all unacknowledged messages are redelivered without waiting for their ack wait."""
     issue(bus, ring_streams, 1)
     with Bus.connect(nats_settings, name="first life") as reader:
         take_one(task_inbox(reader, ring_streams))
@@ -226,8 +224,8 @@ def test_a_reader_that_starts_anew_gets_its_messages_at_once(
     assert len(task_inbox(bus, ring_streams).fetch(1, 2.0).wait()) == 1
 
 
-def test_a_message_given_back_comes_again_after_its_delay(bus: Bus, ring_streams: str) -> None:
-    """A message that was given back is delivered again, not before its delay is over."""
+def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, ring_streams: str) -> None:
+    """A requeued message is redelivered, not before its delay."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
     delivery = take_one(inbox)
@@ -239,7 +237,7 @@ def test_a_message_given_back_comes_again_after_its_delay(bus: Bus, ring_streams
     assert again.num_delivered == 2
 
 
-def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams: str) -> None:
+def test_a_message_requeued_without_delay_is_redelivered(bus: Bus, ring_streams: str) -> None:
     """Without delay the same inbox gets the message again, every time."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
@@ -248,8 +246,8 @@ def test_a_message_given_back_at_once_is_handed_out_again(bus: Bus, ring_streams
     assert take_one(inbox, 5.0).num_delivered == 21
 
 
-def test_a_message_that_comes_back_at_once_is_held_again(bus: Bus, ring_streams: str) -> None:
-    """What comes back while it is still being given back is held, and so kept alive, like any other."""
+def test_a_message_redelivered_immediately_is_held_again(bus: Bus, ring_streams: str) -> None:
+    """A message redelivered during its negative acknowledgement is held, and its ack wait extended, like any other."""
     issue(bus, ring_streams, 1)
     inbox = task_inbox(bus, ring_streams)
     delivery = take_one(inbox)
@@ -271,7 +269,7 @@ def dead_letters(bus: Bus, run: str, count: int) -> list[DeadLetter]:
 
 
 def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
-    """A message of another kind is stored with reason and bytes, acknowledged, and not handed out."""
+    """A message of another kind is stored with reason and bytes, acknowledged, and not delivered."""
     event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
     bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="1").wait()
     inbox = task_inbox(bus, ring_streams)
@@ -323,7 +321,7 @@ def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
 
 
 def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, ring_streams: str) -> None:
-    """Good messages of the same fetch are handed out."""
+    """Valid messages of the same fetch are delivered."""
     event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
     issue(bus, ring_streams, 1)
     bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="poison").wait()
@@ -332,7 +330,7 @@ def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, ring_streams
 
 
 def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
-    """A message that nobody can process ends with its reason, its groups and its payload."""
+    """A message that cannot be processed is stored with its reason, its groups and its payload."""
     issue(bus, ring_streams, 1)
     delivery = take_one(task_inbox(bus, ring_streams))
     delivery.dead_letter("reward_unknown", "no reward is called 'exactly'").wait()
@@ -344,7 +342,7 @@ def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, ring_streams:
 
 
 def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -> None:
-    """The largest message that can be published can also be buried, whole: it may be sent again."""
+    """The largest message that can be published also fits whole into a dead letter, so that it can be resent."""
     tasks = [make_task(f"e0.p{i}.{'x' * 150}", prompt_text="long " * 10) for i in range(100)]
     fact = make_task_issued(ring_streams, "p1", tasks)
     bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
@@ -358,14 +356,14 @@ def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -
 
 
 def test_an_oversized_fact_is_refused_with_advice(bus: Bus, ring_streams: str) -> None:
-    """A fact above the limit is refused before it is sent, and the text says what to do."""
+    """A fact above the limit is refused before it is sent, with a fix."""
     fact = make_task_issued(ring_streams, "p1", [make_task(prompt_text="x" * 70_000)])
     with pytest.raises(MessageTooLarge, match="groups_per_message"):
         bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
 
 
 def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Back-pressure: a refused publication goes on when a reader has made room, and nothing is lost."""
+    """Back-pressure: a refused publication succeeds after a reader has freed space, and nothing is lost."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=3))
     for number in range(3):
         issue(bus, run_id, number)
@@ -382,8 +380,8 @@ def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: 
     assert take_one(inbox).fact.pack_id == "p3"
 
 
-def test_a_stream_that_stays_full_is_an_error_in_the_end(bus: Bus, blobs: Blobs, run_id: str) -> None:
-    """Back-pressure beyond its deadline says which subject is full and who is to blame."""
+def test_a_stream_that_stays_full_is_an_error_at_the_deadline(bus: Bus, blobs: Blobs, run_id: str) -> None:
+    """Back-pressure beyond its deadline is an error that names the full subject and its slow reader."""
     bootstrap(bus, blobs, run_id, StreamLimits(max_tasks=1))
     issue(bus, run_id, 1)
     fact = make_task_issued(run_id, "p2")
@@ -392,7 +390,7 @@ def test_a_stream_that_stays_full_is_an_error_in_the_end(bus: Bus, blobs: Blobs,
 
 
 def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> None:
-    """Publishing and binding to a run that was not bootstrapped says how to do that."""
+    """Publishing and binding to a run without streams is an error that explains the bootstrap."""
     with pytest.raises(MissingStream, match=r"python -m penstock.deploy\.bootstrap"):
         issue(bus, run_id, 1)
     with pytest.raises(MissingStream, match=rf"no consumer rollout-train.*deploy\.bootstrap --run {run_id}"):
@@ -407,7 +405,7 @@ def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> Non
 
 @pytest.mark.parametrize("max_messages", [1, 10])
 def test_a_stream_deleted_under_its_reader_is_an_error(bus: Bus, ring_streams: str, max_messages: int) -> None:
-    """A fetch from a stream that was deleted says so instead of waiting for ever."""
+    """A fetch from a deleted stream raises an error instead of waiting for ever."""
     inbox = task_inbox(bus, ring_streams)
     assert bus.delete_stream(f"{ring_streams}-tasks").wait() is True
     with pytest.raises(MissingStream, match="no consumer rollout-train"):
@@ -427,7 +425,7 @@ def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, ring_strea
 # ── the broker's figures ──────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_in_flight_is_read_from_the_broker(bus: Bus, ring_streams: str) -> None:
+def test_messages_in_flight_are_read_from_the_broker(bus: Bus, ring_streams: str) -> None:
     """Waiting and held messages are counted by the broker."""
     for number in range(5):
         issue(bus, ring_streams, number)
@@ -441,8 +439,8 @@ def test_what_is_in_flight_is_read_from_the_broker(bus: Bus, ring_streams: str) 
 # ── key-value ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_moves_only_from_the_revision_one_knows(bus: Bus, ring_streams: str) -> None:
-    """Compare-and-swap: the first writer wins, the second is told, nothing is overwritten."""
+def test_a_key_is_updated_only_from_its_current_revision(bus: Bus, ring_streams: str) -> None:
+    """Compare-and-swap: the first writer wins, the second gets an error, nothing is overwritten."""
     store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
     assert store.get("head").wait() is None
     first = store.swap("head", b"1", None).wait()
@@ -471,7 +469,7 @@ def test_a_deleted_key_can_be_made_again(bus: Bus, ring_streams: str) -> None:
 
 
 def test_an_empty_bucket_has_no_entries(bus: Bus, ring_streams: str) -> None:
-    """Listing a bucket without keys gives nothing, at once."""
+    """Listing an empty bucket returns nothing, without waiting."""
     store = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
     assert store.entries().wait() == []
 
@@ -487,8 +485,8 @@ def publish_event(bus: Bus, run: str, number: int) -> None:
     bus.publish(subjects.events(run, "log"), event(run, number), msg_id=f"e{number}").wait()
 
 
-def test_a_tail_sees_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
-    """What was there before and what comes later arrives once and in order; unreadable things are skipped."""
+def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
+    """Earlier and later messages arrive once and in order; undecodable ones are skipped."""
     for number in range(5):
         publish_event(bus, ring_streams, number)
     bus.publish(subjects.events(ring_streams, "log"), make_task_issued(ring_streams), msg_id="odd").wait()
@@ -507,7 +505,7 @@ def test_a_tail_sees_everything_in_order_from_the_start(bus: Bus, ring_streams: 
     assert seen == [float(n) for n in range(10)]
 
 
-def test_a_tail_from_now_on_sees_only_what_comes_later(bus: Bus, ring_streams: str) -> None:
+def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, ring_streams: str) -> None:
     """Without from_start nothing old is delivered, and nothing published after the call is missed."""
     publish_event(bus, ring_streams, 1)
     seen: list[float] = []
@@ -544,10 +542,10 @@ def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, ring_streams: str) -
     assert seen == [fact]
 
 
-# ── a server that dies ────────────────────────────────────────────────────────────────────────────
+# ── a server that is killed ───────────────────────────────────────────────────────────────────────
 
 
-def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
+def test_a_server_killed_during_publishing_loses_and_duplicates_nothing(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
     """Three SIGKILLs among 600 publications: afterwards every message is there exactly once."""
@@ -591,10 +589,10 @@ def test_a_server_killed_under_publishing_loses_and_doubles_nothing(
         assert sorted(seen) == sorted(f"p{n}" for n in range(600))
 
 
-def test_acknowledgements_outlast_a_server_that_dies_under_them(
+def test_acknowledgements_are_repeated_after_a_server_is_killed(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """What was acknowledged one by one or together is confirmed and gone, also when the server dies in the middle."""
+    """Single and batched acknowledgements are confirmed, also when the server is killed in between."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id):
@@ -619,8 +617,10 @@ def test_acknowledgements_outlast_a_server_that_dies_under_them(
         assert inbox.num_held == 0
 
 
-def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """A consumer that lost its record with its server confirms what was held, and gives out the rest once."""
+def test_a_server_that_lost_its_deliveries_gets_the_acknowledgements(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
+    """A consumer whose state was lost with its server confirms held messages, and delivers the others once."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id):
@@ -645,8 +645,8 @@ def test_a_server_that_forgot_what_it_delivered_is_told(own_nats: Callable[[], N
         assert inbox.num_held == 0
 
 
-def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """A waiting fetch, a tail, a held message and a key-value bucket go on when the server is back."""
+def test_readers_continue_after_a_server_is_killed(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """A waiting fetch, a tail, a held message and a key-value bucket continue after the server's restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.streams(run_id, SHORT):
@@ -684,8 +684,10 @@ def test_readers_survive_a_server_that_dies(own_nats: Callable[[], NatsServer], 
         assert bus.stream_state(f"{run_id}-tasks").wait().num_messages == 1
 
 
-def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """A read that was under way when the server was killed is asked again, and answered by its next life."""
+def test_a_key_is_read_although_the_server_is_killed_during_the_read(
+    own_nats: Callable[[], NatsServer], run_id: str
+) -> None:
+    """A read interrupted by a kill of the server is repeated and answered after the restart."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         for spec in streams.buckets(run_id):
@@ -704,10 +706,10 @@ def test_a_key_is_read_although_the_server_dies_meanwhile(own_nats: Callable[[],
         assert [entry.key for entry in listing.wait()] == ["head"]
 
 
-def test_a_fetch_while_the_server_is_away_is_empty_after_its_time(
+def test_a_fetch_from_an_unreachable_server_is_empty_after_its_timeout(
     own_nats: Callable[[], NatsServer], run_id: str
 ) -> None:
-    """The reader's loop goes on, and the bus says for how long the server has been away."""
+    """The reader's loop continues, and the bus reports for how long the server has been unreachable."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
@@ -753,7 +755,7 @@ def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServ
 
 
 def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, ring_streams: str) -> None:
-    """Whoever waits for a call when the bus is closed is told, and later calls are refused."""
+    """Closing the bus ends waiting calls with an error, and later calls are refused."""
     bus = Bus.connect(nats_settings, name="test")
     pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
     bus.close()
@@ -764,7 +766,7 @@ def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, r
     bus.close()
 
 
-def test_a_denied_publication_says_so(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+def test_a_denied_publication_is_an_error(own_nats: Callable[[], NatsServer], run_id: str) -> None:
     """A user without the right to publish gets the server's reason, not a timeout."""
     server = own_nats()
     config = server.store / "nats.conf"

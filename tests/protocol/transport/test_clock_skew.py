@@ -1,4 +1,4 @@
-"""A refusal that is the clock's fault is not blamed on the key."""
+"""A refusal caused by a wrong clock is not reported as a wrong key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ for call in (lambda: blobs.check(deadline_s=0.2), lambda: blobs.put("runs/x/y", 
 
 @pytest.mark.parametrize("step", ["+40m", "-40m"])
 def test_a_clock_that_is_wrong_is_named_with_both_times(s3_settings: S3Settings, step: str) -> None:
-    """A real server refuses every request of a client 40 minutes off; the errors say so, and nothing of the key."""
+    """A real server refuses every request of a client 40 minutes off; the errors name the clock and not the key."""
     require_package("faketime", "faketime")
     command = ["faketime", "-f", step, sys.executable, "-c", TRY, s3_settings.model_dump_json()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -53,8 +53,8 @@ def test_a_clock_that_is_wrong_is_named_with_both_times(s3_settings: S3Settings,
         ({"Date": "Mon, 04 May 2026 14:20:00 +0200"}, "and 2026-05-04 12:20:00 UTC at the server, 20 minutes"),
     ],
 )  # fmt: skip
-def test_clocks_are_apart_only_where_the_server_gives_its_time(headers: dict[str, str], says: str) -> None:
-    """No date, a date that is none, or fifteen minutes at most: nothing is said of clocks."""
+def test_a_clock_skew_is_reported_only_if_the_server_gives_its_time(headers: dict[str, str], says: str) -> None:
+    """No date, an invalid date, or at most fifteen minutes of difference: the error does not mention clocks."""
     text = clock_skew(headers, NOW)
     assert says in text
     assert bool(text) == bool(says)

@@ -1,4 +1,4 @@
-"""What NATS refuses is told in words: which stream or bucket, by which limit, and what is to be done."""
+"""Refusals of NATS are errors that name the stream or bucket, the limit and the fix."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def small_nats(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
-def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: str) -> None:
-    """A new key is refused by name, limit and remedy; old keys stay and can be written again, and with more room the key goes in."""
+def test_a_full_bucket_is_an_error_with_its_size_and_loses_nothing(bus: Bus, run_id: str) -> None:
+    """A new key is refused by name, limit and remedy; old keys remain writable, and with more space the key is accepted."""
     js = bus._connection.js
     name = f"{run_id}-small"
     config = api.KeyValueConfig(bucket=name, max_bytes=2000, direct=True)
@@ -49,14 +49,14 @@ def test_a_full_bucket_says_what_it_holds_and_loses_nothing(bus: Bus, run_id: st
         bucket.swap("other", b"x" * 200, None).wait()
     found = {entry.key: entry.value for entry in bucket.entries().wait()}
     assert found == dict.fromkeys(written, b"x" * 200)
-    bucket.put("k0", b"y" * 200).wait()  # in place of what is there
+    bucket.put("k0", b"y" * 200).wait()  # replacing the existing one
     wider = bus._connection.call(js.stream_info(f"KV_{name}"), "look").wait().config
     bus._connection.call(js.update_stream(wider.evolve(max_bytes=4000)), "widen").wait()
     bucket.put(keys[len(written)], b"x").wait()
     bus.delete_stream(f"KV_{name}").wait()
 
 
-def test_a_store_without_room_for_a_run_says_so(small_nats: NatsServer, run_id: str) -> None:
+def test_a_store_without_space_for_a_run_is_an_error(small_nats: NatsServer, run_id: str) -> None:
     """Error 10047: streams and buckets that reserve more than the store has are refused with the limit to raise."""
     with Bus.connect(small_nats.settings, name="test") as bus:
         for create in (
@@ -67,8 +67,8 @@ def test_a_store_without_room_for_a_run_says_so(small_nats: NatsServer, run_id: 
                 create()
 
 
-def test_what_is_not_there_is_named(bus: Bus, run_id: str) -> None:
-    """Errors 10059 and 10014: the stream, or the consumer of a stream that is there, with how to make it."""
+def test_a_missing_stream_or_consumer_is_named(bus: Bus, run_id: str) -> None:
+    """Errors 10059 and 10014: the stream, or the consumer of an existing stream, with the command that creates it."""
     with pytest.raises(MissingStream, match=rf"stream {run_id}.*deploy.bootstrap"):
         bus.stream_state(run_id).wait()
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
@@ -77,8 +77,8 @@ def test_what_is_not_there_is_named(bus: Bus, run_id: str) -> None:
     bus.delete_stream(run_id).wait()
 
 
-def test_streams_that_want_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
-    """Error 10065: the second stream names what is in its way."""
+def test_streams_with_the_same_subjects_are_refused(bus: Bus, run_id: str) -> None:
+    """Error 10065: the error names the stream that has the subjects."""
     bus.ensure_stream(StreamSpec(run_id, (f"{run_id}.>",), "limits", 10, 1024)).wait()
     with pytest.raises(BusError, match=rf"{run_id}-too.*10065.*another stream has these subjects"):
         bus.ensure_stream(StreamSpec(f"{run_id}-too", (f"{run_id}.a",), "limits", 10, 1024)).wait()
@@ -86,7 +86,7 @@ def test_streams_that_want_the_same_subjects_are_refused(bus: Bus, run_id: str) 
 
 
 def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, run_id: str) -> None:
-    """Errors of a request's form, whichever they are, come as ours and with the server's words."""
+    """Every error of an invalid request is raised as a Penstock error with the server's text."""
     with pytest.raises(PenstockError, match=rf"stream {run_id}.*NATS at nats://.* says: .*error 100\d\d"):
         bus.ensure_stream(StreamSpec(run_id, ("a..b",), "limits", 10, 1024)).wait()
 
@@ -106,8 +106,8 @@ def test_a_request_that_the_server_does_not_understand_is_our_error(bus: Bus, ru
         (500, 19999, BusError, "error 19999"),
     ],
 )
-def test_every_refusal_is_an_error_of_ours(code: int, number: int, kind: type[BusError], says: str) -> None:
-    """Each code becomes the error that a caller knows how to take, and its text names request, server and remedy."""
+def test_every_refusal_is_a_penstock_error(code: int, number: int, kind: type[BusError], says: str) -> None:
+    """Each code becomes an error that callers handle, whose text names request, server and fix."""
     err = refusal(APIError(code=code, err_code=number, description="no"), "stream r-tasks", "nats://h:1")
     assert type(err) is kind
     assert str(err).startswith(f"stream r-tasks: NATS at nats://h:1 says: no (error {number})")

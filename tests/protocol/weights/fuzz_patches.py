@@ -1,4 +1,4 @@
-"""Mutates segments, manifests, layouts and adapters, and holds the readers to their promise.
+"""Mutates segments, manifests, layouts and adapters, and checks what the readers guarantee.
 
     python -m tests.protocol.weights.fuzz_patches --mutations 200000
 
@@ -45,7 +45,7 @@ from penstock.protocol.weights.layout import WeightLayout
 from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
 
-CANARY = 64  # bytes on either side of the bucket that must stay as they are
+CANARY = 64  # bytes on either side of the bucket that must not change
 BOMB_BYTES = 64 * 1024**2
 SPARE_BYTES = 768 * 1024**2  # address space the whole run may take on top of what the imports took
 TRACED_EVERY = 50
@@ -68,7 +68,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Sample:
-    """A valid segment, the bucket it starts from, and what it leads to."""
+    """A valid segment, the bucket before it, and the bucket after it."""
 
     codec: str
     data: bytes
@@ -95,7 +95,7 @@ def samples(rng: np.random.Generator) -> list[Sample]:
 
 
 def bombs() -> list[bytes]:
-    """Return zstd frames that unfold to 64 MiB and say so, say nothing, or can be made to say anything."""
+    """Return zstd frames of 64 MiB decoded size that declare it, declare nothing, or whose declared size can be rewritten."""
     zeros = bytes(BOMB_BYTES)
     honest = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(zeros)
     silent = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(zeros)
@@ -104,7 +104,7 @@ def bombs() -> list[bytes]:
 
 
 def forged(frame: bytes, content_size: int) -> bytes:
-    """Return a frame that claims another size: its header is rewritten, the blocks stay."""
+    """Return a frame that claims another size: its header is rewritten, the blocks are kept."""
     params = zstandard.get_frame_parameters(frame)
     body = frame[zstandard.frame_header_size(frame) :]
     descriptor = 0b1110_0000 | (0b100 if params.has_checksum else 0)  # eight bytes of size, single segment
@@ -142,7 +142,7 @@ class Fuzzer:
         self.counters = Counters()
 
     def go(self, num_mutations: int) -> Counters:
-        """Try mutations; raises AssertionError, or whatever a reader raised that it must not, at the first miss."""
+        """Try mutations; raises AssertionError, or the unexpected error of a reader, at the first failure."""
         kinds = [self.segment, self.segment, self.segment, self.manifest, self.layout, self.adapter]
         for number in range(num_mutations):
             kind = kinds[number % len(kinds)]
@@ -163,7 +163,7 @@ class Fuzzer:
         return self.counters
 
     def segment(self) -> str:
-        """Mutate a segment; whatever passes is applied between canaries and compared by hash."""
+        """Mutate a segment; one that passes is applied between canaries and compared by hash."""
         sample = self.random.choice(self.samples)
         data = self._mutated_segment(sample)
         num_words = sample.old.size // sample.word_bytes
@@ -185,7 +185,7 @@ class Fuzzer:
         return "harmless" if right else "applied, refused by the bucket's hash"
 
     def manifest(self) -> str:
-        """Mutate the head's manifest and follow it as a mirror would, without the sha256 that refuses it at once."""
+        """Mutate the head's manifest and follow it as a mirror would, without the sha256 check that would refuse it first."""
         index = self.random.randrange(len(self.manifests))
         data = self._mutated_json(self.manifests[index].to_json())
         try:
@@ -212,7 +212,7 @@ class Fuzzer:
         return self._followed(plan, held_index)
 
     def layout(self) -> str:
-        """Mutate a layout; what passes says consistent sizes."""
+        """Mutate a layout; a layout that passes has consistent sizes."""
         try:
             layout = WeightLayout.from_json(self._mutated_json(LAYOUT.to_json()))
         except MalformedFact:
@@ -337,7 +337,7 @@ class Fuzzer:
         return json.dumps(document).encode()
 
     def _edit(self, document: Any) -> None:
-        """Replace, remove or swap something somewhere in a JSON document."""
+        """Replace, remove or swap a random value of a JSON document."""
         at: Any = document
         while True:
             keys = list(at) if isinstance(at, dict) else list(range(len(at)))

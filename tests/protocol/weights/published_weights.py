@@ -59,7 +59,7 @@ def ref_of(key: str, data: bytes) -> BlobRef:
 
 
 class WrongBytes(Exception):
-    """A hash is not the one that was promised."""
+    """A hash differs from the expected one."""
 
 
 class PublishedWeights:
@@ -87,7 +87,7 @@ class PublishedWeights:
         return manifest
 
     def add_anchor(self) -> VersionManifest:
-        """Write an anchor beside the head, which stays a patch."""
+        """Write an additional anchor for the head, which remains a patch."""
         assert self.head is not None
         return self._anchor(self.head.version, self.state, self.head.epoch, self.head.parent)[0]
 
@@ -131,7 +131,7 @@ class PublishedWeights:
         return manifest
 
     def publish_adapter(self, raw: np.ndarray, *, epoch: int = 1) -> VersionManifest:
-        """Publish a version that is an adapter upon the newest anchor; ``raw`` is its one bucket."""
+        """Publish a version that is an adapter on the newest anchor; ``raw`` is its one bucket."""
         assert self.head is not None
         version, bucket = self.head.version + 1, ADAPTER_LAYOUT.buckets[0]
         blob = self.put(f"l{version}", shard_header(bucket) + raw.tobytes())

@@ -1,4 +1,4 @@
-"""Adapters as versions: what a manifest may say of one, what names it, and what it makes of its base."""
+"""Adapters as versions: their manifests, their names, and merging them into their base."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RAW = (RAW.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)  # finite bfl
 
 
 def an_adapter() -> tuple[PublishedWeights, VersionManifest, VersionManifest]:
-    """Publish a model and an adapter upon it."""
+    """Publish a model and an adapter on it."""
     run = PublishedWeights()
     base = run.publish_anchor(random_state(RNG))
     return run, base, run.publish_adapter(RAW)
 
 
-def test_an_adapter_is_read_alone_and_whole_from_wherever_a_mirror_stands():
-    """Its way has one step, which fetches none of its base's bytes; whoever holds it needs nothing."""
+def test_an_adapter_is_read_alone_and_whole_from_any_version_of_a_mirror():
+    """Its plan has one step, which fetches none of its base's bytes; a mirror that holds it fetches nothing."""
     run, base, adapter = an_adapter()
     for held in (None, held_of(base), Held(PolicyVersion(1), "0" * 64)):
         plan = run.plan(held)
@@ -45,7 +45,7 @@ def test_an_adapter_is_read_alone_and_whole_from_wherever_a_mirror_stands():
 
 
 def test_the_root_names_base_scale_and_factors():
-    """Whatever would change what is served changes the root: another model, another alpha, another bit of a factor."""
+    """Every change of the served weights changes the root: another model, another alpha, another bit of a factor."""
     _, base, adapter = an_adapter()
     assert adapter.base is not None
     digests = bucket_digests(ADAPTER_LAYOUT.buckets[0], RAW.data)
@@ -61,7 +61,7 @@ def test_the_root_names_base_scale_and_factors():
     assert len(roots) == 5
 
 
-def test_a_base_is_the_one_that_the_adapter_was_trained_upon():
+def test_a_base_is_the_one_that_the_adapter_was_trained_on():
     """Another version, another state, another run, or a version that is no anchor is refused."""
     _, base, adapter = an_adapter()
     verify_base(adapter, base)
@@ -94,7 +94,7 @@ def test_a_manifest_of_an_adapter_that_contradicts_itself_is_refused(fields: dic
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_merging_is_what_torch_computes(dtype: str):
-    """W + alpha / r B A, summed in float32 and rounded once: to the last bit or its neighbour, other weights untouched."""
+    """W + alpha / r B A, summed in float32 and rounded once: to within one unit in the last place, other weights unchanged."""
     generator = torch.Generator().manual_seed(3)
     kind = getattr(torch, dtype)
     weight, down, up = (torch.randn(shape, generator=generator).to(kind) for shape in ((6, 5), (3, 5), (6, 3)))
@@ -115,7 +115,7 @@ def test_merging_is_what_torch_computes(dtype: str):
 
 
 def test_bfloat16_is_rounded_as_torch_rounds():
-    """Ties go to even, the largest becomes infinite, what is not a number stays one: bit for bit torch's."""
+    """Ties go to even, the largest becomes infinite, NaN is kept: bit for bit as torch."""
     bits = np.concatenate(
         [RNG.integers(0, 2**32, 4096, dtype=np.uint32), np.arange(0x7F7F8000, 0x7F808001, 0x4000, dtype=np.uint32)]
     )
@@ -147,7 +147,7 @@ def test_bfloat16_is_rounded_as_torch_rounds():
     ],
 )
 def test_tensors_that_are_no_pairs_are_refused(names: list[str]):
-    """A factor alone, a name that PEFT does not know, or a tensor beside the factors is named."""
+    """A factor alone, a name that PEFT does not know, or a tensor other than the factors is named in the error."""
     with pytest.raises(MalformedWeights, match="pair of low-rank factors"):
         list(factor_pairs(names))
 
@@ -183,8 +183,8 @@ def test_an_adapter_of_another_model_or_dtype_is_refused():
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"r": 0, "lora_alpha": 1, "target_modules": ["q"]}', b'{"r": 1, "lora_alpha": NaN}']
 )
-def test_a_config_that_says_nothing_usable_is_refused(data: bytes):
-    """What is served is never guessed."""
+def test_an_unusable_config_is_refused(data: bytes):
+    """The served weights are never guessed."""
     with pytest.raises(MalformedWeights, match=r"adapter_config\.json"):
         AdapterConfig.from_json(data)
     assert AdapterConfig.from_json(ADAPTER.to_json()) == ADAPTER

@@ -1,4 +1,4 @@
-"""The name of a set of weights: one value for the same tensors, whoever computes it and in whatever order."""
+"""The name of a set of weights: one value for the same tensors, in any implementation and any order."""
 
 import json
 import struct
@@ -83,7 +83,7 @@ def damaged(**entry: object) -> bytes:
         damaged(data_offsets=[0, 8, 16]),
     ],
 )
-def test_what_is_not_safetensors_is_refused(data: bytes):
-    """Damaged and hostile bytes are an error that says so, never a digest."""
+def test_bytes_that_are_not_safetensors_are_refused(data: bytes):
+    """Damaged and hostile bytes raise an error and never yield a digest."""
     with pytest.raises(MalformedWeights, match="not safetensors"):
         safetensors_digests(data)

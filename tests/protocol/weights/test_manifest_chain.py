@@ -1,4 +1,4 @@
-"""Chains of versions: every verified way to the head ends at the same bytes, and no broken link is followed."""
+"""Chains of versions: every verified path to the head ends at the same bytes, and no broken link is followed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def a_run(num_patches: int, *, seed: int = 0, density: float = 0.02) -> tuple[Pu
 
 @given(st.integers(0, 2**32), st.lists(st.tuples(DENSITIES, st.sampled_from("pppaA")), min_size=1, max_size=8))
 @examples(60)
-def test_every_way_to_the_head_ends_at_the_same_bytes(seed: int, history: list[tuple[float, str]]):
+def test_every_path_to_the_head_ends_at_the_same_bytes(seed: int, history: list[tuple[float, str]]):
     """From nothing, and from every version ever published, a mirror reaches exactly the trainer's bytes."""
     rng = np.random.default_rng(seed)
     run = PublishedWeights()
@@ -59,8 +59,8 @@ def test_every_way_to_the_head_ends_at_the_same_bytes(seed: int, history: list[t
         assert plan.num_bytes <= run.plan(None).num_bytes
 
 
-def test_a_mirror_one_behind_reads_one_patch_and_asks_for_no_manifest():
-    """The ordinary step needs nothing but the head's manifest."""
+def test_a_mirror_one_behind_reads_one_patch_and_no_other_manifest():
+    """The usual step needs only the head's manifest."""
     run, manifests = a_run(5)
     plan = run.plan(held_of(manifests[-2]))
     assert (plan.anchor, [m.version for m in plan.patches], run.num_fetched) == (None, [5], 0)
@@ -75,8 +75,8 @@ def test_an_empty_mirror_starts_from_the_anchor():
     assert [m.version for m in plan.manifests] == [0, 1, 2, 3, 4]
 
 
-def test_a_long_way_of_patches_gives_way_to_an_anchor():
-    """Behind a later anchor, patches are followed while they are the smaller download."""
+def test_a_long_chain_of_patches_is_replaced_by_an_anchor():
+    """Although there is a later anchor, patches are followed while they are the smaller download."""
     rng = np.random.default_rng(0)
     run = PublishedWeights()
     start = run.publish_anchor(random_state(rng))
@@ -101,7 +101,7 @@ def test_an_anchor_as_head_is_enough_alone():
 
 
 def test_a_mirror_with_other_bytes_starts_from_the_anchor():
-    """The right number with another root, or a version of another life of the run, is not built upon."""
+    """A parent with another root or from another trainer process is refused."""
     run, manifests = a_run(3)
     for held in (
         Held(PolicyVersion(2), "0" * 64),
@@ -114,7 +114,7 @@ def test_a_mirror_with_other_bytes_starts_from_the_anchor():
 
 
 def test_a_chain_without_end_is_cut():
-    """More parents than allowed without an anchor are an error that says what to do."""
+    """More parents than allowed without an anchor are an error with a fix."""
     run, _ = a_run(6)
     with pytest.raises(ChainBroken, match="no full snapshot within 4 parents; publish a full snapshot"):
         run.plan(None, max_hops=4)
@@ -158,7 +158,7 @@ def test_a_patch_on_another_base_is_not_followed():
         verify_link(manifests[0], manifests[0])
 
 
-def test_a_manifest_speaks_of_the_buckets_of_its_layout():
+def test_a_manifest_lists_the_buckets_of_its_layout():
     """Another layout, or another size of a bucket, is refused before anything is decoded."""
     _, (_, patch) = a_run(1)
     verify_layout(patch, LAYOUT)
@@ -168,7 +168,7 @@ def test_a_manifest_speaks_of_the_buckets_of_its_layout():
         verify_layout(patch.model_copy(update={"buckets": patch.buckets[1:]}), LAYOUT)
 
 
-def test_the_head_must_be_what_was_announced():
+def test_the_head_must_match_the_announcement():
     """Another run, another version, or a trainer that lost its lease is refused."""
     _, (_, manifest) = a_run(1)
     verify_head(manifest, run_id="r1", version=PolicyVersion(1), epoch=1)
@@ -178,7 +178,7 @@ def test_the_head_must_be_what_was_announced():
             verify_head(manifest, **expected)
 
 
-def test_a_manifest_says_how_much_changed():
+def test_a_manifest_contains_the_number_of_changes():
     """Density and bytes follow from the buckets; what is stored for a version is listed once."""
     run, (anchor, patch) = a_run(1)
     assert anchor.density == 1.0

@@ -1,4 +1,4 @@
-"""The byte tables of `protocol/README.md`, read by a decoder that was written from them and shares no code with ours."""
+"""The byte tables of `protocol/README.md`, read by a decoder that was written from them and shares no code with Penstock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.protocol.weights import patch_segment, raw_segment
 
 
 def decode_by_the_book(segment: bytes, bucket: bytearray, word_bytes: int) -> None:
-    """Apply a segment to a bucket, byte by byte, as the README says."""
+    """Apply a segment to a bucket, byte by byte, as the README specifies."""
     assert segment[4] == word_bytes
     assert segment[5:8] == bytes(3)
     assert segment[12:16] == bytes(4)
@@ -67,7 +67,7 @@ def test_a_decoder_written_from_the_tables_reads_our_segments(word_bytes: int, d
 
 
 def test_the_smallest_segment_by_hand():
-    """Word 3 of five bf16 words: its low byte becomes 0x7F, its high byte stays; every byte of the header as documented."""
+    """Word 3 of five bf16 words: its low byte becomes 0x7F, its high byte is unchanged; every byte of the header as documented."""
     old = bytes.fromhex("0000 0000 0000 00c0 0000")
     new = bytes.fromhex("0000 0000 0000 7fc0 0000")
     segment = patch_segment.encode(old, new, 2, bucket=1)

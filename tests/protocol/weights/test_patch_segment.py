@@ -1,4 +1,4 @@
-"""Patch segments: what was changed comes back bit for bit, however often and over whatever it is applied."""
+"""Patch segments restore changes bit for bit, however often and to any bytes they are applied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def applied(segment: bytes, target: np.ndarray, word_bytes: int, bucket: int = 0
 @given(st.integers(0, 2**32), st.integers(0, 5000), WORD_BYTES, DENSITIES)
 @examples(150)
 def test_a_segment_turns_the_old_bucket_into_the_new_one(seed: int, num_words: int, word_bytes: int, density: float):
-    """Every byte comes back for every word size and density, empty and single words included; twice is once."""
+    """Every byte is restored for every word size and density, empty and single words included; twice is once."""
     old, new = draw_pair(seed, num_words, word_bytes, density)
     segment = patch_segment.encode(old, new, word_bytes, bucket=7)
     once = applied(segment, old, word_bytes, bucket=7)
@@ -77,15 +77,15 @@ def test_special_values_are_only_bits(dtype: type):
 @pytest.mark.parametrize("word_bytes", bucket_diff.WORD_BYTES)
 @pytest.mark.parametrize("gap", [FILLER - 1, FILLER, FILLER + 1, 2 * FILLER, 3 * FILLER + 17])
 def test_gaps_beyond_sixteen_bits_are_bridged(word_bytes: int, gap: int):
-    """A gap of any length comes back, at the start and between two changes."""
+    """A gap of any length is restored, at the start and between two changes."""
     old = np.zeros((2 * gap + 5) * word_bytes, np.uint8)
     new = old.copy()
     new[[gap * word_bytes, (2 * gap + 1) * word_bytes]] = (1, 2)
     assert np.array_equal(applied(patch_segment.encode(old, new, word_bytes), old, word_bytes), new)
 
 
-def test_fillers_may_meet_the_border_of_a_block():
-    """Thousands of long gaps, more than are decoded at once, come back."""
+def test_fillers_may_be_at_the_border_of_a_block():
+    """Thousands of long gaps, more than are decoded in one block, are restored."""
     rng = np.random.default_rng(5)
     indices = np.cumsum(rng.integers(1, 3 * FILLER, 40_000))
     changes = Changes(indices, rng.integers(0, 256, indices.size, dtype=np.uint8))
@@ -178,7 +178,7 @@ def test_an_array_with_holes_is_not_written_to_a_copy():
 
 @pytest.mark.parametrize("offset", [1, 3])
 def test_buffers_may_begin_at_any_address(offset: int):
-    """A bucket in the middle of a file is diffed and patched where it lies, and its neighbours stay as they are."""
+    """A bucket in the middle of a file is diffed and patched in place, and adjacent bytes are unchanged."""
     old, new = draw_pair(2, 5001, 2, 0.01)
     one, two = np.full(old.size + 8, 7, np.uint8), np.full(old.size + 8, 7, np.uint8)
     place = slice(offset, offset + old.size)

@@ -1,4 +1,4 @@
-"""The HTTP API: registering, listing, testing and scoring by hand, and who may do so."""
+"""The HTTP API: registering, listing, testing and scoring by hand, and its permissions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.protocol.transport.bus import Bus
 def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """The life of a registration, as a person with curl sees it."""
+    """The states of a registration, as seen with curl."""
     service = start_service()
     endpoint = start_endpoint(good(0.5))
     name = f"mine-{wire.run_id}"
@@ -73,10 +73,10 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     assert httpx.post(f"{url}/test", json={}, timeout=60).status_code == 404
 
 
-def test_a_failing_endpoint_is_told_apart_by_its_test(
+def test_the_test_of_an_endpoint_reports_its_failure(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Testing a broken endpoint shows the same reason that a dead letter would carry."""
+    """Testing a broken endpoint shows the same reason as its dead letter would."""
     service = start_service()
     name = f"broken-{wire.run_id}"
     service.register(name, start_endpoint(raw("nonsense")).url)
@@ -162,7 +162,7 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
 
 
 def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
-    """GET /v1/rewards names every reward a task may ask for and which data set gets which."""
+    """GET /v1/rewards names every reward a task may use and the reward of each data set."""
     answer = shared_service.get("/v1/rewards")
     assert {"auto", "exact_match", "format", "gsm8k", "math"} <= {row["name"] for row in answer["rewards"]}
     assert answer["by_source"]["openai/gsm8k"] == "gsm8k"
@@ -192,7 +192,7 @@ def test_a_token_guards_every_call_but_health(
     assert allowed.status_code == 200
 
 
-def test_a_door_open_to_others_needs_a_token(
+def test_an_api_open_to_other_hosts_needs_a_token(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """Listening on another address than loopback without a token is refused at the start."""
@@ -201,8 +201,8 @@ def test_a_door_open_to_others_needs_a_token(
     assert "reward_service.token_file" in service.output
 
 
-def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Many people registering at two replicas at once lose nobody's endpoint."""
+def test_concurrent_registrations_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
+    """Concurrent registrations at two replicas lose no endpoint."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]
 
@@ -217,7 +217,7 @@ def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service
 
 
 def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """A registration made before SIGKILL is there in the next life."""
+    """A registration made before SIGKILL is present after the restart."""
     name = f"kept-{wire.run_id}"
     first = start_service()
     first.register(name, "http://127.0.0.1:9/")
@@ -229,10 +229,10 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
     assert name in {row["name"] for row in json.loads(stored.value)["endpoints"]}
 
 
-def test_health_turns_red_while_nats_is_away(
+def test_health_is_503_while_nats_is_unreachable(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-    """/healthz answers 503 while NATS is gone, and 200 again once it is back; the service lives on."""
+    """/healthz answers 503 while NATS is unreachable, and 200 again after its restart; the service keeps running."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)

@@ -1,4 +1,4 @@
-"""The parts of a robust call, each by itself: breaker, rate, signature, leases, tokens."""
+"""The parts of a robust call, each in isolation: breaker, rate, signature, leases, tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tripped(now: float = 0.0) -> Breaker:
 
 
 def test_a_breaker_opens_only_when_most_of_enough_calls_failed() -> None:
-    """Four failures say nothing, five open it; a third of failures among many does not."""
+    """Five failures open it, four do not; nor does a third of failures among many calls."""
     breaker = Breaker()
     assert [breaker.record(0.0, failed=True) for _ in range(MIN_CALLS)] == [False] * (MIN_CALLS - 1) + [True]
     assert breaker.state(0.0) is BreakerState.OPEN
@@ -37,7 +37,7 @@ def test_a_breaker_opens_only_when_most_of_enough_calls_failed() -> None:
 
 
 def test_a_half_open_breaker_lets_one_call_through() -> None:
-    """After its pause one call goes through; success closes it, failure doubles the pause up to a bound."""
+    """After its pause one call is allowed; success closes it, failure doubles the pause up to a bound."""
     breaker = tripped()
     assert breaker.state(FIRST_PAUSE_S) is BreakerState.HALF_OPEN
     assert breaker.admit(FIRST_PAUSE_S)
@@ -56,8 +56,8 @@ def test_a_half_open_breaker_lets_one_call_through() -> None:
     assert breaker.retry_in_s(now) == 0.0
 
 
-def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
-    """Answers of calls that were under way when it opened neither close nor prolong it."""
+def test_earlier_calls_do_not_change_an_open_breaker() -> None:
+    """Answers of calls in progress when it opened neither close nor prolong it."""
     breaker = tripped()
     breaker.record(0.1, failed=False)
     assert breaker.state(0.2) is BreakerState.OPEN
@@ -67,7 +67,7 @@ def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
 
 @given(st.floats(0.5, 100.0), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=200))
 def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None:
-    """Whatever the rhythm of asking, no more than the rate and one second's worth go through."""
+    """For any pattern of requests, no more than the rate plus one second's burst are allowed."""
     bucket, now, passed = TokenBucket(rate, 0.0), 0.0, 0
     for pause in pauses:
         now += pause
@@ -78,7 +78,7 @@ def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None
 
 
 def test_a_signature_is_the_specifications_own() -> None:
-    """The known answer of the Standard Webhooks reference implementations, alone and beside a second key's."""
+    """The known answer of the Standard Webhooks reference implementations, alone and together with a second key's."""
     secret, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
     given = {"message_id": "msg_p5jXN8AQM9LWM0D4loKWxJek", "timestamp": 1614265330, "body": body}
     expected = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -95,14 +95,14 @@ def test_a_signature_is_the_specifications_own() -> None:
 
 @pytest.mark.parametrize("secret", ["", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_%%%", "whsec_c2hvcnQ="])
 def test_a_signing_secret_that_is_none_is_refused_without_showing_it(secret: str) -> None:
-    """The text says what a secret looks like, and does not repeat what was given."""
+    """The error describes the format of a secret and does not repeat the given value."""
     with pytest.raises(ValueError, match="whsec_ and the base64 of 24 to 64") as err:
         Registration.model_validate({"name": "x", "url": "http://127.0.0.1/", "secrets": [secret]})
     assert not secret or f"input_value='{secret}" not in str(err.value)
 
 
-def test_a_lease_lives_by_the_readers_clock() -> None:
-    """A lease is over when its revision stood still for its time; a new revision, or a first sight, starts it anew."""
+def test_a_lease_expires_by_the_readers_clock() -> None:
+    """A lease expires when its revision is unchanged for its duration; a new or first seen revision restarts it."""
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()
     assert leases.expired_for_s(endpoint, 1.0) > 0, "never seen"
@@ -119,7 +119,7 @@ def test_a_lease_lives_by_the_readers_clock() -> None:
 
 
 def test_tokens_have_names_and_roles() -> None:
-    """A token opens what its role may; nobody's token opens nothing; without any token everything is open."""
+    """A token allows what its role may do; an unknown token nothing; without configured tokens everything is allowed."""
     access = Access(
         read_tokens(
             "# ours\n\nann admin aaaaaaaaaaaaaaaa\n  bob register bbbbbbbbbbbbbbbb\neve READ cccccccccccccccc\n"

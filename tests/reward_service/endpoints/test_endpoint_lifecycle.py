@@ -1,4 +1,4 @@
-"""Endpoints as they come, hang, are replaced, drained and lost, seen from the run: nothing lost, nothing twice."""
+"""Endpoints are registered, hang, are replaced, drained and lost; the run gets every reward exactly once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StartEndpoint = Callable[[Behaviour], EndpointServer]
 
 
 def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
-    """An endpoint that says when it is asked and answers when it is let."""
+    """An endpoint that signals each request and answers when the test allows it."""
     asked, release = threading.Event(), threading.Event()
 
     def behave(request: dict[str, Any]) -> Answer:
@@ -34,7 +34,7 @@ def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]
     return behave, asked, release
 
 
-def test_an_endpoint_that_hangs_slows_nobody_else(
+def test_an_endpoint_that_hangs_does_not_slow_others(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """With one place and a dozen packs stuck at a hung endpoint, other packs are scored, by endpoints and built-ins."""
@@ -65,7 +65,7 @@ def test_an_endpoint_that_hangs_slows_nobody_else(
 def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Calls under way end at the old version, who waits goes to the new; each group is scored once and says by whom."""
+    """Running calls end at the old version, waiting ones go to the new; each group is scored once and names its version."""
     service = start_service()
     behave, asked, release = blocking(0.25)
     name = f"mine-{wire.run_id}"
@@ -97,7 +97,9 @@ def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     assert live()["finishing"] == {}
 
 
-def test_an_endpoint_lives_by_its_lease(wire: Wire, start_service: StartService, start_endpoint: StartEndpoint) -> None:
+def test_an_endpoint_is_removed_when_its_lease_expires(
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
+) -> None:
     """Not renewed, it is out of service and out of the offers, and its groups wait; renewed, it scores them."""
     service = start_service("reward_service.endpoint_attempts=1")
     endpoint, name = start_endpoint(good(0.5)), f"leased-{wire.run_id}"
@@ -125,10 +127,10 @@ def test_an_endpoint_lives_by_its_lease(wire: Wire, start_service: StartService,
     assert service.post(f"/v1/endpoints/absent-{wire.run_id}/lease", other).status_code == 404
 
 
-def test_a_drained_endpoint_is_asked_nothing_until_it_is_resumed(
+def test_a_drained_endpoint_gets_no_requests_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; patience has an end."""
+    """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; the wait is bounded."""
     service = start_service("reward_service.patience_s=3")
     endpoint, name = start_endpoint(good(0.5)), f"drained-{wire.run_id}"
     service.register(name, endpoint.url)
@@ -148,7 +150,7 @@ def test_a_drained_endpoint_is_asked_nothing_until_it_is_resumed(
 def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Two replicas pass packs with a failing group to one another: the good groups are scored and announced once."""
+    """Packs with a failing group alternate between two replicas: the other groups are scored and announced once."""
     services = [start_service("reward_service.endpoint_attempts=1000", replica=f"r{i}") for i in range(2)]
     sick, fine = start_endpoint(raw("starting", 400)), start_endpoint(good(0.5))
     services[0].register(f"sick-{wire.run_id}", sick.url)
@@ -175,7 +177,7 @@ def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
 def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """SIGKILL in mid-work: every group is scored; what came twice carries the same id, which a trainer drops."""
+    """SIGKILL during scoring: every group is scored; duplicates have the same id, which a trainer drops."""
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     victim, survivor = start_service(replica="r0"), start_service(replica="r1")
     asked, release = threading.Event(), threading.Event()
@@ -206,7 +208,7 @@ def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
         assert len({scored.generated.group_id for scored in times}) == 1
 
 
-def test_secrets_go_in_and_never_come_out(
+def test_secrets_are_write_only(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
     """A registration's secrets are used by every replica, after a restart too, and shown by no call, log or registry."""
@@ -255,7 +257,7 @@ def test_secrets_go_in_and_never_come_out(
     assert wire.bus.key_value(streams.secrets_bucket().bucket).wait().get(f"endpoint.{name}").wait() is None
 
 
-def test_without_tokens_nobody_leaves_secrets_and_no_web_page_gets_in(wire: Wire, shared_service: Service) -> None:
+def test_without_tokens_secrets_and_requests_of_web_pages_are_refused(wire: Wire, shared_service: Service) -> None:
     """On loopback without tokens all is open but secrets, and only to requests that name this machine."""
     key = "whsec_" + base64.b64encode(b"s" * 32).decode()
     answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])

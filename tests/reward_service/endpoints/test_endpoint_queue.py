@@ -79,10 +79,10 @@ def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
     return [outcome.rewards for outcome in outcomes if isinstance(outcome, GroupScores)]
 
 
-async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
+async def test_groups_of_many_packs_share_a_call_when_the_endpoint_is_slow(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """While one call is under way, whoever comes waits, and then goes in one call, whatever pack it is of."""
+    """While one call is running, groups wait, and are then sent in one call, from any pack."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -107,7 +107,7 @@ async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
 async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """An endpoint that cannot take sixteen groups at once is soon asked for fewer, and later for more again."""
+    """An endpoint that fails with sixteen concurrent groups soon gets fewer, and later more again."""
 
     def small(request: dict[str, Any]) -> Answer:
         return raw("too large", 413)(request) if len(request["groups"]) > 4 else good(0.5)(request)
@@ -119,8 +119,8 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
     assert one.metrics().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
 
 
-async def test_a_full_line_turns_groups_away(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-    """What does not fit into the line is told so at once, and is no failure of the endpoint."""
+async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+    """Groups that do not fit into the queue are refused immediately, which does not count as a failure of the endpoint."""
     release = threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -161,7 +161,7 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
 async def test_a_failing_endpoint_is_left_alone_and_tried_again(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """After five failed calls groups are told at once; after its pause one group tries it, and all goes on."""
+    """After five failed calls groups are refused immediately; after the pause one group probes it, and calls resume."""
     server = serve(raw("out of order", 500))
     one = line(server, concurrency=8, batch_size=1, retries=0)
     outcomes = await one.score_groups(groups(MIN_CALLS), attempt=1)
@@ -182,10 +182,10 @@ async def test_a_failing_endpoint_is_left_alone_and_tried_again(
     assert one.metrics().breaker_opened == 1
 
 
-async def test_health_checks_open_and_close_the_way(
+async def test_health_checks_block_and_allow_requests(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """An endpoint whose health check fails is left alone, and asked again as soon as one passes."""
+    """An endpoint whose health check fails gets no requests until one passes."""
     one = line(serve(good(0.5)))
     one.unhealthy("HTTP 503")
     (refused,) = await one.score_groups(groups(1), attempt=1)
@@ -196,7 +196,7 @@ async def test_health_checks_open_and_close_the_way(
 
 
 async def test_a_rate_is_kept(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-    """Twelve calls at ten a second, of which ten may go at once, take at least the time of the other two."""
+    """Twelve calls at ten a second, with a burst of ten, take at least the time of the other two."""
     server = serve(good(0.5))
     one = line(server, rate_per_s=10, batch_size=1, concurrency=32)
     started = time.monotonic()
@@ -226,10 +226,10 @@ async def test_requests_are_signed_and_carry_the_api_key(
     assert server.keys[0] == server.keys[1]
 
 
-async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
+async def test_answers_are_checked_against_what_the_endpoint_declared(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
+    """A row without ground truth is refused without a call; a score without a declared part is invalid."""
     server = serve(good(0.5))
     (refused,) = await line(server, needs_ground_truth=True).score_groups(groups(1), attempt=1)
     assert isinstance(refused, BadGroundTruth)
@@ -241,10 +241,10 @@ async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
     assert "missing: style" in str(nonsense)
 
 
-async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls(
+async def test_a_new_version_gets_waiting_groups_and_the_old_one_ends_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """Replaced in mid-work: the call under way is scored by the old version, the line by the new; each group once."""
+    """Replaced during scoring: the running call is scored by the old version, the queue by the new; each group once."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -271,10 +271,10 @@ async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls
         assert client.metrics(second).finishing == {}
 
 
-async def test_who_waits_for_an_endpoint_that_is_unregistered_is_told(
+async def test_groups_that_wait_for_an_unregistered_endpoint_are_refused(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """The call under way ends as it may; who stands in line comes again."""
+    """The running call may end; queued groups are redelivered."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:

@@ -1,4 +1,4 @@
-"""Endpoints that misbehave: a group waits, comes again, and is scored once or dies with its reason; never a 0."""
+"""Faulty endpoints: a group waits, is redelivered, and is scored once or dead-lettered with its reason; never a 0."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
 def test_nothing_an_endpoint_gets_wrong_becomes_a_reward(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Every kind of failure is tried again and then dead-lettered with a reason that names the endpoint."""
+    """Every kind of failure is retried and then dead-lettered with a reason that names the endpoint."""
     service = start_service("reward_service.endpoint_attempts=2", "reward_service.max_response_bytes=100000")
     hanging = threading.Event()
 
@@ -99,7 +99,7 @@ def test_nothing_an_endpoint_gets_wrong_becomes_a_reward(
 def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """While the endpoint is out of order the group comes again; once it is mended it is scored exactly once."""
+    """While the endpoint fails the group is redelivered; after its recovery it is scored exactly once."""
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(raw("starting", 400))
     name = f"flaky-{wire.run_id}"
@@ -122,7 +122,7 @@ def test_a_group_waits_for_its_endpoint_and_is_scored_once(
 def test_passing_troubles_are_retried_within_one_delivery(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """429 and 5xx are tried again at once under the same idempotency key, without a redelivery."""
+    """429 and 5xx are retried immediately with the same idempotency key, without a redelivery."""
     service = start_service("reward_service.endpoint_attempts=1")
     answers = [raw("busy", 429, **{"retry-after": "0.1"}), raw("sorry", 503), good(1.0)]
 
@@ -152,10 +152,10 @@ def test_passing_troubles_are_retried_within_one_delivery(
     ]
 
 
-def test_one_bad_group_of_a_batch_fails_only_itself_in_the_end(
+def test_one_bad_group_of_a_batch_finally_fails_alone(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A batch that fails as a whole is sent group by group on redelivery, so the good groups are scored."""
+    """A batch that fails as a whole is sent group by group on redelivery, so that the other groups are scored."""
 
     def picky(request: dict[str, Any]) -> Answer:
         if any(group["group_id"] == "bad" for group in request["groups"]):
@@ -179,7 +179,7 @@ def test_one_bad_group_of_a_batch_fails_only_itself_in_the_end(
 def test_an_unregistered_endpoint_may_come_back(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Groups that ask for an endpoint that was unregistered wait for it, as for one that is down."""
+    """Groups with an unregistered endpoint wait for it, as for one that is unreachable."""
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(good(0.5))
     name = f"gone-{wire.run_id}"
@@ -193,10 +193,10 @@ def test_an_unregistered_endpoint_may_come_back(
     assert not wire.dead
 
 
-def test_a_reward_with_too_many_parts_is_dead_and_the_others_are_scored(
+def test_a_reward_with_too_many_parts_is_dead_lettered_and_the_others_are_scored(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Rewards that fit into no message are dead letters; a pack that is too large is announced in pieces."""
+    """Rewards too large for a message are dead letters; a pack that is too large is announced in pieces."""
 
     def wordy(request: dict[str, Any]) -> Answer:
         score = {"score": 1.0, "parts": {f"part-{i}": 0.1 for i in range(30)}}
@@ -220,7 +220,7 @@ def service_delete(service: Service, name: str) -> int:
     return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
-def test_an_endpoint_is_found_by_name_and_told_its_name(
+def test_an_endpoint_is_found_by_name_and_gets_its_name(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """A host name is resolved, its checked address is called, and the Host header still carries the name."""

@@ -1,4 +1,4 @@
-"""Endpoints that people write: the kit, the examples in Python and Node, served files with a signing key, draining."""
+"""Endpoints written by users: the kit, the examples in Python and Node, served files with a signing key, draining."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def signed(body: bytes = BODY, secret: str = SECRET, age_s: float = 0.0) -> dict
     return signature.headers([secret], message_id="m1", timestamp=int(time.time() - age_s), body=body)
 
 
-def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
-    """A signed request is parsed whatever the headers' case; numbers, scores and None become one answer."""
+def test_the_kit_reads_signed_requests_and_writes_valid_answers() -> None:
+    """A signed request is parsed for any case of its headers; numbers, scores and None become one answer."""
     request = endpoint_kit.read(BODY, {name.title(): value for name, value in signed().items()}, [OTHER, SECRET])
     assert request.groups[0].completions == ["a", "b"]
     said = json.loads(endpoint_kit.answer(request, [[0.5, None]]))
@@ -60,8 +60,8 @@ def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
     ],
     ids=["none", "foreign", "altered", "old", "future", "no time", "another id", "nonsense"],
 )
-def test_a_request_that_was_not_signed_as_it_came_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
-    """Nothing missing, foreign, altered, old or from the future gets through, and no text shows the key."""
+def test_a_request_that_differs_from_its_signature_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
+    """Missing, foreign, altered, old and future signatures are refused, and no error contains the key."""
     headers = sign()  # now, not when the tests were collected, which may be long ago
     with pytest.raises(endpoint_kit.BadSignature, match=text) as refused:
         endpoint_kit.read(BODY, headers, [SECRET])
@@ -118,7 +118,7 @@ def example(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_an_example_registers_itself_and_scores_signed_requests(
     language: str, wire: Wire, start_service: Callable[..., Service], example: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """The examples in Python and Node score a run with signatures, refuse strangers, and unregister on SIGINT."""
+    """The examples in Python and Node score a run with signatures, refuse unsigned requests, and unregister on SIGINT."""
     if language == "node":
         require_package("node", "nodejs")
     service = start_service("reward_service.token=right", "reward_service.endpoint_attempts=50")
@@ -156,7 +156,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     wire: Wire, start_service: Callable[..., Service], tmp_path: Path
 ) -> None:
-    """With --secret-file strangers get 401; after Ctrl-C the endpoint is gone at once and its last call still answered."""
+    """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint, and its last call is still answered."""
     service = start_service("reward_service.token=right")
     (tmp_path / "token").write_text("right\n")
     (tmp_path / "secret").write_text(SECRET + "\n")

@@ -1,4 +1,4 @@
-"""Where endpoints may live: allow-listed networks and hosts, and addresses that are never right."""
+"""Allowed addresses of endpoints: allow-listed networks and hosts, and addresses that are always refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.reward_service.errors import EndpointRefused
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.1", "::1", "fd12::1", "::ffff:10.0.0.1"]
 )
-def test_loopback_and_private_addresses_are_allowed_unless_said_otherwise(address: str) -> None:
+def test_loopback_and_private_addresses_are_allowed_by_default(address: str) -> None:
     """The usual endpoint is on this machine, in a compose network or in the cluster."""
     TargetPolicy(PRIVATE_TARGETS).check_address("host", address, 80)
 
@@ -56,7 +56,7 @@ def test_public_addresses_need_to_be_listed(address: str) -> None:
     ],
 )
 def test_metadata_and_link_local_addresses_are_never_called(address: str) -> None:
-    """No allow-list opens the way to a machine's credentials."""
+    """No allow-list allows the metadata addresses with a machine's credentials."""
     with pytest.raises(EndpointRefused, match="never called"):
         TargetPolicy(["0.0.0.0/0", "::/0", "metadata.example"]).check_address("metadata.example", address, 80)
 
@@ -83,7 +83,7 @@ def test_an_entry_that_is_neither_network_nor_host_is_refused(entry: str) -> Non
     ],
 )
 def test_the_runs_own_servers_are_never_endpoints(host: str, address: str, port: int, *, refused: bool) -> None:
-    """NATS and S3 are refused by every name and address they have here, their neighbours on other ports are not."""
+    """NATS and S3 are refused by every name and address they have here; other ports of the same hosts are not."""
     nats = OwnServer("NATS", "localhost", 4222, frozenset({ipaddress.ip_address("127.0.0.1")}))
     store = OwnServer("the object store", "store.example", 9000, frozenset({ipaddress.ip_address("10.0.0.7")}))
     policy = TargetPolicy(PRIVATE_TARGETS, [nats, store])

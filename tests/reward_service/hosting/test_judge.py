@@ -1,4 +1,4 @@
-"""The judge: what it is asked, how its verdicts are read, what it costs, against real HTTP servers."""
+"""The judge on real HTTP servers: its prompts, the parsing of its verdicts, its costs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def said(text: str | None, *, finish: str = "stop", **message: Any) -> Answer:
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[[Behaviour], EndpointServer]]:
-    """A factory of chat servers that say what a test scripts."""
+    """A factory of chat servers that answer as scripted by a test."""
     started: list[EndpointServer] = []
 
     def start(behaviour: Behaviour) -> EndpointServer:
@@ -106,7 +106,9 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_an_answer_without_a_verdict_is_an_error(
+    case: str, scripted: Callable[[Behaviour], EndpointServer]
+) -> None:
     """Prose, another scale, a cut-off, a refusal, a filter and an HTTP error are errors, and none shows the key."""
     answer, text = UNREADABLE[case]
     (scores,) = await judge(scripted(lambda _: answer).url, key="sk-secret")
@@ -116,8 +118,8 @@ async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Beh
         assert "sk-secret" not in (score.error or "")
 
 
-async def test_a_busy_judge_is_asked_again(scripted: Callable[[Behaviour], EndpointServer]) -> None:
-    """429 and 5xx pass by themselves; how many questions are under way at once is bounded."""
+async def test_a_request_to_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointServer]) -> None:
+    """429 and 5xx are retried; the number of concurrent questions is bounded."""
     calls, busy, most = [0], [0], [0]
 
     def behave(_: dict[str, Any]) -> Answer:
@@ -154,8 +156,8 @@ def test_scores_are_read_in_the_forms_models_write_them() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8])
-def test_pairs_meet_equally_often_and_in_both_places(num: int) -> None:
-    """Everybody meets everybody in both orders; with few opponents every answer still has as many comparisons."""
+def test_pairs_are_compared_equally_often_and_in_both_orders(num: int) -> None:
+    """Every pair is compared in both orders; with few opponents every answer still has as many comparisons."""
     full = pairs(num, opponents=None, both_orders=True)
     assert len(full) == num * (num - 1)
     assert len(set(full)) == len(full)
@@ -243,7 +245,7 @@ def test_a_judge_that_cannot_work_is_refused_at_the_start(changes: dict[str, Any
     assert "judge.toml" in str(refused.value)
 
 
-async def test_columns_come_from_the_row_and_long_answers_are_not_judged(
+async def test_columns_are_taken_from_the_row_and_long_answers_are_not_judged(
     scripted: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """A template may use the row's own columns; a row without one, and an answer beyond the limit, are errors."""
@@ -269,8 +271,8 @@ def test_keys_come_from_outside_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert JudgeSettings(**base).api_key() == ""
 
 
-async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
-    """Our own chat endpoint takes the request; what an untrained model says is no verdict, and its tokens are counted."""
+async def test_the_embedded_engine_can_be_a_judge(tmp_path: Path) -> None:
+    """Penstock's chat endpoint accepts the request; the output of an untrained model is no verdict, and its tokens are counted."""
     build_model(tmp_path / "model")
     with embedded_engine(tmp_path / "model", tmp_path, "--weight-version", "0") as engine:
         settings = JudgeSettings(
@@ -288,7 +290,7 @@ async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
     assert chat.cost.untold == 0
 
 
-def test_a_judge_scores_a_run_and_tells_its_cost(
+def test_a_judge_scores_a_run_and_reports_its_cost(
     wire: Wire,
     start_service: Callable[..., Service],
     scripted: Callable[[Behaviour], EndpointServer],
@@ -315,7 +317,7 @@ def test_a_judge_scores_a_run_and_tells_its_cost(
 
 
 def test_the_version_of_a_judge_is_that_of_its_settings(tmp_path: Path) -> None:
-    """Another template is another scorer: scored groups say which one judged them."""
+    """Another template is another scorer: scored groups record which one judged them."""
     versions = []
     for template in (POINTWISE, POINTWISE + " "):
         (tmp_path / "judge.toml").write_text(

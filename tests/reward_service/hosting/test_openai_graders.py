@@ -1,4 +1,4 @@
-"""OpenAI's graders, evaluated here: what they say, what they refuse, and whose fault a missing value is."""
+"""OpenAI's graders, evaluated locally: results, refusals, and the cause reported for a missing value."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def score(given: dict[str, Any], answer: str, chat: Chat | None = None) ->
     ("operation", "scores"),
     [("eq", (1, 0, 0, 0)), ("ne", (0, 1, 1, 1)), ("like", (1, 1, 0, 0)), ("ilike", (1, 1, 1, 0))],
 )
-async def test_strings_are_checked_as_the_guide_says(operation: str, scores: tuple[int, ...]) -> None:
+async def test_strings_are_checked_as_in_the_guide(operation: str, scores: tuple[int, ...]) -> None:
     """Eq and ne compare whole texts, like and ilike look for the reference inside the input."""
     answers = ("Paris", "It is Paris.", "PARIS", "Rome")
     found = [(await score({**CHECK, "operation": operation}, answer)).score for answer in answers]
@@ -176,7 +176,7 @@ def said(text: str) -> Answer:
 async def test_a_model_scores_by_the_guides_response_format(
     start_endpoint: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """The filled messages, the sampling parameters and the schema go out; prose and numbers off the range are errors."""
+    """The filled messages, the sampling parameters and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
     server = start_endpoint(lambda _: said(next(texts)))
     chat = Chat(JudgeSettings(base_url=server.url, model="x", retries=0), "")
@@ -192,7 +192,7 @@ async def test_a_model_scores_by_the_guides_response_format(
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["steps", "result"]
 
 
-def test_a_model_grader_needs_somebody_to_ask(tmp_path: Path) -> None:
+def test_a_model_grader_needs_a_judge(tmp_path: Path) -> None:
     """Without --base-url a grader that asks a model is refused at the start."""
     (tmp_path / "g.json").write_text(json.dumps(ASK))
     with pytest.raises(ConfigError, match="--base-url"):

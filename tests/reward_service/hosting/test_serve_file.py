@@ -55,7 +55,7 @@ def test_a_file_with_compute_score_scores_a_run(
     assert name not in {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
 
 
-def test_the_next_life_of_a_served_file_takes_its_name_over(
+def test_a_restarted_served_file_takes_over_its_name(
     wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
 ) -> None:
     """After SIGKILL of the served file its groups wait; started again, on another port, it scores them."""

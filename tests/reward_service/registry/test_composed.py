@@ -1,4 +1,4 @@
-"""Rewards made of parts in the real service: what is stored, what an error in a part does, what is refused at the start."""
+"""Rewards made of parts in the real service: stored parts, errors of a part, and refusals at the start."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ weight = 0.5
 
 
 def asking(group_id: str, reward: str, *texts: str, truth: str = '"4"') -> Group:
-    """A generated group whose row asks for a reward."""
+    """A generated group whose row names a reward."""
     group = make_group(group_id, size=len(texts), texts=list(texts))
     return replace(group, reward=RewardRequest(name=reward, data_source="math_reasoning", ground_truth=truth))
 
@@ -113,7 +113,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
 
 
 def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_path: Path) -> None:
-    """Wrong parameters are one text on stderr, with every mistake; no server is asked."""
+    """Wrong parameters are reported together on stderr; no server is contacted."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
     command = [
         sys.executable,
@@ -174,7 +174,7 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
     ],
 )
 def test_a_part_that_cannot_be_meant_is_named(part: dict[str, Any], text: str) -> None:
-    """Every mistake says which part of which reward, and what would be right."""
+    """Every error names the part, the reward and the expected value."""
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
     assert "reward.define.mine.parts.one" in str(refused.value)
@@ -187,7 +187,7 @@ def test_a_definition_does_not_take_a_built_ins_name() -> None:
 
 
 class Scripted:
-    """A scorer that gives what the test says."""
+    """A scorer with the results set by the test."""
 
     slow = False
 
@@ -210,7 +210,7 @@ class Scripted:
     ],
 )
 async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
-    """What never gets better decides before what may, and a failure before a wait; kind and wait stay."""
+    """A permanent failure takes precedence over a temporary one, and a failure over a wait; kind and wait are kept."""
     definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
 
     async def nobody(request: RewardRequest) -> Scripted:
@@ -227,12 +227,12 @@ async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second:
 
 
 def make_texts() -> GroupTexts:
-    """A group of one completion, as a reward sees it."""
+    """A group of one completion, as passed to a reward."""
     return GroupTexts("g", "", ("x",), ("stop",), RewardRequest(name="mine", ground_truth='"4"'))
 
 
 def test_every_data_set_of_the_table_has_a_reward_that_needs_no_parameters() -> None:
-    """The names that guides and verl use map to built-in rewards that work as they are."""
+    """The names that guides and verl use map to built-in rewards that need no parameters."""
     assert {name for name in BY_SOURCE.values() if name not in BUILT_INS or BUILT_INS[name].default is None} == set()
     named = [
         "gsm8k",

@@ -1,4 +1,4 @@
-"""docs/graders.md says of every built-in reward what the code says."""
+"""docs/graders.md describes every built-in reward as the code does."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _rows(heading: str) -> list[list[str]]:
     ]
 
 
-def test_the_tables_are_what_the_registry_says() -> None:
+def test_the_tables_match_the_registry() -> None:
     """The generated tables are up to date; the command in their markers renews them."""
     assert reward_table.update(TEXT) == TEXT, "run: python -m penstock.reward_service rewards --write docs/graders.md"
 
 
-def test_every_reward_and_parameter_stands_in_the_table() -> None:
+def test_every_reward_and_parameter_is_in_the_table() -> None:
     """No built-in is missing, none is invented, and every parameter is named in its row."""
     listed = {name: row for row in _rows("The table") for name in re.findall(r"`(\w+)`", row[0])}
     assert listed.keys() == BUILT_INS.keys()
@@ -43,7 +43,7 @@ def test_the_example_is_a_run_file() -> None:
 
 
 def test_every_data_set_is_listed_with_its_reward() -> None:
-    """Each data set of the code stands in one row, that of its reward, and the page counts the answers right."""
+    """Each data set of the code is in one row, that of its reward, and the page states the right number of answers."""
     listed = {
         source: rewards.strip("`")
         for rewards, sources in _rows("Data sets")

@@ -57,7 +57,7 @@ parameters.factor = 4.0
 
 
 def copy_of_the_package(folder: Path) -> Path:
-    """Copy what the reward service needs below ``folder``; returns what goes on PYTHONPATH."""
+    """Copy what the reward service needs below ``folder``; returns the entry for PYTHONPATH."""
     package = folder / "site" / "penstock"
     for name in ("protocol", "reward_service"):
         shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -67,7 +67,7 @@ def copy_of_the_package(folder: Path) -> Path:
 
 
 def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Service], tmp_path: Path) -> None:
-    """Nothing but the file is added: it is listed with its parameters, fits its data set, and takes part in definitions."""
+    """Only the file is added: it is listed with its parameters, used for its data set, and usable in definitions."""
     site = copy_of_the_package(tmp_path)
     (site / "penstock" / "reward_service" / "rewards" / "capitals.py").write_text(NEW_REWARD)
     environ = {"PYTHONPATH": str(site)}

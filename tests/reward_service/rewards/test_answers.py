@@ -1,4 +1,4 @@
-"""The table of answers (tests/data/answers.jsonl): what every built-in reward says of them, with a source or a reason each."""
+"""The table of answers (tests/data/answers.jsonl): the score of every built-in reward for each, with a source or a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_table_is_large_and_gives_reasons() -> None:
 
 
 async def test_every_answer_gets_its_verdict(graders: Graders) -> None:
-    """Right is right and wrong is wrong, whatever an answer costs: exhausted graders are bounded and say wrong."""
+    """Verdicts do not depend on the cost of an answer: exhausted graders are bounded and score it as wrong."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in TABLE:
         groups.setdefault(json.dumps([row["reward"], row.get("parameters", {})]), []).append(row)
@@ -118,7 +118,7 @@ def _truth(name: str) -> str:
 
 
 async def _grade(gold: str, answer: str) -> Graded:
-    """Stand where a grader process stands, whose own limits are tested beside it."""
+    """Replace a grader process, whose limits are tested separately."""
     return Graded.WRONG
 
 
@@ -142,7 +142,7 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
 
 @given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
 def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, number: str) -> None:
-    """Whatever a policy writes, the pure rules give a verdict; a number read is finite."""
+    """For any text of a policy the pure rules give a verdict; a parsed number is finite."""
     for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
         for parameters in (
             numeric.Parameters(),
@@ -159,7 +159,7 @@ def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, num
     st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
 )
 def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
-    """What was written is read back exactly, and the next fraction is another number."""
+    """A written number is parsed exactly, and the next fraction is another number."""
     written = form.format(value.numerator, value.denominator)
     read = quantity.read(written)
     assert read is not None

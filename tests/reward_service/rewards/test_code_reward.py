@@ -1,4 +1,4 @@
-"""The code reward: which program, which tests, what is right, and who is to blame."""
+"""The code reward: extraction of program and tests, verdicts, and the cause of failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GOOD = "print(2 * int(input()))"
 
 @pytest.fixture
 async def pool() -> AsyncIterator[SandboxPool]:
-    """Two slots in whatever sandbox holds here; a machine without any fails, it does not skip."""
+    """Two slots in the sandbox available on this machine; a machine without any fails, it does not skip."""
     found = canary.probe("auto")
     assert found.kind is not None, found
     pool = SandboxPool(Launch(found.kind), 2, LIMITS)
@@ -152,7 +152,7 @@ def test_rows_without_tests_are_refused(truth: Any, extra: Any) -> None:
 
 
 async def test_share_and_all(pool: SandboxPool) -> None:
-    """The reward is the share of passed tests, or 1 only for all of them; the parts say how many and why not."""
+    """The reward is the fraction of passed tests, or 1 only for all of them; the parts give the number and the reasons."""
     half = "n = int(input())\nprint(2 * n if n < 3 else 0)"
     truth = {"inputs": list(DOUBLE.inputs), "outputs": list(DOUBLE.outputs)}
     completions = (f"```python\n{GOOD}\n```", half, "I do not know", "```rust\nfn main() {}\n```", GOOD)
@@ -208,13 +208,13 @@ async def test_test_code_sees_plain_values(pool: SandboxPool, program: str, piec
     ],
 )
 async def test_tests_that_cannot_be_run_are_the_row_s_fault(pool: SandboxPool, tests: Assertions) -> None:
-    """Test code that does not compile, hands out functions, or uses names of nobody's is no verdict."""
+    """Test code that does not compile, returns functions, or uses undefined names is no verdict."""
     with pytest.raises(BadGroundTruth):
         await pool.grade("def f(x): return 1", tests)
 
 
 async def test_helpers_of_the_tests_cannot_be_given_by_the_program(pool: SandboxPool) -> None:
-    """A name that setup defines is the data set's, whatever the program calls by that name."""
+    """A name defined by setup refers to the data set's object, even if the program defines the same name."""
     tests = Assertions(("assert close(f(1), 2)",), setup="def close(a, b): return a == b", entry_points=("f",))
     assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
 
@@ -238,7 +238,7 @@ async def test_honest_programs_use_what_they_use(pool: SandboxPool) -> None:
         assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
 
 
-async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> None:
+async def test_an_external_kill_of_a_program_is_an_error(pool: SandboxPool) -> None:
     """A SIGKILL from outside (the memory of the machine ran out) is never a 0, and the next program is graded."""
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
     killed = 0
@@ -256,8 +256,8 @@ async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> No
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
 
 
-async def test_a_zygote_that_dies_is_replaced(pool: SandboxPool) -> None:
-    """A dead zygote costs a new start, not a verdict."""
+async def test_a_killed_zygote_is_replaced(pool: SandboxPool) -> None:
+    """A killed zygote is started again and does not affect a verdict."""
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
@@ -265,7 +265,7 @@ async def test_a_zygote_that_dies_is_replaced(pool: SandboxPool) -> None:
 
 
 async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -> None:
-    """Cancelling ends the program at once; the slot is used again."""
+    """Cancelling ends the program immediately; the slot is reused."""
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
 
     def programs() -> list[int]:
@@ -305,7 +305,7 @@ def test_nothing_outlives_a_killed_service(kind: Kind) -> None:
 
 
 def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no sandbox starts there is none: the probe says why for each, and never runs a program unconfined."""
+    """If no sandbox starts, none is used: the probe gives a reason for each, and never runs a program unconfined."""
     monkeypatch.setenv("PATH", "/nonexistent")
     found = canary.probe("bubblewrap")
     assert found.kind is None
@@ -314,7 +314,7 @@ def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) ->
     assert canary.probe("off").kind is None
 
 
-def test_the_service_says_which_sandbox_it_uses(shared_service: Service) -> None:
+def test_the_service_reports_its_sandbox(shared_service: Service) -> None:
     """GET /v1/rewards names the sandbox, and a row scored by hand is run in it."""
     listed = {row["name"]: row for row in shared_service.get("/v1/rewards")["rewards"]}
     assert "programs are run in" in listed["code"]["description"]
@@ -328,7 +328,7 @@ def test_the_service_says_which_sandbox_it_uses(shared_service: Service) -> None
 
 
 def test_a_service_without_a_sandbox_offers_no_code(start_service: Any) -> None:
-    """With the sandbox switched off the reward is not offered, and asking for it says why."""
+    """With the sandbox switched off the reward is not offered, and requests for it get the reason."""
     service = start_service("reward_service.code_sandbox=off")
     group = {"completions": [GOOD], "ground_truth": {"inputs": ["4"], "outputs": ["8"]}}
     answer = httpx.post(f"{service.url}/v1/score", json={"reward": "code", "groups": [group]}, timeout=60.0).json()
@@ -349,7 +349,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _is_sleeping_program(pid: int) -> bool:
-    """Say whether a process is confined, and so a program and no zygote."""
+    """Return True if a process is confined, and so a program and not a zygote."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

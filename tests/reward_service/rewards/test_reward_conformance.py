@@ -15,7 +15,7 @@ from penstock.reward_service.rewards import answer_line, format, gsm8k, math_ans
 VECTORS = json.loads(gzip.decompress((Path(__file__).parents[2] / "data" / "conformance.json.gz").read_bytes()))
 CASE = next(case for case in VECTORS["cases"] if case["id"] == "verl/reward/gsm8k-strict")
 
-# Where we read the number that stands there: a currency sign, no space, a trailing dot, 3.0, a fraction.
+# Where Penstock reads the number in the text: a currency sign, no space, a trailing dot, 3.0, a fraction.
 FORGIVEN = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
 
 
@@ -36,7 +36,7 @@ def recorded(case_id: str) -> dict:
     return next(case for case in VECTORS["cases"] if case["id"] == case_id)
 
 
-# Where we read the number that stands there: thousands, 3.0, a trailing dot, a fraction.
+# Where Penstock reads the number in the text: thousands, 3.0, a trailing dot, a fraction.
 FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
 
 
@@ -50,7 +50,7 @@ def test_gsm8k_flexible_equals_verls_or_forgives() -> None:
 
 @pytest.mark.parametrize(("judge", "output"), [("judge_exact", "em"), ("judge_inside", "subem")])
 def test_question_answering_equals_verls(judge: str, output: str) -> None:
-    """Right where verl gives 1; its 0.1 for a wrong answer in tags is our part has_answer."""
+    """Right where verl gives 1; its 0.1 for a wrong answer in tags is Penstock's part has_answer."""
     case = recorded("verl/reward/qa_em")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
         found = getattr(question_answer, judge)(question_answer.Parameters(), (text,), truth)[0]

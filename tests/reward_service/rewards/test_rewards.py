@@ -122,7 +122,7 @@ async def grader() -> AsyncIterator[GraderPool]:
 
 @pytest.mark.parametrize(("completion", "truth", "reward", "answered", "why"), GSM8K)
 def test_gsm8k_verdicts(completion: str, truth: Any, reward: float, answered: float, why: str) -> None:
-    """The number after the last #### decides, read the way people write numbers."""
+    """The number after the last #### decides, in the usual notations of numbers."""
     assert gsm8k.judge((completion,), truth) == [Verdict(reward, {"has_answer": answered})], why
 
 
@@ -239,7 +239,7 @@ def test_every_fraction_is_read_back(value: Any) -> None:
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
 def test_no_text_breaks_a_reward(completion: str, latexish: str) -> None:
-    """Whatever a policy writes, a reward gives a finite verdict."""
+    """For any text of a policy a reward gives a finite verdict."""
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
         assert format.judge((text,), None)[0].reward in {0.0, 1.0}

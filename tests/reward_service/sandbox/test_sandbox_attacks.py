@@ -32,7 +32,7 @@ PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/", str(Path.cwd()))
 
 
 class World:
-    """What lies outside of the sandbox, and would show a trace of an escape."""
+    """Files and processes outside of the sandbox that would show a trace of an escape."""
 
     def __init__(self, folder: Path, uid: int) -> None:
         folder.chmod(0o777)
@@ -73,7 +73,7 @@ class World:
         }
 
     def assert_untouched(self) -> None:
-        """Nothing connected, nothing written, nobody hurt, no process left."""
+        """No connection, no file written, no process killed, no process left."""
         for name, listener in self.sockets.items():
             with pytest.raises(BlockingIOError):
                 listener.recv(1) if "datagram" in name or name == "udp4" else listener.accept()
@@ -135,7 +135,7 @@ class Place:
         self.prelude = f"{attacks.PRELUDE}\nN = {numbers!r}\nW = {described!r}\nREVERSED_ANSWER = {ANSWER[::-1]!r}\n"
 
     def run(self, statement: str, limits: Limits = LIMITS) -> Reason:
-        """Run an attack; returns the reason of its failure, ``WRONG`` for one that came to an end."""
+        """Run an attack; returns the reason of its failure, ``WRONG`` for one that finished."""
         run = run_program(self.slot.programs, self.prelude + statement, limits)
         said = run.output + run.errors
         assert b"ESCAPED" not in run.output, said[-1000:]
@@ -152,7 +152,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = Path("/tmp") / f"penstock-world-{os.getpid()}-{request.param}"
     folder.mkdir()
     made = Place(request.param, folder)
-    for tests in (  # the zygotes are there, and have seen whatever they are going to see of the answer
+    for tests in (  # the zygotes have started, and hold all they will ever hold of the answer
         StdinTests(("", ""), (ANSWER, ANSWER)),
         FunctionTests("f", ([1],), (ANSWER,)),
         Assertions((f"assert f(1) == {ANSWER!r}",)),
@@ -183,7 +183,7 @@ def test_an_attack_fails_and_is_reported(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", attacks.EXCESSES)
 def test_an_excess_is_stopped_and_reported(place: Place, name: str) -> None:
-    """A program that takes too much, crashes or lies gets the reason for it, and leaves nothing behind."""
+    """A program that exceeds a limit, crashes or forges a result gets the reason for it, and leaves nothing behind."""
     statement, reasons = attacks.EXCESSES[name]
     zygote = place.slot.programs.pid
     if Reason.CPU_TIME in reasons:  # on a machine that gives it little, the clock runs out first
@@ -202,7 +202,7 @@ def test_calls_by_another_numbering_are_fatal(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", attacks.FORGERIES)
 def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> None:
-    """Whatever a program does in the calls of its tests, an answer it does not know is not passed."""
+    """No action of a program during its tests passes an answer that it does not know."""
     program = attacks.FORGERIES[name]
     tests = Assertions(
         (
@@ -223,5 +223,5 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
 
 
 def test_the_attacks_are_many() -> None:
-    """There are more than sixty kinds of attack, each run in each sandbox that holds here."""
+    """There are more than sixty kinds of attack, each run in each sandbox available on this machine."""
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

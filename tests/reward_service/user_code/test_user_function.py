@@ -1,4 +1,4 @@
-"""A user's reward file, in the styles people have it, and what is said about one that does not work."""
+"""A user's reward file in the common styles, and the errors for one that does not work."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ async def test_every_style_is_called_as_it_was_written(style: str, tmp_path: Pat
         ("def f(completions, colour):\n    return [1, 1]", "colour"),
     ],
 )
-async def test_whatever_goes_wrong_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
-    """An exception, None, NaN or a wrong count is an error that says where; it is never a 0."""
+async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
+    """An exception, None, NaN or a wrong count is an error with its position; it is never a 0."""
     scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert len(scores) == 2
     assert scores[0].score is None
@@ -161,7 +161,7 @@ async def test_one_refused_completion_leaves_the_other_scores_standing(tmp_path:
     ],
 )
 def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: str, tmp_path: Path) -> None:
-    """What can be known at the start is said at the start."""
+    """Errors that can be detected at the start are reported at the start."""
     with pytest.raises(UserFileError) as refused:
         user_file.load(write(tmp_path, source))
     assert text in str(refused.value)
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: s
 
 
 def test_a_missing_file_or_function_is_named(tmp_path: Path) -> None:
-    """A wrong path and a wrong --function say so."""
+    """A wrong path and a wrong --function are errors that name them."""
     with pytest.raises(UserFileError, match="no such file"):
         user_file.load(tmp_path / "absent.py")
     with pytest.raises(UserFileError, match="no callable 'g'"):
@@ -194,8 +194,8 @@ async def test_an_object_is_set_up_once_and_closed(tmp_path: Path) -> None:
         await broken.open()
 
 
-async def test_messages_are_given_to_functions_that_want_conversations(tmp_path: Path) -> None:
-    """With --conversational a TRL function sees messages, as its trainer gives for chat data."""
+async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
+    """With --conversational a TRL function gets messages, as TRL's trainer passes for chat data."""
     source = (
         TRL + "assert prompts[0][0]['role'] == 'user'\n    return [float(c[0]['content'] == '4') for c in completions]"
     )
@@ -205,6 +205,6 @@ async def test_messages_are_given_to_functions_that_want_conversations(tmp_path:
 
 
 async def test_the_first_traceback_of_a_place_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever serves the file sees the whole traceback, once however many completions it hits."""
+    """The server's log has the whole traceback once, for any number of completions."""
     await user_file.load(write(tmp_path, VERL + "return 1 / 0")).score(GROUP)
     assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 1

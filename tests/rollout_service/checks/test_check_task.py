@@ -52,13 +52,13 @@ def test_a_hopeless_task_is_refused_with_its_reason(reason: str, task: Task):
 
 
 def test_evaluation_may_be_greedy():
-    """Only what is trained on must sample from the whole distribution."""
+    """Only training tasks must sample from the whole distribution."""
     task = make_task(split="eval", temperature=0.0)
     check_task(task, limits=LIMITS, split="eval", environments=("single_turn",))
 
 
 def test_limits_that_a_config_does_not_name_are_not_checked():
-    """Without a vocabulary or context in ``config.json`` the engine has the last word."""
+    """Without a vocabulary or context in ``config.json`` the engine decides."""
     check(make_task(prompt_ids=[10**6], max_new_tokens=10**6), ModelLimits(None, None))
 
 
@@ -71,7 +71,7 @@ def test_limits_that_a_config_does_not_name_are_not_checked():
     ],
 )
 def test_limits_are_read_from_the_config(tmp_path: Path, config: dict[str, Any], expected: ModelLimits):
-    """Also from the text part of a model that sees."""
+    """Also for the text part of a vision model."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelLimits.of(tmp_path) == expected
 

@@ -1,4 +1,4 @@
-"""No engine is ever handed a folder that it would die of, or serve wrongly."""
+"""No engine is given a folder that it would crash on, or serve wrongly."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def write(folder: Path, values: Tensors) -> Path:
 
 @pytest.fixture
 def check(tmp_path: Path) -> WeightsCheck:
-    """A check that has seen a good first version."""
+    """A check that has accepted a valid first version."""
     check = WeightsCheck()
     check.check(write(tmp_path / "v0", tensors()), V0)
     return check
 
 
 def test_other_values_of_the_same_model_pass(check: WeightsCheck, tmp_path: Path):
-    """Only what would hurt is refused; the same holds when the tensors stand in several files."""
+    """Only harmful differences are refused; also when the tensors are in several files."""
     moved = {name: value + 1 for name, value in tensors().items()}
     check.check(write(tmp_path / "v1", moved), V1)
     shards = tmp_path / "v2"
@@ -87,7 +87,7 @@ def _infinity(values: Tensors) -> None:
 def test_weights_that_would_be_served_wrongly_are_refused(
     check: WeightsCheck, tmp_path: Path, spoil: Callable[[Tensors], None], words: str
 ):
-    """The error names the tensor; the next good version passes."""
+    """The error names the tensor; the next valid version passes."""
     values = tensors()
     spoil(values)
     with pytest.raises(WeightsUnusable, match=f"version 1: .*{words}"):
@@ -109,7 +109,7 @@ def test_nan_is_found_in_every_format(tmp_path: Path, dtype: torch.dtype):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 60, -1])
 def test_a_truncated_file_is_refused(check: WeightsCheck, tmp_path: Path, keep: int):
-    """At whatever byte it ends."""
+    """Truncated at any byte."""
     folder = write(tmp_path / "cut", tensors())
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])

@@ -135,7 +135,7 @@ def test_another_models_folder_is_refused(small_engine: EngineUnderTest, tmp_pat
     ],
 )
 def test_unserved_models_are_refused_by_name(tmp_path: Path, change: dict, word: str) -> None:
-    """A model that cannot be computed exactly is refused at once, and the text names what is served."""
+    """A model that cannot be computed exactly is refused at the start; the error names the supported models."""
     config = {"architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"} | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=word):
@@ -171,8 +171,8 @@ def test_more_requests_than_rows_are_served_exactly(small_engine: EngineUnderTes
         assert logprobs == pytest.approx(dense.of_completion(prompt, reply["output_ids"]), abs=1e-5)
 
 
-def test_a_seed_gives_the_same_completion_whatever_else_runs(small_engine: EngineUnderTest) -> None:
-    """A completion depends on sampling_seed alone, whatever else runs; the n samples of one seed differ."""
+def test_a_seed_gives_the_same_completion_with_any_other_requests(small_engine: EngineUnderTest) -> None:
+    """A completion depends on sampling_seed only, not on other requests; the n samples of one seed differ."""
     params = {"max_new_tokens": 20, "sampling_seed": 7, "ignore_eos": True}
     alone = small_engine.generate(PROMPT, **params)["output_ids"]
     crowd = [{"max_new_tokens": 15, "ignore_eos": True}] * 9 + [params]
@@ -195,7 +195,7 @@ def test_what_exceeds_the_memory_is_refused(small_engine: EngineUnderTest) -> No
 
 
 def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: EngineUnderTest, tmp_path: Path) -> None:
-    """An in-place update that asks for a flush is refused before the weights change."""
+    """An in-place update with a flush is refused before the weights change."""
     folder = write_changed_copy(small_engine.model, tmp_path / "v1", seed=1)
     with small_engine.streaming(PROMPT, rid="7" * 32, max_new_tokens=6000) as stream:
         small_engine.post("/pause_generation", {"mode": "in_place"})
@@ -208,7 +208,7 @@ def test_flushing_sequences_paused_in_place_changes_nothing(small_engine: Engine
 
 
 def test_an_update_may_abort_what_runs(small_engine: EngineUnderTest) -> None:
-    """abort_all_requests swaps at once; running sequences return the tokens they have, under the old version."""
+    """abort_all_requests swaps immediately; running sequences return the tokens they have, under the old version."""
     with small_engine.streaming(PROMPT, rid="8" * 32, max_new_tokens=6000) as stream:
         small_engine.update(small_engine.model, "0b", abort_all_requests=True)
         reply = stream.result()

@@ -1,4 +1,4 @@
-"""The embedded engine's sampler: right frequencies, right logprobs, reproducible draws."""
+"""The embedded engine's sampler: correct frequencies, correct logprobs, reproducible draws."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_filters_exclude_and_renormalise(fields: dict, kept: list[int]) -> None:
 
 
 def test_logprobs_ignore_the_filters() -> None:
-    """The reported logprob is over the whole vocabulary, whatever was excluded."""
+    """The reported logprob is over the whole vocabulary, including excluded tokens."""
     tokens, logprobs = sample(LOGITS.expand(64, -1).clone(), choice(64, top_k=torch.full((64,), 2)))
     assert torch.allclose(logprobs, LOGITS.log_softmax(-1)[tokens])
 

@@ -35,7 +35,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_equal_prompts_count_once() -> None:
-    """Samples of one prompt are computed once, so they fit one pass whatever its budget."""
+    """Samples of one prompt are computed once, so they fit one pass with any budget."""
     waiting = deque([*(sequence(prompt=100) for _ in range(8)), sequence(prompt=100, token=2)])
     assert len(choose_admissions(waiting, [], limits(max_prefill_tokens=150))) == 8
 
@@ -54,7 +54,7 @@ def test_new_sequences_start_in_eighths() -> None:
 
 
 def test_the_last_waiting_sequence_starts_at_once() -> None:
-    """When all waiting sequences fit, they start at once."""
+    """If all waiting sequences fit, they start together."""
     assert len(choose_admissions(deque([sequence()]), [sequence()] * 63, limits())) == 1
 
 
@@ -66,7 +66,7 @@ def test_the_last_waiting_sequence_starts_at_once() -> None:
     st.integers(1, 200),
 )
 def test_limits_hold_and_no_sequence_starves(waits: list, runs: list, rows: int, total: int, prefill: int) -> None:
-    """Cache, rows and pass stay within their limits, in order; an idle engine always starts one sequence."""
+    """Cache, rows and pass do not exceed their limits, in order; an idle engine always starts one sequence."""
     waiting = deque(sequence(prompt, new, token=index) for index, (prompt, new) in enumerate(waits))
     running: list[Sequence] = []
     for prompt, new in runs[:rows]:

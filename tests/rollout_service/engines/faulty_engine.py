@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks SGLang's contract, and can be told to break it.
+"""A real HTTP server that implements SGLang's contract, with faults on demand.
 
 It passes the same basic contract as the embedded engine (`test_worker_engine_contract.py`); then a test
 sets ``mode``. Completions are deterministic: token ``k`` of sample ``s`` of a prompt depends on
@@ -24,25 +24,25 @@ class FaultyEngine:
     """One server on a free port of the loopback. Use as a context manager."""
 
     def __init__(self, *, version: str = "default", api_key: str = "") -> None:
-        self.version = version  # what model_info and the replies say
+        self.version = version  # the version in model_info and the replies
         self.api_key = api_key
         self.folder: Path | None = None  # of the last weights loaded
-        self.loads: list[tuple[str, str]] = []  # every (weight_version, model_path) asked for
-        self.pauses: list[str] = []  # every pause asked for, by its mode, and every "continue"
-        self.flushes: list[tuple[str, str, bool]] = []  # every (weight_version, model_path, flush_cache) asked for
+        self.loads: list[tuple[str, str]] = []  # every requested (weight_version, model_path)
+        self.pauses: list[str] = []  # every requested pause, by its mode, and every "continue"
+        self.flushes: list[tuple[str, str, bool]] = []  # every requested (weight_version, model_path, flush_cache)
         self.texts = True  # whether completions have a text
         self.requests: list[dict[str, Any]] = []  # every body of /generate
         self.num_running = 0
-        self.info: dict[str, Any] = {}  # what server_info says
+        self.info: dict[str, Any] = {}  # the content of server_info
         self.status = 200  # /generate answers this
-        self.rewrite: Rewrite = lambda rows: rows  # changes a good reply before it is sent
-        self.checksum = ""  # what it says of its weights; empty: it cannot say
+        self.rewrite: Rewrite = lambda rows: rows  # changes a valid reply before it is sent
+        self.checksum = ""  # its weights checksum; empty: not supported
         self.adapters: dict[str, str] = {}  # name → folder, of those that are loaded
         self.refuse_adapters = ""  # why it takes none
         self.lose_adapters = False  # loads of adapters are confirmed but not done
         self.refuse_loads = 0  # so many updates are answered with success = false
         self.lose_loads = 0  # so many updates are confirmed but not done
-        self.says: dict[str, Any] = {}  # what the answer to an update says beyond SGLang's
+        self.says: dict[str, Any] = {}  # fields of the answer to an update in addition to SGLang's
         self.flow = threading.Event()  # /generate waits for it before it answers
         self.flow.set()
         self._drained = threading.Condition()
@@ -94,7 +94,7 @@ class FaultyEngine:
         self._thread.join()
 
     def serve_until_killed(self, port_file: Path) -> None:
-        """Announce the port as the embedded engine does, and stay."""
+        """Announce the port as the embedded engine does, and keep running."""
         port_file.write_text(str(self._server.server_port))
         self._thread.join()
 
@@ -103,7 +103,7 @@ class FaultyEngine:
         wait_for(lambda: len(self.requests) >= count, f"{count} requests at the engine")
 
     def wait_for_pauses(self, count: int) -> None:
-        """Wait until so many pauses and ends of pauses were asked for."""
+        """Wait until this many pauses and ends of pauses were requested."""
         wait_for(lambda: len(self.pauses) >= count, f"{count} pauses at the engine")
 
     def _get(self, path: str) -> tuple[int, Any]:
@@ -190,7 +190,7 @@ class FaultyEngine:
                 self._drained.notify_all()
 
     def rows(self, body: dict[str, Any], version: str) -> list[dict[str, Any]]:
-        """The good reply to a request: what is said about it depends on prompt and sample alone."""
+        """Return the valid reply to a request: it depends on prompt and sample only."""
         params = body["sampling_params"]
         each = params if isinstance(params, list) else [params] * len(body["input_ids"])
         rows = []

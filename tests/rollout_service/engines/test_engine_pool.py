@@ -1,4 +1,4 @@
-"""Several engines of one worker: who gets which group, which version they serve together, what they report."""
+"""Several engines of one worker: distribution of groups, common version, and metrics."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ async def test_groups_are_spread_and_stay_whole(model: Path):
             await alone.close()
 
 
-async def test_the_engine_with_the_fewest_pending_tokens_is_asked(model: Path):
-    """While one engine is held up by a long request, short ones go to the other."""
+async def test_the_engine_with_the_fewest_pending_tokens_gets_the_group(model: Path):
+    """While one engine runs a long request, short ones go to the other."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             one.flow.clear()
@@ -81,7 +81,7 @@ async def test_the_engine_with_the_fewest_pending_tokens_is_asked(model: Path):
 
 
 async def test_an_engine_that_is_not_ready_gets_no_requests(model: Path):
-    """The others get them; when none is ready, the error says so."""
+    """The others get them; if none is ready, an error is raised."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             pool._engines[0].ready.clear()  # pyright: ignore[reportAttributeAccessIssue]
@@ -109,7 +109,7 @@ async def test_the_pool_serves_the_oldest_of_its_versions(model: Path):
 
 
 async def test_an_engine_that_has_its_version_serves_it_while_another_still_drains(model: Path):
-    """New groups go to the one that has loaded, by itself; whoever waits for the version waits for that one only."""
+    """New groups go to the engine that has loaded; a wait for the version waits for that engine only."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             one.flow.clear()
@@ -131,7 +131,7 @@ async def test_an_engine_that_has_its_version_serves_it_while_another_still_drai
 
 
 async def test_one_failing_engine_fails_the_request_alone(model: Path):
-    """The error is the engine's own, and its promised tokens are forgotten."""
+    """The engine's error is raised, and its reserved tokens are released."""
     with FaultyEngine() as one, FaultyEngine() as other:
         async with pool_of(one, other, model=model) as pool:
             one.status = 500
@@ -142,8 +142,8 @@ async def test_one_failing_engine_fails_the_request_alone(model: Path):
             assert pool.client._pending_tokens == [0, 0]
 
 
-async def test_what_was_sampled_across_a_failed_update_is_refused(model: Path):
-    """A reply whose request was under way when an update failed is not used, though it names a known version."""
+async def test_samples_across_a_failed_update_are_refused(model: Path):
+    """A reply to a request in progress when an update failed is not used, though it names a known version."""
     with FaultyEngine() as server:
         engine = attached(server)
         await engine.load(model, V0)
@@ -207,7 +207,7 @@ def test_every_flag_against_the_contract_is_an_objection(info: dict[str, object]
 
 
 def test_metrics_of_a_metrics_page():
-    """Known samples come under our names, those of several ranks added up or averaged; the rest is left out."""
+    """Known metrics get Penstock's names, those of several ranks are summed or averaged; others are omitted."""
     page = """# HELP sglang:num_running_reqs running
 sglang:num_running_reqs{model_name="m",tp_rank="0"} 3.0
 sglang:num_running_reqs{model_name="m",tp_rank="1"} 4.0

@@ -1,4 +1,4 @@
-"""How a worker starts SGLang: flags, environment, and a life that ends with the worker's."""
+"""How a worker starts SGLang: flags, environment, and its exit together with the worker."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ V7 = PolicyVersion(7)
 
 
 def flags(number: int = 0, **changes: Any) -> list[str]:
-    """The words behind SGLang's module name."""
+    """The arguments after SGLang's module name."""
     words = sglang_command(SglangSettings(**changes), number)(Path("/cache/v7"), V7, Path("/cache/port"))
     return words[words.index("sglang.launch_server") + 1 :]
 
 
 def pairs(words: list[str]) -> set[tuple[str, str]]:
-    """Each word with the one behind it."""
+    """Each argument with the one after it."""
     return set(itertools.pairwise(words))
 
 
 def test_settings_become_flags():
-    """Each setting is the flag of its name, and the weights' folder and version are said."""
+    """Each setting is the flag of its name, and the weights' folder and version are passed."""
     words = flags(
         python="/opt/sglang/bin/python", tp_size=4, ep_size=2, dp_size=2, mem_fraction_static=0.8, dtype="bfloat16",
         context_length=4096, attention_backend="fa3", quantization="fp8", extra_args=("--enable-fp32-lm-head",),
@@ -52,7 +52,7 @@ def test_settings_become_flags():
     assert words[-1] == "--enable-fp32-lm-head"
 
 
-def test_adapters_are_enabled_where_asked_for():
+def test_adapters_are_enabled_if_requested():
     """A largest rank enables adapters, with every tensor of them taken or refused; without it none of the flags is passed."""
     words = flags(max_lora_rank=16, max_loras_per_batch=4, max_loaded_loras=6, lora_backend="triton")
     assert pairs(words) >= {
@@ -77,20 +77,20 @@ def test_settings_of_adapters_that_cannot_work_are_refused(given: dict[str, Any]
         SglangSettings(**given)
 
 
-def test_what_is_not_set_is_left_to_sglang():
+def test_unset_options_are_left_to_sglang():
     """No flag is passed for a setting that is not given, and metrics can be off."""
     words = flags(metrics=False)
     assert not {"--mem-fraction-static", "--quantization", "--device", "--enable-metrics", "--base-gpu-id"} & set(words)
 
 
 def test_a_second_engine_takes_the_next_gpus():
-    """Servers of one worker do not share GPUs unless they are told where to begin."""
+    """Servers of one worker do not share GPUs unless a base GPU is set."""
     assert ("--base-gpu-id", "4") in pairs(flags(1, tp_size=2, dp_size=2))
     assert ("--base-gpu-id", "6") in pairs(flags(2, tp_size=8, gpus_per_engine=3))
 
 
 def test_a_command_of_ones_own_replaces_python():
-    """A container's command takes the flags behind its own words."""
+    """The flags are appended to a container's command."""
     words = sglang_command(SglangSettings(command=("docker", "run", "sglang")))(Path("m"), V7, Path("p"))
     at = words.index("docker")
     assert words[at : at + 4] == ["docker", "run", "sglang", "--model-path"]
@@ -115,7 +115,7 @@ def test_contradictions_are_refused(overrides: list[str], reply: str):
 
 
 def test_several_urls_are_several_engines():
-    """Commas stand between them; a slash at the end is nothing."""
+    """They are separated by commas; a trailing slash is ignored."""
     settings = load(
         RolloutSettings,
         overrides=["run.id=demo", "worker.engine=sglang-url", "worker.engine_url=http://a:1/, https://b:2"],
@@ -136,7 +136,7 @@ def as_server(source: str) -> SglangSettings:
 
 
 async def test_a_server_gets_a_port_and_shows_its_flags(tmp_path: Path):
-    """The port in its flags is the one it is asked at."""
+    """The port in its flags is the one that requests use."""
     command = sglang_command(as_server("import sys, time; print(*sys.argv, flush=True); time.sleep(60)"))
     log = tmp_path / "engine.log"
     process, url = await EngineProcess.start(command, tmp_path, V7, log=log, deadline_s=20)
@@ -159,7 +159,7 @@ raise SystemExit(1)
 
 
 async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tmp_path: Path):
-    """The error comes at once, not at the deadline, although the process had a port."""
+    """The error is raised immediately, not at the deadline, although the process had a port."""
     engine = ManagedEngine(
         sglang_command(as_server(_EXITS_WHEN_ASKED)),
         SglangClient,
@@ -171,7 +171,7 @@ async def test_a_server_that_exits_before_it_answers_shows_the_end_of_its_log(tm
 
 
 async def test_a_program_that_is_not_there_is_named(tmp_path: Path):
-    """The log says which, and why."""
+    """The log names it with the reason."""
     engine = ManagedEngine(
         sglang_command(SglangSettings(python=Path("/nowhere/python"))),
         SglangClient,

@@ -1,4 +1,4 @@
-"""In which order an engine is asked to take new weights, and what becomes of what was under way."""
+"""The order of an engine's update calls, and the result of generations in progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_new_tokens=9, stop_token_ids=(2,))
 
 @pytest.fixture
 async def client(faulty_engine: FaultyEngine) -> AsyncIterator[SglangClient]:
-    """A client of an engine that behaves until it is told otherwise."""
+    """A client of an engine without faults until a test sets one."""
     faulty_engine.version = "0"
     client = SglangClient(faulty_engine.url)
     yield client
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A reply whose first completion was ended after two tokens, and whose second had not begun; whole ones stay."""
+    """A reply whose first completion was ended after two tokens, and whose second had not begun; complete ones are kept."""
     if rows[0]["meta_info"]["weight_version"] != "0":
         return rows
     for row, length in zip(rows, (2, 0), strict=False):
@@ -57,7 +57,7 @@ def cut(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_going_back_to_an_older_version_waits_for_what_runs():
-    """A training generation never goes on by an older version; the first load has nothing to interrupt."""
+    """A training generation never continues with an older version; the first load interrupts nothing."""
     assert mode_of("retract", V1, V2) == "retract"
     assert mode_of("retract", V2, V1) == "drain"
     assert mode_of("abort", None, V1) == "drain"
@@ -68,7 +68,7 @@ def test_going_back_to_an_older_version_waits_for_what_runs():
 async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path, mode: UpdateMode
 ):
-    """After an update that failed it stays paused until one succeeds."""
+    """After a failed update it remains paused until one succeeds."""
     faulty_engine.refuse_loads = 1
     with pytest.raises(WeightsNotApplied):
         await client.load_weights(model, V1, mode)
@@ -80,7 +80,7 @@ async def test_an_engine_computes_on_only_once_its_version_is_confirmed(
 async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """The first one does, after whoever was killed before us, and the one after an update that failed while paused."""
+    """The first one does, since an earlier worker may have been killed, and so does the one after an update that failed while paused."""
     await client.load_weights(model, V1)
     await client.load_weights(model, V2)
     assert faulty_engine.pauses == ["continue"]
@@ -92,10 +92,10 @@ async def test_a_draining_update_ends_a_pause_only_where_there_may_be_one(
     assert faulty_engine.pauses == ["continue", "retract", "continue"]
 
 
-async def test_what_the_answer_to_an_update_says_is_believed_before_anything_is_asked(
+async def test_the_answer_to_an_update_is_used_before_another_request(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """A version in it must be the one that was asked for; a checksum in it is the engine's, until the next update."""
+    """A version in it must be the requested one; a checksum in it is the engine's, until the next update."""
     ranks = [{"parallelism_info": {"tp_size": 1}}]
     faulty_engine.says = {"weight_version": "1", "ranks": ranks, "per_engine_checksum": "abc"}
     faulty_engine.lose_loads = 1  # its model_info would say 0
@@ -108,7 +108,7 @@ async def test_what_the_answer_to_an_update_says_is_believed_before_anything_is_
     assert await client.weights_checksum() is None  # what it serves is unknown, and this engine reports no checksum
 
 
-async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
+async def test_prefixes_of_versions_are_separate_without_a_flush(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
     """In place, requests name the version as their cache's key; after a load that flushes, they need none."""
@@ -120,10 +120,10 @@ async def test_prefixes_of_versions_are_kept_apart_where_nothing_flushes_them(
     assert [flush for _, _, flush in faulty_engine.flushes] == [False, False, True]
 
 
-async def test_a_cut_completion_is_asked_for_again_from_where_it_was(
+async def test_an_interrupted_completion_is_resumed_from_its_prefix(
     faulty_engine: FaultyEngine, client: SglangClient, model: Path
 ):
-    """Each with its own prefix and what room is left; the parts come back as one completion of two versions."""
+    """Each with its own prefix and remaining token limit; the parts are returned as one completion of two versions."""
     faulty_engine.rewrite = cut
     faulty_engine.flow.clear()
     generating = asyncio.create_task(client.generate([[5, 6], [7]], SAMPLING, 1))
@@ -154,7 +154,7 @@ TOKENS = st.lists(st.tuples(st.integers(0, 300), st.floats(-20, 0)), max_size=6)
 
 @given(parts=st.lists(st.tuples(TOKENS, st.integers(0, 3)), min_size=1, max_size=6), stopped=st.booleans())
 def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]], int]], stopped: bool):
-    """Whatever the cuts: tokens and logprobs in order, runs without gap or overlap, each token's version its part's."""
+    """For any cuts: tokens and logprobs are in order, runs have no gap or overlap, each token has its part's version."""
     finishes = ["abort"] * (len(parts) - 1) + ["stop" if stopped else "length"]
     sequence = Resumption([1, 2], max_new_tokens=100)
     for (sampled, version), finish in zip(parts, finishes, strict=True):
@@ -174,7 +174,7 @@ def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]]
 
 
 def test_a_part_that_was_cut_at_its_last_token_ended_by_length():
-    """There is nothing left to ask for."""
+    """No tokens remain to be requested."""
     sequence = Resumption([1], max_new_tokens=2)
     sequence.parts.append(Completion([3, 4], [-1.0, -1.0], (VersionRun(V1, 0, 2),), "abort", ""))
     assert not sequence.is_cut

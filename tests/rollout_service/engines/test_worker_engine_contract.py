@@ -1,4 +1,4 @@
-"""What the worker's client relies on, asked of every engine: the embedded one, and the one that tests can break."""
+"""The contract that the worker's client relies on, for the embedded engine and the one with faults on demand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine_url(request: pytest.FixtureRequest, model: Path, tmp_path_factory: py
         runner.run(process.stop())
 
 
-async def test_completions_come_in_the_order_of_their_prompts(engine_url: str):
+async def test_completions_are_in_the_order_of_their_prompts(engine_url: str):
     """``n`` completions of each prompt, whole and consistent, each stamped with the version."""
     client = SglangClient(engine_url)
     prompts = [[5, 6, 7], [8, 9], [10]]
@@ -76,7 +76,7 @@ async def test_a_loaded_version_is_confirmed_and_stamped(engine_url: str, model:
 
 
 async def test_requests_and_swaps_may_overlap(engine_url: str, model: Path):
-    """A swap waits for what runs and holds back what is new; every completion is of one version."""
+    """A swap waits for running requests and holds back new ones; every completion is of one version."""
     client = SglangClient(engine_url)
     replies, _, more = await asyncio.gather(
         client.generate([[5 + i] for i in range(16)], SAMPLING, 8),
@@ -107,7 +107,7 @@ async def test_an_engine_that_is_not_there_is_named():
     await client.close()
 
 
-async def test_an_answer_that_does_not_come_is_given_up():
+async def test_a_missing_answer_is_an_error_at_the_deadline():
     """The deadline is named."""
     with FaultyEngine() as engine:
         engine.flow.clear()
@@ -119,7 +119,7 @@ async def test_an_answer_that_does_not_come_is_given_up():
 
 @pytest.mark.parametrize(("status", "words"), [(500, "answered 500: .*out of luck"), (400, "answered 400")])
 async def test_an_http_error_is_shown(status: int, words: str):
-    """With the engine's own words."""
+    """The error contains the engine's text."""
     with FaultyEngine() as engine:
         engine.status = status
         client = SglangClient(engine.url)
@@ -138,7 +138,7 @@ async def test_an_http_error_is_shown(status: int, words: str):
     ],
 )
 async def test_an_answer_of_another_form_is_refused(answer: object, words: str):
-    """What is not one row for each completion is not used at all."""
+    """A reply without one row for each completion is not used at all."""
     with FaultyEngine() as engine:
         engine.rewrite = lambda rows: answer
         client = SglangClient(engine.url)

@@ -154,10 +154,10 @@ async def test_a_version_that_no_engine_starts_from_is_given_up(
         assert engine.applied == {V0, V2}
 
 
-async def test_an_engine_that_serves_what_it_was_not_given_is_replaced(
+async def test_an_engine_that_serves_other_weights_is_replaced(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A look now and then finds it; its client refuses everything from then on."""
+    """A periodic check detects it; its client refuses all requests from then on."""
     monkeypatch.setattr(managed_engine, "CHECK_S", 0.05)
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
@@ -170,7 +170,7 @@ async def test_an_engine_that_serves_what_it_was_not_given_is_replaced(
 
 
 async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch):
-    """An engine that does not even say what it serves, once a request failed, is replaced."""
+    """An engine that does not answer model_info after a failed request is replaced."""
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = child_of(engine)
@@ -185,14 +185,14 @@ async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: P
 
 
 async def test_a_first_start_that_fails_shows_the_log(tmp_path: Path, model: Path):
-    """The error says how the process ended and what it wrote last."""
+    """The error contains the exit status and the last output."""
     engine = build(script("import sys; print('no such device'); sys.exit(3)"), tmp_path)
     with pytest.raises(EngineUnreachable, match=r"(?s)ended with status 3.*no such device"):
         await engine.load(model, V0)
 
 
 async def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, model: Path):
-    """The deadline is named, and the child is gone."""
+    """The deadline is named, and the child has exited."""
     engine = build(script("import time; print('loading', flush=True); time.sleep(600)"), tmp_path, start_deadline_s=0.3)
     with pytest.raises(EngineUnreachable, match=r"opened no port within 0\.3 s"):
         await engine.load(model, V0)

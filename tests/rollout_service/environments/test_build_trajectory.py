@@ -27,7 +27,7 @@ logprobs = st.floats(-200, 0, width=32)
 
 @st.composite
 def replies(draw: st.DrawFn) -> tuple[list[int], Row]:
-    """A prompt and a good reply to it, with any number of versions in the middle of it."""
+    """A prompt and a valid reply to it, with any number of versions in the middle of it."""
     prompt = draw(st.lists(tokens, min_size=1, max_size=20))
     sampled = draw(st.lists(st.tuples(logprobs, tokens), min_size=1, max_size=40))
     cuts = sorted(draw(st.lists(st.integers(0, len(sampled)), max_size=4)))
@@ -54,7 +54,7 @@ def read(row: Row, num_prompt_tokens: int = 2, max_new_tokens: int = 64) -> Comp
 
 @given(replies())
 def test_every_token_keeps_its_id_logprob_and_version(reply: tuple[list[int], Row]):
-    """A trajectory is the prompt, then the completion token for token, each with what the engine said about it."""
+    """A trajectory is the prompt, then the completion token for token, each with the values that the engine reported."""
     prompt, row = reply
     trajectory = build_trajectory(prompt, read(row, len(prompt)))
     said = row["meta_info"]["output_token_logprobs"]
@@ -71,7 +71,7 @@ def test_every_token_keeps_its_id_logprob_and_version(reply: tuple[list[int], Ro
 
 
 @given(replies())
-def test_what_is_built_survives_its_pack(reply: tuple[list[int], Row]):
+def test_a_built_trajectory_round_trips_through_its_pack(reply: tuple[list[int], Row]):
     """A group encoded as Parquet and decoded again is the same, token for token."""
     prompt, row = reply
     task = make_task(prompt_ids=prompt, group_size=2)
@@ -86,7 +86,7 @@ def test_what_is_built_survives_its_pack(reply: tuple[list[int], Row]):
 
 @given(st.text(max_size=6) | st.none() | st.integers() | st.lists(st.integers(), max_size=2))
 def test_only_decimal_labels_are_versions(label: object):
-    """Any label but a decimal number is of no version of ours; the engine's default is not either."""
+    """Any label but a decimal number is not a Penstock version, nor is the engine's default."""
     version = read_version(label)
     if version is not None:
         assert isinstance(label, str)
@@ -109,7 +109,7 @@ def good_row() -> Row:
     }
 
 
-def test_a_good_row_is_read():
+def test_a_valid_row_is_read():
     """The row that the refusals below start from is itself accepted."""
     assert read(good_row()) == Completion(
         [7, 8, 2], [-0.1, -0.2, -0.3], (VersionRun(PolicyVersion(4), 0, 3),), "stop", "abc"
@@ -117,7 +117,7 @@ def test_a_good_row_is_read():
 
 
 def meta(row: Row) -> Row:
-    """The part of a row that speaks about it."""
+    """The part of a row that describes it."""
     return row["meta_info"]
 
 
@@ -169,14 +169,14 @@ def test_token_ids_are_numbers(ids: list[Any]):
         read(row)
 
 
-def test_more_tokens_than_asked_for_are_refused():
-    """A completion longer than ``max_new_tokens`` was not sampled as asked."""
+def test_more_tokens_than_requested_are_refused():
+    """A completion longer than ``max_new_tokens`` was not sampled as requested."""
     with pytest.raises(ReplyRefused, match="3 completion tokens, expected 1 to 2"):
         read(good_row(), max_new_tokens=2)
 
 
 def test_an_aborted_sample_is_not_data():
-    """An abort raises its own error, so that the pack is tried again."""
+    """An abort raises its own error, so that the pack is retried."""
     row = good_row()
     meta(row)["finish_reason"] = {"type": "abort", "message": "out of memory"}
     with pytest.raises(EngineAborted, match="out of memory"):

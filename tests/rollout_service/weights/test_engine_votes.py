@@ -48,7 +48,7 @@ def test_of_two_engines_the_later_is_the_minority():
 
 
 def test_the_last_report_of_an_engine_counts():
-    """A worker that loaded the version again is compared by what it serves now."""
+    """A worker that loaded the version again is compared by the weights it serves now."""
     votes = EngineVotes()
     votes.add(applied("a", "x"))
     assert votes.add(applied("b", "y")) is not None

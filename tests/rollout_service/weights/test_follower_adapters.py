@@ -1,4 +1,4 @@
-"""A worker that follows adapters: several versions at once, exact for every token, and no pause."""
+"""A worker that follows adapters: several versions concurrently, exact for every token, and no pause."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_the_model_is_loaded_once(ring_end: RingEnd, start_worker: StartWorker, 
 def test_an_unusable_adapter_is_refused_and_the_answer_is_served(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
-    """Corrupt or refused by the engine, it is announced as refused, and the one before is served meanwhile."""
+    """Corrupt or refused by the engine, it is announced as refused, and the one before is still served."""
     ring_end.publish(0)
     ring_end.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))

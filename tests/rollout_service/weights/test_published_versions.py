@@ -1,4 +1,4 @@
-"""The published versions that a worker knows, and those it has refused."""
+"""The published versions known to a worker, and those it has refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_newest_version_is_the_highest_that_was_not_refused() -> None:
     assert published.manifest(V(5)) == manifest("answer")
 
 
-def test_the_oldest_announcements_are_forgotten() -> None:
+def test_the_oldest_announcements_are_removed() -> None:
     """An evaluation may pin any of the last versions, and none before them."""
     published = PublishedVersions()
     for version in range(MAX_VERSIONS + 2):

@@ -109,7 +109,7 @@ async def test_an_older_adapter_does_not_replace_a_newer_one() -> None:
 
 
 async def test_unused_adapters_are_unloaded() -> None:
-    """The newest, used and pinned ones stay; ``on_unused`` is called when the last request ends."""
+    """The newest, used and pinned ones are kept; ``on_unused`` is called when the last request ends."""
     worker, idle = _Worker(), []
     worker.servable.on_unused = lambda: idle.append(1)
     for version in (1, 2, 3, 4):

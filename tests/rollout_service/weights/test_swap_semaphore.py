@@ -1,4 +1,4 @@
-"""Permits to swap: only a share of the engines pauses at once, and no worker waits for ever."""
+"""Permits to swap: only a fraction of the engines pauses concurrently, and no worker waits for ever."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, exp
 
 
 async def test_permits_are_limited_and_released(bus: Bus, ring_streams: str):
-    """Of six workers with a share of a third, two hold a permit at once, and each gets one."""
+    """Of six workers with a fraction of a third, at most two hold a permit, and each gets one."""
     workers = [f"w{number}" for number in range(6)]
     await asyncio.to_thread(beat, bus, ring_streams, *workers)
     holding, most, had, both = 0, 0, [], asyncio.Event()

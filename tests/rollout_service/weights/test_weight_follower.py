@@ -25,7 +25,7 @@ StartWorker = Callable[..., Child]
 
 
 async def test_a_worker_that_is_stopped_as_a_version_is_announced_stops():
-    """A version that is announced at the same moment does not swallow the cancellation."""
+    """A version announced at the same time does not swallow the cancellation."""
     parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "announcements", "swap"))
     follower = WeightFollower(**parts, servable=ServableVersions(parts["engine"]), run_id="r")
     following = asyncio.create_task(follower._wait_for_change())
@@ -49,7 +49,7 @@ def applied_by(ring_end: RingEnd, worker_id: str) -> list[int]:
 def test_a_late_worker_starts_with_the_newest_version(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
-    """A worker that knows only NATS, S3 and the run loads what the head names, and nothing older."""
+    """A worker with only NATS, S3 and the run's id loads the version that the head names, and nothing older."""
     for version in range(3):
         ring_end.publish(version)
     start_worker("w0", *attached(faulty_engine))
@@ -280,7 +280,7 @@ def test_an_evaluation_waits_for_the_announcement_of_its_version(
     assert worker.alive
 
 
-def test_an_evaluation_whose_weights_are_gone_is_dead_lettered(
+def test_an_evaluation_whose_weights_were_deleted_is_dead_lettered(
     ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """A version whose objects were deleted, or that is older than those known, cannot be evaluated: ``weights_gone``."""

@@ -124,7 +124,7 @@ async def test_tokens_of_an_adapter_on_another_base_are_refused(
 
 
 async def test_an_unload_waits_for_our_own_requests(server: FaultyEngine, client: SglangClient, tmp_path: Path):
-    """The unload is sent when no request uses the adapter; new ones are refused at once."""
+    """The unload is sent when no request uses the adapter; new ones are refused."""
     await client.load_adapter(tmp_path, V3)
     server.flow.clear()
     asking = asyncio.create_task(client.generate([PROMPT], SAMPLING, 1, V3))
@@ -148,7 +148,7 @@ async def test_unloading_an_unknown_adapter_does_nothing(server: FaultyEngine, c
 
 
 async def test_new_weights_remove_the_adapters_of_the_old(model: Path, adapters: dict[PolicyVersion, Adapter]):
-    """An attached server that is given other weights loses the adapters; a load without weights is refused."""
+    """An attached server that loads other weights drops the adapters; a load without weights is refused."""
     with FaultyEngine() as server:
         engine = attached(server)
         with pytest.raises(WeightsNotApplied, match="has loaded no weights yet"):
@@ -195,7 +195,7 @@ async def test_a_restarted_server_is_given_its_adapters_again(model: Path, adapt
 
 
 async def test_all_engines_of_a_pool_get_an_adapter(model: Path, adapters: dict[PolicyVersion, Adapter]):
-    """Each engine of a pool has each version; groups stay whole and name it; the pool's version is the oldest."""
+    """Each engine of a pool has each version; groups are not split and name it; the pool's version is the oldest."""
     with FaultyEngine() as one, FaultyEngine() as other:
         pool = EnginePool([attached(server) for server in (one, other)])
         await pool.load(model, V0)

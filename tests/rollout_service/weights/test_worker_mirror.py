@@ -222,7 +222,7 @@ def test_a_manifest_of_another_version_or_an_older_lease_is_refused(
 
 
 def test_after_a_missing_object_the_newest_full_snapshot_is_fetched(run: Run, open_mirror: OpenMirror) -> None:
-    """Patches that were garbage-collected meanwhile are not needed: the worker starts from the full snapshot."""
+    """Patches that were garbage-collected in between are not needed: the worker starts from the full snapshot."""
     mirror = open_mirror()
     for version in range(4):
         run.publish(version)

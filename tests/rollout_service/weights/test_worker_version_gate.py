@@ -12,7 +12,7 @@ from penstock.rollout_service.weights.version_gate import VersionGate
 
 
 class SwappedEngine:
-    """An engine reduced to the version it serves, that notices when a swap meets another swap."""
+    """A minimal engine that has only a version, and detects concurrent swaps."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -49,7 +49,7 @@ async def follow(gate: VersionGate, engine: SwappedEngine) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_pinned_version_is_served_while_it_is_held(seed: int):
-    """Whatever the order of pins, swaps and new versions: a pin never sees another version, and all finish."""
+    """For any order of pins, swaps and new versions, the version never changes under a pin, and all finish."""
     rng = random.Random(seed)
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
@@ -74,7 +74,7 @@ async def test_a_pinned_version_is_served_while_it_is_held(seed: int):
 
 
 async def test_training_waits_while_an_older_version_is_evaluated():
-    """Its samples would be stale at once; it starts when the newest version is served again."""
+    """Its samples would be stale immediately; it starts when the newest version is served again."""
     gate, engine = VersionGate(linger_s=0.0), SwappedEngine()
     engine.version = engine.newest = 5
     hold = asyncio.Event()

@@ -28,7 +28,7 @@ def _is_named(word: str) -> bool:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_its_row_and_its_formula(name: str) -> None:
-    """The row says the aggregation that the preset sets, its source, and what others call it; a paragraph explains it."""
+    """The row names the aggregation that the preset sets, its source, and its names elsewhere; a paragraph explains it."""
     _, advantage, loss, aggregation, source, elsewhere = (cell.strip() for cell in ROWS[name])
     assert aggregation == PRESETS[name]["aggregation"]
     assert advantage
@@ -50,7 +50,7 @@ def test_the_table_names_nothing_that_does_not_exist() -> None:
     *(("critic", name) for name in CriticSettings.model_fields),
 ])  # fmt: skip
 def test_every_setting_is_explained(section: str, name: str) -> None:
-    """By its name, as it is written in a run file; so is every value that it can take."""
+    """By its name in a run file; so is each of its values."""
     assert _is_named(name)
     model = AlgorithmSettings if section == "algorithm" else CriticSettings
     annotation: Any = model.model_fields[name].annotation
@@ -73,7 +73,7 @@ def test_the_page_names_the_options_of_every_loss(loss: str) -> None:
 
 @pytest.mark.parametrize("name", [name for registry in ALL for name in registry.built_in])
 def test_every_part_is_named(name: str) -> None:
-    """Losses, estimators, filters and corrections, as they are written in a run file."""
+    """Losses, estimators, filters and corrections, by their names in a run file."""
     assert _is_named(name)
 
 

@@ -87,7 +87,7 @@ def test_the_learning_rate_shrinks_with_the_effective_sample_size(trained: dict[
 
 
 def test_a_step_with_every_part_reports_every_part(trained: dict[str, list[dict]]) -> None:
-    """Reference, entropy, recomputed policy, importance weights, rejection and added cross-entropy, at once."""
+    """Reference, entropy, recomputed policy, importance weights, rejection and added cross-entropy, together."""
     figures = trained["everything"]
     assert figures[0]["sums"]["kl_reference"] == pytest.approx(0.0, abs=1e-5)  # the policy still is the reference
     assert figures[2]["sums"]["kl_reference"] > 1e-6

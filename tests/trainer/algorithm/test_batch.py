@@ -1,4 +1,4 @@
-"""Micro-batches: every row is in one, none is over the budget, ranks have equal numbers of them."""
+"""Micro-batches: every row is in one, none exceeds the budget, ranks have equal numbers of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_plan_balances_tokens_over_ranks() -> None:
     assert max(loads) < 1.25 * min(loads)
 
 
-def test_too_long_a_row_says_which_settings_to_change() -> None:
+def test_the_error_for_a_too_long_row_names_the_settings_to_change() -> None:
     """A trajectory over the budget is an error that names the settings, and is not truncated."""
     with pytest.raises(BatchDoesNotFit, match=r"200 tokens.*micro_batch_tokens = 100.*max_new_tokens"):
         plan_micro_batches([10, 200], budget_tokens=100)

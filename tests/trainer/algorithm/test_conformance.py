@@ -1,7 +1,7 @@
 """Every loss, estimator, penalty and correction against public implementations: outputs and gradients.
 
-`tests/data/conformance.json.gz` holds what they return. `ADAPTERS` says which of our functions, with which
-options, answers for which of theirs; `DISAGREEMENTS` lists the cases in which Penstock differs, with
+`tests/data/conformance.json.gz` holds what they return. `ADAPTERS` maps each public function to the Penstock
+function and options it is compared with; `DISAGREEMENTS` lists the cases in which Penstock differs, with
 the reason; `OTHER_RULES` those that score answers. No other case may be left out.
 """
 
@@ -76,7 +76,7 @@ DISAGREEMENTS = {
     "openrlhf/kl/k3": "the recorded output is that of k1, whatever the estimator",
     "verl/pg/clip_cov-rng/token-mean/base": "which candidates are drawn depends on torch's random state, theirs and ours differ",
 }
-# Rules for rewards, which are no losses: the reward service has its own, and says where they differ.
+# Rules for rewards, which are not losses: the reward service has its own, with tests of the differences.
 OTHER_RULES = {
     "verl/reward/gsm8k-strict": "held by tests/reward_service/rewards/test_reward_conformance.py",
     "verl/reward/gsm8k-flexible": "held by tests/reward_service/rewards/test_reward_conformance.py",
@@ -834,7 +834,7 @@ def _openrlhf_dpo(given: Given) -> dict[str, Any]:
 
 
 def _openrlhf_weights(given: Given) -> tuple[Tensor, Tensor]:
-    """Weights of OpenRLHF's importance-sampling correction, and what it filtered."""
+    """Weights of OpenRLHF's importance-sampling correction, and its filtered tokens."""
     options = given.options
     proximal, behaviour = given.flat("old_log_prob"), given.flat("rollout_log_prob")
     log_ratio = proximal - behaviour

@@ -1,4 +1,4 @@
-"""Corrections, advantages, shaping and filters: right for any input, with the properties that the papers state."""
+"""Corrections, advantages, shaping and filters: correct for any input, with the properties that the papers state."""
 
 from __future__ import annotations
 

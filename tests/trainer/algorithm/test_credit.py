@@ -112,7 +112,7 @@ OPTIONS = [
 @pytest.mark.parametrize("name", PRESETS)
 @examples(12)
 @given(batch=groups, options=st.sampled_from(OPTIONS), order=st.randoms(use_true_random=False))
-def test_any_batch_of_any_preset_is_credited_finitely_and_whatever_its_order(
+def test_credit_is_finite_and_independent_of_order_for_any_preset(
     name: str, batch: list[list[tuple[float, int, bool]]], options: dict[str, object], order: object
 ) -> None:
     """Groups of one, equal rewards, empty answers, absurd rewards: finite; permuting groups permutes the credit."""

@@ -1,6 +1,6 @@
 """Properties of every algorithm, from rewards to gradients: plan, micro-batches, credit by token, corrections, loss.
 
-Each preset, and each way of setting the parts that no preset sets, goes through all stages of a step here: `make_plan`,
+Each preset, and each way of setting the parts that no preset sets, is run through all stages of a step here: `make_plan`,
 `build`, `TokenCredit` where a critic credits tokens, the batch's limit where M2PO sets one, and the objective.
 """
 
@@ -287,7 +287,7 @@ def test_what_the_policy_did_not_sample_gets_no_gradient(name: str) -> None:
     table = torch.randn(len(rows) * width, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_()
     held = table.detach().log_softmax(-1)
     fresh = []
-    for number, row in enumerate(rows):  # as if these very logits had sampled it
+    for number, row in enumerate(rows):  # as if exactly these logits had sampled it
         logprobs = np.zeros(len(row.token_ids), dtype=np.float32)
         for place in np.flatnonzero(row.loss_mask):
             logprobs[place] = held[number * width + place - 1, row.token_ids[place]]

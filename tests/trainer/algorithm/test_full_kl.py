@@ -1,4 +1,4 @@
-"""The KL over the whole vocabulary: exact, with the right gradient, and never for all tokens at once."""
+"""The KL over the whole vocabulary: exact, with the correct gradient, and never for all tokens in one chunk."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _by_hand(batch: MicroBatch, temperature: float) -> tuple[Tensor, list[Tensor
 def test_in_chunks_it_is_the_sum_over_the_vocabulary_with_its_gradient(
     lengths: list[int], chunk: int, temperature: float, with_entropy: bool, same_prompt: bool
 ) -> None:
-    """For any chunk size, temperature and layout, with entropies or alone; at most one chunk of logits at once."""
+    """For any chunk size, temperature and layout, with entropies or alone; at most one chunk of logits in memory."""
     rows = [
         row_of([1, 2, 3, 4] if same_prompt else [n + 1, 2], [(3 * n + k) % VOCABULARY for k in range(size)], 0.1 * n + 0.1)
         for n, size in enumerate(lengths)

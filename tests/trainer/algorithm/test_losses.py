@@ -1,4 +1,4 @@
-"""Properties of every policy loss for any data: finite, right on-policy, independent of how the batch is split."""
+"""Properties of every policy loss for any data: finite, correct on-policy, independent of how the batch is split."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dro": partial(dro, dro_beta=0.1),
     "vespo": vespo.bind(),
 }
-# Their value for a sequence is one number, given back for each of its tokens: the gradient is right per sequence.
+# Their value for a sequence is one number, repeated for each of its tokens: the gradient is correct per sequence.
 BY_SEQUENCE: dict[str, PolicyLoss] = {
     "topr": topr,
     "product_clip": partial(product_clip, **CLIP),

@@ -32,7 +32,7 @@ def test_every_setting_of_a_preset_is_as_it_was_recorded(name: str) -> None:
 
 
 def test_no_preset_and_no_alias_is_missing() -> None:
-    """New ones may come; each alias still means its preset."""
+    """Presets may be added; each alias still names its preset."""
     assert set(RECORDED["presets"]) <= set(PRESETS)
     for alias, name in RECORDED["aliases"].items():
         assert AlgorithmSettings(name=alias) == AlgorithmSettings(name=name)

@@ -133,7 +133,7 @@ def test_options_of_user_code_are_checked(code: str, overrides: list[str], reply
 
 
 def test_what_user_code_may_not_do_is_refused(code: str) -> None:
-    """Another meaning for a key of [algorithm], options without code of one's own, a part of another kind."""
+    """Another meaning for a key of [algorithm], options without user code, a part of another kind."""
     for overrides, reply in (
         ([f"algorithm.loss={code}:contradicting"], "option clip_low is declared otherwise than algorithm.clip_low"),
         (["algorithm.options.tilt=0.5"], "unknown key algorithm.options.tilt; known are none"),

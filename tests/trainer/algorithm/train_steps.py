@@ -1,4 +1,4 @@
-"""A few steps for each of several algorithms, in a process of its own; prints the figures of each step.
+"""Run a few steps of each of several algorithms in a separate process; prints the metrics of each step.
 
 python -m tests.trainer.algorithm.train_steps MODEL '{"name": ["algorithm.name=gspo", ...], ...}'
 """
@@ -29,7 +29,7 @@ NUM_STEPS = 3
 
 
 def figures(model: str, overrides: list[str], dims: ParallelDims) -> list[dict[str, Any]]:
-    """Train a fresh policy and say what each step did."""
+    """Train a fresh policy and return the metrics of each step."""
     given = [f"model.path={model}", "trainer.micro_batch_tokens=120", "data.max_prompt_tokens=100"]
     loaded = load(TrainerSettings, overrides=[*given, "rollout.max_new_tokens=10", *overrides]).settings
     settings = loaded.algorithm

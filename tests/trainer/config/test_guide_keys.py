@@ -126,7 +126,7 @@ optim.lr=5e-7 -> trainer.lr=5e-07
 # key -> a piece of the answer
 ANSWERED = """
 AgentRL
-enable_sampling: workers' work
+enable_sampling: rollout workers always sample
 sync_sampling: rollout.max_staleness = 0
 dynamic_batching: trainer.micro_batch_tokens
 target_concurrency: worker.packs_in_flight
@@ -277,7 +277,7 @@ def test_a_key_with_another_meaning_is_refused_with_the_right_one(line: str) -> 
 
 def test_a_setting_that_is_given_under_two_names_is_refused() -> None:
     """A key of Penstock and its alias in one place are ambiguous."""
-    with pytest.raises(ConfigError, match=r"trainer.lr is said twice, as trainer.lr and as learning_rate"):
+    with pytest.raises(ConfigError, match=r"trainer.lr is given twice, as trainer.lr and as learning_rate"):
         load(TrainerSettings, overrides=["model.path=m", "trainer.lr=1e-3", "learning_rate=1e-4"])
 
 

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, each with the fix."""
+"""Errors before anything starts, each with the fix."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_unknown_reward_is_refused_with_those_on_offer(
     settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
     nats_settings: NatsSettings, s3_settings: S3Settings,
 ) -> None:  # fmt: skip
-    """A reward that no living service offers is an error that lists the offers; a known one passes."""
+    """A reward that no running service offers is an error that lists the offers; a known one passes."""
     connections = Connections(ring_streams, bus, blobs)
     wanted = prompts(settings, RewardSettings(name="vibes"))
     with pytest.raises(UnknownReward, match=r"no reward service of this run is alive.*penstock reward service"):

@@ -110,7 +110,7 @@ def test_foreign_names_lead_to_settings_that_exist():
         (["algorithm.importance=token"], "would weigh the ratio of ppo_clip twice"),
     ],
 )
-def test_contradictions_say_the_fix(overrides: list[str], reply: str):
+def test_errors_about_contradictions_contain_the_fix(overrides: list[str], reply: str):
     """Settings that contradict each other are refused with the fix."""
     with pytest.raises(ConfigError) as caught:
         settings(*overrides)

@@ -45,7 +45,7 @@ def test_the_report_is_also_json(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_bad_rows_are_listed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Bad rows are shown with file, line and column, and the exit code is 1; good rows still count."""
+    """Bad rows are shown with file, line and column, and the exit code is 1; valid rows are still counted."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a"}\n' * 2 + '{"prompt": 3}\n' * 12)
     assert main(["data-check", str(path)]) == 1
@@ -73,7 +73,7 @@ def test_columns_can_be_mapped_and_formats_forced(tmp_path: Path, capsys: pytest
 
 
 def test_rows_for_sft_only_are_not_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A row without a prompt to answer is good for SFT; the report says why GRPO cannot use it."""
+    """A row without a prompt to answer is usable for SFT; the report gives the reason why GRPO cannot use it."""
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "response": "b", "data_source": 3}\n')
     assert main(["data-check", str(path)]) == 0

@@ -38,8 +38,8 @@ def test_order_never_changes():
     assert [DataOrder(10, 0).at(i).prompt for i in range(10)] == [0, 4, 2, 9, 5, 7, 1, 8, 6, 3]
 
 
-def test_neighbours_are_separated():
-    """A shuffled order is close to random: neighbours are on average a third of the file apart."""
+def test_adjacent_rows_are_separated():
+    """A shuffled order is close to random: adjacent rows are on average a third of the file apart."""
     order = DataOrder(1000, 3)
     prompts = [order.at(i).prompt for i in range(1000)]
     jumps = [abs(a - b) for a, b in pairwise(prompts)]

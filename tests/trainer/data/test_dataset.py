@@ -129,7 +129,7 @@ def test_every_format_gives_the_same_turn(tmp_path: Path, tokenizer: ChatTokeniz
 
 
 def test_every_assistant_turn_is_trained_once(tmp_path: Path, tokenizer: ChatTokenizer):
-    """A conversation becomes one turn per answer, each after exactly the chat that inference would see."""
+    """A conversation becomes one turn per answer, each after exactly the chat that inference would get."""
     chat = [*ANSWERED, {"role": "user", "content": "sort 43"}, {"role": "assistant", "content": "34"}]
     loaded = turns(write(tmp_path, [{"messages": chat}]), tokenizer, system_prompt="be brief")
     trained = [text_of(tokenizer, t.token_ids[t.loss_mask]) for t in map(loaded.__getitem__, (0, 1))]

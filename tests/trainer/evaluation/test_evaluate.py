@@ -34,7 +34,7 @@ V3, V4 = PolicyVersion(3), PolicyVersion(4)
 
 
 class Scene:
-    """An evaluator with what it needs: held-out prompts, a publisher, a producer that answers."""
+    """An evaluator with held-out prompts, a publisher, and a producer that answers."""
 
     def __init__(self, connections: Connections, folder: Path, producer: ScriptedProducer) -> None:
         write_model(folder / "model", seed=0)
@@ -114,7 +114,7 @@ def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:
     assert "ignored the pin" in scene.lost[0].reason
 
 
-def test_an_evaluation_under_way_at_a_crash_continues_in_the_next_session(scene: Scene) -> None:
+def test_an_evaluation_in_progress_at_a_crash_continues_in_the_next_session(scene: Scene) -> None:
     """Its version is older than the checkpoint's and still stored: its result has its own step, and it is unpinned."""
     for version in (V3, V4):
         scene.publish(version)

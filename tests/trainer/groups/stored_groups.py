@@ -58,5 +58,5 @@ def store_scored(blobs: Blobs, run_id: str, pack_id: str, groups: list[Group], *
 
 
 def ready(message: GroupScored, groups: list[Group]) -> list[ReadyGroup]:
-    """The groups of a message as the collector hands them to the loop."""
+    """The groups of a message as the collector passes them to the loop."""
     return [ReadyGroup(s, message.pack, groups[s.generated.row_group]) for s in message.groups]

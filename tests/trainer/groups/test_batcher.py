@@ -41,7 +41,7 @@ def test_the_oldest_samples_go_first() -> None:
     assert not box.holds("e0.p3.a0")
 
 
-def test_staleness_is_measured_at_the_moment_of_use() -> None:
+def test_staleness_is_measured_at_the_time_of_use() -> None:
     """A group that was fresh on arrival is dropped as stale at a later version, with its tokens."""
     box = batcher(groups_per_step=1)
     box.offer(ready(1, 0))
@@ -62,7 +62,7 @@ def test_samples_of_a_version_not_reached_are_dropped() -> None:
 
 
 def test_less_than_a_batch_waits() -> None:
-    """Too few fresh groups give no batch, and stay ready."""
+    """Too few fresh groups give no batch, and remain ready."""
     box = batcher()
     box.offer(ready(1, 0))
     assert box.take(PolicyVersion(0)) == ([], [])
@@ -70,7 +70,7 @@ def test_less_than_a_batch_waits() -> None:
 
 
 def test_a_trained_group_is_in_the_ledger_within_the_window_and_removed_after_it() -> None:
-    """The ledger holds what was trained as long as such a group could still be fresh, and stays small."""
+    """The ledger holds trained groups as long as they could still be fresh, and no longer."""
     ledger = Ledger()
     for version in range(100):
         ledger.record(PolicyVersion(version), [f"e0.p{version}.a0"], max_staleness=2)

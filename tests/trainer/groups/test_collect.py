@@ -111,7 +111,7 @@ def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
 
 
 class ManualAnswers:
-    """Answers the tasks of a run when a test says so."""
+    """Answer the tasks of a run when a test requests it."""
 
     def __init__(self, connections: Connections, producer: ScriptedProducer) -> None:
         self._inbox = connections.bus.inbox(streams.tasks_consumer(connections.run_id, "train"), TaskIssued).wait()
@@ -236,7 +236,7 @@ def test_a_group_kept_for_another_use_stays_unacknowledged_and_survives_a_crash(
 def test_at_the_end_no_group_is_kept_for_another_use(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
-    """Kept groups are settled without another use; delivered again to a later session they are duplicates, settled at once."""
+    """Kept groups are settled without another use; redelivered to a later session they are duplicates, settled immediately."""
     spec = streams.scored_consumer(connections.run_id, "train")
     with Session(connections, prompts, uses=3) as session:
         session.issuer.advance(V0, 4)
@@ -277,7 +277,7 @@ def test_a_group_that_is_delivered_twice_is_trained_once(
 def test_stale_groups_are_dropped_and_their_prompts_issued_again(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
-    """What is too old at the moment of use is counted in groups and tokens, and is issued again as the next attempt."""
+    """A group too old at the time of use is counted in groups and tokens, and is issued again as the next attempt."""
     with Session(connections, prompts) as session:
         session.issuer.advance(V0, 100)
         messages = manual.tasks(4)
@@ -361,7 +361,7 @@ def test_a_prompt_that_is_always_stale_is_skipped(
 def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(
     connections: Connections, prompts: PromptSet, manual: ManualAnswers
 ) -> None:
-    """An object that is not what its message describes is never trained on; the rest of the batch is."""
+    """An object that differs from its message is never trained on; the rest of the batch is."""
     letters: list[DeadLetter] = []
     connections.bus.tail(
         f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
@@ -463,7 +463,7 @@ def test_a_dead_letter_in_the_checkpoint_is_not_read_twice(
 
 
 def test_the_deadline_of_a_batch_names_what_is_missing(connections: Connections, prompts: PromptSet) -> None:
-    """The error names what is ready and outstanding, the queue depths, and that no worker is alive."""
+    """The error names what is ready and outstanding, the queue depths, and that no worker sends heartbeats."""
     with Session(connections, prompts, deadline_s=0.5) as session:
         session.issuer.advance(V0, 100)
         wait_for(lambda: connections.bus.stream_state(f"{connections.run_id}-tasks").wait().num_messages == 4, "tasks")
@@ -548,7 +548,7 @@ def test_an_outage_of_nats_delays_groups_and_loses_none(
         assert connections.bus.stream_state(f"{connections.run_id}-scored").wait().num_messages == 0
     producer.close()
     said = capsys.readouterr()
-    assert "NATS unreachable" in said.out + said.err  # where logs go, an earlier test may have decided
+    assert "NATS unreachable" in said.out + said.err  # an earlier test may have configured logging
 
 
 def test_an_outage_of_s3_delays_groups_and_loses_none(

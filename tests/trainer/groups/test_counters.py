@@ -1,4 +1,4 @@
-"""The counts that people see are the accounting's sums, with uses and ages added."""
+"""The displayed counts are the accounting's sums, with uses and ages added."""
 
 from __future__ import annotations
 

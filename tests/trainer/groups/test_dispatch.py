@@ -42,7 +42,7 @@ def rollout(**changes: object) -> RolloutSettings:
 
 
 class DispatchMachine(RuleBasedStateMachine):
-    """A trainer that issues, trains, sends back, checkpoints and crashes; a broker that keeps what was issued."""
+    """A trainer that issues, trains, sends back, checkpoints and crashes; a broker that keeps issued groups."""
 
     in_flight: Bundle[str] = Bundle("in_flight")
 
@@ -134,7 +134,7 @@ TestDispatchMachine.settings = examples(150, stateful_step_count=40)
     st.integers(1, 50),
 )
 def test_outstanding_groups_never_exceed_the_staleness_bound(per_step, staleness, per_message, closings, num_prompts):
-    """Whatever is trained when, at most (max_staleness + 1) * groups_per_step groups are outstanding."""
+    """In any order of training, at most (max_staleness + 1) * groups_per_step groups are outstanding."""
     limits = rollout(groups_per_step=per_step, max_staleness=staleness)
     order = DataOrder(num_prompts, seed=0)
     state = START
@@ -187,7 +187,7 @@ def test_every_prompt_is_issued_once_per_epoch(num_prompts: int, per_step: int, 
 
 
 def test_packs_of_a_step_are_whole():
-    """A step's groups are cut into packs of the chosen size; the rest of a bound waits for a whole pack."""
+    """A step's groups are cut into packs of the chosen size; the remainder of a bound waits for a whole pack."""
     limits = rollout(groups_per_step=10, max_staleness=1)
     order = DataOrder(100, seed=0)
     packs, state = plan(START, order=order, rollout=limits, groups_per_message=4)

@@ -29,7 +29,7 @@ TRAINING = ("trainer.steps=4", "algorithm.max_trained_count=1", "trainer.checkpo
 
 
 class PositionReward:
-    """A reward that is a completion's position in its group, whatever its text; it gives group ``refused`` no score."""
+    """A reward that is a completion's position in its group, for any text; it gives group ``refused`` no score."""
 
     refused_id = ""
 

@@ -70,7 +70,7 @@ def test_a_group_that_is_too_old_is_retired_not_dropped() -> None:
 
 
 def test_after_a_resume_a_kept_group_is_taken_in_once() -> None:
-    """Trained groups that have uses left by the checkpoint's ledger are taken in; any other counts as trained."""
+    """Trained groups with uses left in the checkpoint's ledger are accepted; any other counts as trained."""
     before = Box(Reuse(2), size=1)
     before.batcher.offer(ready(1, 0))
     before.batcher.offer(ready(2, 0))

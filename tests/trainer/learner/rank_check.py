@@ -56,7 +56,7 @@ PUBLISHED = ["0-float32", "1-float32", "2-float32", "3-float32", "lora-3", "2-bf
 CRITIC = Regression(updates=2, clip=0.2, head_start_steps=1)
 NUM_STEPS = 4
 BUCKET_BYTES = 40_000  # the model has several buckets
-CHUNK_TOKENS = 7  # through the output head at once: every micro-batch takes several chunks, and not equally many
+CHUNK_TOKENS = 7  # tokens per chunk of the output head: every micro-batch takes several chunks, and not equally many
 
 
 def how(zero_stage: int, dtype: str) -> Optimisation:
@@ -87,7 +87,7 @@ class TwoWays:
         )
 
     def publish(self, rank_group: RankGroup) -> dict:
-        """Publish the next version in both ways; returns what its manifests say."""
+        """Publish the next version by both methods; returns the contents of its manifests."""
         self._version += 1
         version = PolicyVersion(self._version)
         own = rank_group.weights(wanted=self._together.drop_overtaken())
@@ -118,7 +118,7 @@ def num_bytes(weights: ModelWeights) -> int:
 
 
 def _seen(manifest: VersionManifest) -> list[dict]:
-    """What a manifest says of its buckets, except where they are stored."""
+    """A manifest's entries of its buckets, except their object keys."""
     return [{**b.model_dump(exclude={"stored"}), "sha256": b.stored and b.stored.sha256} for b in manifest.buckets]
 
 
@@ -179,7 +179,7 @@ def nudge(policy: Policy) -> None:
 
 
 def published_adapter(rank_group: RankGroup, merged: dict[str, torch.Tensor]) -> dict:
-    """Return what is published of adapters, and whether rank 0's base and the factors make exactly what is exported."""
+    """Return the published adapters, and True if rank 0's base and the factors give exactly the exported weights."""
     weights = rank_group.weights(None, as_adapter=True)
     if not isinstance(weights, AdapterWeights):
         return {}

@@ -173,7 +173,7 @@ def test_whole_models_and_adapters_may_follow_one_another(connections: Connectio
 def test_a_refused_adapter_is_published_again_with_an_intact_base(
     connections: Connections, model_folder: Path, tmp_path: Path
 ) -> None:
-    """One refusal is enough. A damaged base is stored again under its own number; the state root is the same."""
+    """One refusal suffices. A damaged base is stored again under its own number; the state root is the same."""
     publisher, base = Publisher(connections, model_folder=model_folder), a_base()
     publish(publisher, 0, base, whole=True)
     publish(publisher, 1, base)

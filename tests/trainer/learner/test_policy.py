@@ -96,7 +96,7 @@ def test_a_head_with_softcapping_is_refused(model: torch.nn.Module) -> None:
 
 
 def test_learning_rate_follows_the_schedule() -> None:
-    """Warm-up starts above 0 and ends at the peak; linear and cosine end at the ratio, constant stays at the peak."""
+    """Warm-up starts above 0 and ends at the peak; linear and cosine end at the ratio, constant at the peak."""
     shape = {"num_steps": 11, "warmup_steps": 4, "min_lr_ratio": 0.1}
     for schedule, last in (("linear", 0.1), ("cosine", 0.1), ("constant", 1.0)):
         factors = [lr_factor(step, schedule=schedule, **shape) for step in range(11)]  # type: ignore[arg-type]

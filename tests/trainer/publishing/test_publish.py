@@ -187,7 +187,7 @@ def test_another_layout_starts_with_a_full_snapshot(connections: Connections, mo
 
 
 def test_full_snapshots_are_written_in_the_background(connections: Connections, model_folder: Path) -> None:
-    """Every third version gets a full snapshot of the same weights; versions stay patches, and later ones name it."""
+    """Every third version gets a full snapshot of the same weights; versions remain patches, and later ones name it."""
     publisher = Publisher(
         connections, model_folder=model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=3)
     )
@@ -257,7 +257,7 @@ def refuse(connections: Connections, worker: str) -> None:
 
 
 def test_a_refused_patch_is_answered_with_a_full_snapshot(connections: Connections, model_folder: Path) -> None:
-    """The same version is published again at once, as a full snapshot; to refuse that takes two workers."""
+    """The same version is published again immediately, as a full snapshot; to refuse that takes two workers."""
     publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
     publish(publisher, 0)
     publish(publisher, 1)

@@ -64,7 +64,7 @@ def announced(connections: Connections) -> list[WeightsPublished]:
 def test_a_trainer_whose_lease_expired_during_a_publication_changes_nothing(
     connections: Connections, blobs: Blobs, state: KeyValue, proxy: RefusingS3, model_folder: Path, held: str
 ) -> None:
-    """Another holder publishes the same number meanwhile: the first one neither moves the head nor announces."""
+    """Another holder publishes the same number in between: the first one neither moves the head nor announces."""
     seen = announced(connections)
     first = acquire(state, connections.run_id, clock=time.time, ttl_s=1.0)  # never renewed, as by a suspended process
     fence(state, first.epoch)
@@ -134,7 +134,7 @@ def test_one_of_two_simultaneous_publishers_wins(
 def test_a_full_store_delays_a_version_and_the_one_before_stays_available(
     connections: Connections, proxy: RefusingS3, model_folder: Path, tmp_path: Path, refused: str
 ) -> None:
-    """While the store refuses, the head stays and the old version can be fetched; then publishing continues."""
+    """While the store refuses, the head is unchanged and the old version can be fetched; then publishing continues."""
     seen = announced(connections)
     publisher = Publisher(connections, model_folder=model_folder, policy=NEVER)
     publish(publisher, 0)
@@ -175,7 +175,7 @@ def test_a_store_that_stays_full_stops_the_publisher_and_the_next_session_contin
 def test_a_refused_full_snapshot_delays_no_version_and_is_tried_again(
     connections: Connections, proxy: RefusingS3, model_folder: Path
 ) -> None:
-    """Versions stay patches on the older full snapshot; the next due one is written, and later patches name it."""
+    """Versions remain patches on the older full snapshot; the next due one is written, and later patches name it."""
     short_deadline = Connections(connections.run_id, connections.bus, Blobs(proxy.settings, deadline_s=0.5))
     publisher = Publisher(
         short_deadline, model_folder=model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=1)

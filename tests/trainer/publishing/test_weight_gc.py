@@ -59,7 +59,7 @@ def beat(connections: Connections, needs: int) -> None:
 
 
 def test_manifests_are_deleted_first_and_objects_after_the_grace_period(connections: Connections) -> None:
-    """Nothing is kept below the full snapshot before the newest: manifests are deleted at once, objects later."""
+    """Nothing is kept below the full snapshot before the newest: manifests are deleted immediately, objects later."""
     gc = collector(connections)
     assert gc.sweep(0.0) == 9
     floor = (

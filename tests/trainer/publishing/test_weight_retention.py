@@ -39,7 +39,7 @@ def test_the_last_two_full_snapshots_are_kept():
 
 
 def test_objects_are_deleted_a_grace_period_after_their_manifest():
-    """Retired objects are not deleted at once: a reader that has just planned can still fetch them."""
+    """Retired objects are not deleted immediately: a reader that has just planned can still fetch them."""
     assert expired({V(1): 100.0, V(2): 160.0}, now=200.0, grace_s=60.0) == {1}
 
 

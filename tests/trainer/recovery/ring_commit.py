@@ -1,6 +1,6 @@
-"""The commit of the ring machine: the trainer's own, over a folder in memory and objects in a dictionary.
+"""The commit of the state machine: the trainer's own, over a folder in memory and objects in a dictionary.
 
-`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The rest of a trainer is replaced here: an object store,
+`Committer`, `RunRecordWriter` and `checkpoint` are the real ones. The other parts of a trainer are replaced here: an object store,
 a key in NATS and a lease that never fail, weights that are a digest, and a collector whose acknowledgements reach the
 broker later, if at all.
 """
@@ -56,7 +56,7 @@ class Objects:
 
 @dataclass(slots=True)
 class DelayedAcks:
-    """Replaces the collector: what is settled, and the acknowledgements that the newest checkpoint allows."""
+    """Replaces the collector: settled groups, and the acknowledgements that the newest checkpoint allows."""
 
     tracker: DeliveryTracker
     covered: Callable[[], list[int]]

@@ -1,8 +1,8 @@
-"""A state machine that subjects the trainer to everything a broker may do: repeat, reorder, lose, dead-letter; and crashes.
+"""A state machine that tests the trainer with all a broker may do (repeat, reorder, lose, dead-letter), and with crashes.
 
 The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and the
 commit (`tests/trainer/recovery/ring_commit.py`). The queues are in memory, with the guarantees of the real ones and no
-more: a message is delivered again until it is acknowledged, in any order; message ids are forgotten whenever a server
+more: a message is delivered again until it is acknowledged, in any order; message ids are lost whenever a server
 restarts. `tests/trainer/recovery/test_exactly_once.py` runs it, and shows that it finds planted bugs.
 """
 
@@ -338,7 +338,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def forget(self):
-        """The server restarts, and forgets the message ids of what was consumed."""
+        """The server restarts and loses the message ids of consumed messages."""
         self.tasks.known.clear()
         self.scored.known.clear()
 
@@ -365,7 +365,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.letters)
     @rule(pick=PICK)
     def send_again(self, pick):
-        """A dead letter is sent again, whatever the present state of its groups."""
+        """A dead letter is sent again, in any state of its groups."""
         number = pick % len(self.letters)
         letter, message = self.letters[number]
         queue = self.tasks if letter.stage == "tasks" else self.scored
@@ -373,7 +373,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def flow(self):
-        """Without any fault: what is issued is answered and delivered, and a step is made."""
+        """Without faults: issued groups are answered and delivered, and a step is made."""
         self.announce()
         self.issue(sends=True)
         while self.tasks.waiting:
@@ -394,12 +394,12 @@ class RingMachine(RuleBasedStateMachine):
         self.letters.append((letter, message))
 
     def _require_state_is_stored(self):
-        """What is acknowledged is not delivered again: a next session knows it from the checkpoint alone."""
+        """An acknowledged group is not redelivered: the next session has it from the checkpoint only."""
         stored, now = self.commits.newest(), self.issuer.take_state()
         assert IssuerState.is_in(now, stored), "acknowledged, but the checkpoint does not hold the present state"
         assert stored.version == self.version, "acknowledged, but the checkpoint is of older weights"
 
-    # ── what must be true at every moment ─────────────────────────────────────────────────────
+    # ── what must always be true ──────────────────────────────────────────────────────────────
 
     @invariant()
     def every_group_has_one_effect(self):
@@ -432,7 +432,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_outstanding_group_is_somewhere(self):
-        """What is outstanding is in a queue, held by the trainer, dead-lettered, or was lost by the broker."""
+        """Each outstanding group is in a queue, held by the trainer, dead-lettered, or was lost by the broker."""
         if not hasattr(self, "issuer"):
             return
         unsent = {group_id for pack in self.issuer._unsent for group_id in pack}

@@ -33,7 +33,7 @@ def write(folder: Path) -> None:
 
 
 def test_the_newest_checkpoint_is_read_back(tmp_path: Path) -> None:
-    """State and files of the newest checkpoint are read back; only the newest few stay."""
+    """State and files of the newest checkpoint are read back; only the newest few are kept."""
     for step in (2, 4, 12):
         checkpoint.commit(tmp_path, state(step), write, keep=2)
     found = checkpoint.newest(tmp_path, "r")

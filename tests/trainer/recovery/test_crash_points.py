@@ -223,7 +223,7 @@ def kinds(proof: AuditResult) -> set[str]:
 
 
 def test_the_audit_fails_when_ids_are_removed_from_the_checkpoint(scene: Scene, tmp_path: Path) -> None:
-    """A ledger without its groups differs from what was committed; the audit names every missing id."""
+    """A ledger without its groups differs from the committed record; the audit names every missing id."""
     shutil.copytree(scene.checkpoints("undisturbed"), tmp_path / "checkpoints")
     folder, state = committed(tmp_path / "checkpoints")[-1]
     ids = {group_id for _, row in state.ledger for group_id in row}

@@ -1,4 +1,4 @@
-"""Whatever the broker does and wherever the trainer is killed: every group counts once, and the accounting closes."""
+"""For any behaviour of the broker and any kill of the trainer, every group counts once, and the accounting closes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TestRing.settings = examples(100, stateful_step_count=50)
 
 
 class LedgerForgotten(RingMachine):
-    """A checkpoint without the ids of what was trained."""
+    """A checkpoint without the ids of trained groups."""
 
     def restore(self, document):
         super().restore(document | {"ledger": ()})
@@ -85,7 +85,7 @@ class StepPassedOver(RingMachine):
     "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
 )
 def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
-    """A trainer that forgets what its checkpoint should hold, or acknowledges before it, fails the machine."""
+    """A trainer that omits state from its checkpoint, or acknowledges before the commit, fails the machine."""
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(broken, settings=HUNT)
 

@@ -1,4 +1,4 @@
-"""What a run keeps: with the defaults everything that a replay needs, and always what a queue or dead letter names."""
+"""Objects a run keeps: with the defaults all that a replay needs, and always those that a queue or dead letter names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
 
 
 def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
-    """Trained, queued and dead-lettered packs stay; a dropped group's pack and an old task list are deleted after a day."""
+    """Trained, queued and dead-lettered packs are kept; a dropped group's pack and an old task list are deleted after a day."""
     run, clock = ring_streams, Clock()
     trained, queued, dead, dropped = (store(blobs, run, name) for name in ("trained", "queued", "dead", "dropped"))
     tasks = blobs.put(blob_keys.task_list(run, "p"), b"tasks")
