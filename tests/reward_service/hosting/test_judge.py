@@ -87,19 +87,19 @@ async def test_every_answer_gets_the_number_the_judge_wrote_last(
 
 
 UNREADABLE: dict[str, tuple[Answer, str]] = {
-    "prose": (said("It is quite good."), "last line is not SCORE: number"),
-    "early": (said("SCORE: 7\nbut on reflection, no"), "last line is not SCORE"),
+    "prose": (said("It is quite good."), "last line must be SCORE: number"),
+    "early": (said("SCORE: 7\nbut on reflection, no"), "last line must be SCORE"),
     "out of range": (said("SCORE: 11"), "outside [0, 10]"),
     "other scale": (said("SCORE: 4/5"), "out of 5"),
-    "two numbers": (said("SCORE: 7 or 8"), "last line is not SCORE"),
-    "cut off": (said("SCORE: 1", finish="length"), "cut off at its limit"),
-    "empty": (said(""), "without a text"),
-    "null": (said(None), "without a text"),
-    "refusal": (said(None, refusal="I will not"), "refuses: I will not"),
+    "two numbers": (said("SCORE: 7 or 8"), "last line must be SCORE"),
+    "cut off": (said("SCORE: 1", finish="length"), "cut off at its token limit"),
+    "empty": (said(""), "has no text"),
+    "null": (said(None), "has no text"),
+    "refusal": (said(None, refusal="I will not"), "refused: I will not"),
     "filtered": (said(None, finish="content_filter"), "finish_reason content_filter"),
-    "no choice": ((200, {}, b'{"choices": []}'), "without a choice"),
-    "not a completion": ((200, {}, b'{"error": "busy"}'), "no chat completion: choices"),
-    "not JSON": ((200, {}, b"<html>"), "no chat completion"),
+    "no choice": ((200, {}, b'{"choices": []}'), "has no choices"),
+    "not a completion": ((200, {}, b'{"error": "busy"}'), "not a chat completion: choices"),
+    "not JSON": ((200, {}, b"<html>"), "not a chat completion"),
     "refused": ((401, {}, b'{"error": "bad key"}'), "HTTP 401"),
     "down": ((503, {}, b"overloaded"), "HTTP 503: overloaded"),
 }
@@ -221,10 +221,10 @@ def test_an_answer_cannot_close_its_own_marks() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"template": "Grade it."}, "{{answer}} must be in it"),
-        ({"template": "{{answer}} {{colour}}"}, "unknown places {{colour}}"),
-        ({"template": "{{answer}} {{answer_a}}"}, "unknown places {{answer_a}}"),
-        ({"template": "{{answer}}", "mode": "pairwise"}, "unknown places {{answer}}"),
+        ({"template": "Grade it."}, "{{answer}} is missing"),
+        ({"template": "{{answer}} {{colour}}"}, "unknown placeholders {{colour}}"),
+        ({"template": "{{answer}} {{answer_a}}"}, "unknown placeholders {{answer_a}}"),
+        ({"template": "{{answer}}", "mode": "pairwise"}, "unknown placeholders {{answer}}"),
         ({"min_score": 10}, "must be below max_score"),
         ({"base_url": "localhost:1"}, "must start with http"),
         ({"base_url": "http://me:pass@host/v1"}, "hold no password"),
@@ -282,7 +282,7 @@ async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
         finally:
             await chat.close()
     assert all(score.score is None for score in scores)
-    assert all("last line is not SCORE" in (s.error or "") or "cut off" in (s.error or "") for s in scores), scores
+    assert all("last line must be SCORE" in (s.error or "") or "cut off" in (s.error or "") for s in scores), scores
     assert chat.cost.tokens_in > 0
     assert chat.cost.tokens_out > 0
     assert chat.cost.untold == 0

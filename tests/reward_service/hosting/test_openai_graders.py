@@ -148,7 +148,7 @@ REFUSED = [
     ({"type": "label_model"}, "label_model"),
     ({**CHECK, "operation": "starts_with"}, "operation"),
     ({**CHECK, "input": "{{sample.output_tools[0]}}"}, "output_tools"),
-    ({**CHECK, "input": "{{answer}}"}, "is no variable"),
+    ({**CHECK, "input": "{{answer}}"}, "is not a variable"),
     ({**CHECK, "colour": 1}, "colour"),
     ({**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"}, "evaluation_metric"),
     ({"type": "multi", "graders": {"c": CHECK}, "calculate_output": "c + d"}, "no grader 'd'"),
@@ -183,7 +183,7 @@ async def test_a_model_scores_by_the_guides_response_format(
     try:
         assert (await score(ASK, "Rome", chat)).score == 7.5
         for _ in range(4):
-            assert "score_model says" in ((await score(ASK, "Rome", chat)).error or "")
+            assert "score_model answered" in ((await score(ASK, "Rome", chat)).error or "")
     finally:
         await chat.close()
     body = server.requests[0]
