@@ -84,7 +84,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert own.parts["length.length"] == tuple(map(float, own.generated.completion_tokens))
     letters = {name: letter for letter in wire.wait_dead("truthless", "early") for name in letter.group_ids}
     assert (letters["truthless"].reason, letters["early"].reason) == ("BadGroundTruth", "UnknownReward")
-    assert letters["truthless"].detail.startswith("part correct: numeric compares numbers")
+    assert letters["truthless"].detail.startswith("part correct: numeric: the row's ground_truth must be a number")
     assert "did you mean" in letters["early"].detail or "There are:" in letters["early"].detail
 
     assert service.register(f"judge-{wire.run_id}", endpoint.url, version="2").status_code == 201
@@ -136,7 +136,7 @@ def test_parameters_are_listed_by_name() -> None:
     """`rewards NAME` shows what may be set of a reward; an unknown name is an error with the nearest one."""
     command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
     shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "longest      required: At this length the punishment is whole." in shown
+    assert "longest      required: Length at which the full punishment is reached." in shown
     failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode == 1
     assert "did you mean numeric" in failed.stderr
@@ -158,8 +158,8 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
             {"reward": "numeric", "parameters": {"units": "sane"}},
             r"parameters\.units: expected 'ignore', 'same' or 'convert'",
         ),
-        ({"reward": "regex", "parameters": {"pattern": "("}}, "not an expression of Python's re"),
-        ({"reward": "json_schema", "parameters": {"schema_text": '{"type": "objct"}'}}, "no valid schema"),
+        ({"reward": "regex", "parameters": {"pattern": "("}}, "not a regular expression of Python's re"),
+        ({"reward": "json_schema", "parameters": {"schema_text": '{"type": "objct"}'}}, "not a valid schema"),
         ({"reward": "json_schema", "parameters": {"schema_file": "nowhere.json"}}, "cannot be read"),
         ({"reward": "tags", "parameters": {"tags": ["<think>"]}}, "write think, not <think>"),
         ({"reward": "tags", "parameters": {"tags": ["a", "a"]}}, "a tag is named twice"),
