@@ -109,7 +109,7 @@ def test_with_several_labels_one_of_them_counts(tmp_path: Path) -> None:
     (row,) = alone(model, tmp_path, ["hello"])
     (scored,) = load(tmp_path, label=2).score(["hello"], special_tokens=True)
     assert scored.value == pytest.approx(torch.tensor(row).softmax(-1)[2].item(), abs=1e-6)
-    with pytest.raises(ConfigError, match="3 labels; say with --label"):
+    with pytest.raises(ConfigError, match="3 labels; choose one with --label"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="--label 3: the model has 3 labels"):
         load(tmp_path, label=3)

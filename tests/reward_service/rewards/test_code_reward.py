@@ -251,7 +251,7 @@ async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> No
         await asyncio.sleep(0.01)
         if task.done():
             break
-    with pytest.raises(SandboxFailed, match=r"killed by somebody else"):
+    with pytest.raises(SandboxFailed, match=r"killed by another process"):
         await task
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
 
@@ -317,7 +317,7 @@ def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_service_says_which_sandbox_it_uses(shared_service: Service) -> None:
     """GET /v1/rewards names the sandbox, and a row scored by hand is run in it."""
     listed = {row["name"]: row for row in shared_service.get("/v1/rewards")["rewards"]}
-    assert "programs are run in" in listed["code"]["description"]
+    assert "programs run in" in listed["code"]["description"]
     answer = httpx.post(
         f"{shared_service.url}/v1/score",
         timeout=60.0,
