@@ -92,7 +92,7 @@ def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tm
     assert len({round(one.value or 0.0, 4) for one in scored}) > 5
 
 
-def test_a_text_that_does_not_fit_is_an_error_and_no_half_score(tmp_path: Path) -> None:
+def test_a_text_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     """Empty and over-long texts have errors that name the limit; their neighbours are scored."""
     build(tmp_path)
     scored = load(tmp_path, max_length=20).score(["hello", "", "x" * 40], special_tokens=True)
@@ -125,7 +125,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
     assert half != full
 
 
-def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
     """No folder, no head (transformers would make one at random) and a length beyond the model are errors at the start."""
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(tmp_path / "absent")

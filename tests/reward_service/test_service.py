@@ -65,7 +65,7 @@ def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service
     assert sorted(len(fact.groups) for fact in wire.scored) == [1, 1]
 
 
-def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
+def test_groups_that_can_never_be_scored_are_dead_lettered_and_others_scored(
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """An unknown reward and a missing ground truth are dead letters that name only their groups, with the reason."""
@@ -91,7 +91,7 @@ def test_what_can_never_be_scored_is_dead_at_once_and_the_rest_is_scored(
     wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
 
 
-def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
+def test_a_pack_that_differs_from_its_message_is_dead_lettered(
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
@@ -119,7 +119,7 @@ def test_a_pack_that_is_not_what_its_message_says_is_dead_at_once(
     wire.wait_idle()
 
 
-def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: Callable[..., Service]) -> None:
     """JSON nested beyond reason is a dead letter at once; the service goes on with other packs."""
     service = start_service()
     deep = RewardRequest.model_construct(
@@ -136,7 +136,7 @@ def test_a_hostile_ground_truth_dies_alone(wire: Wire, start_service: Callable[.
     assert service.alive()
 
 
-async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
+async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
     """An exception nobody foresaw becomes an error of the group that met it, with the reward's name."""
 
     def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
@@ -160,7 +160,7 @@ async def test_a_reward_of_ours_that_raises_fails_its_group_alone() -> None:
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)
 
 
-def test_a_stepping_wall_clock_ends_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of how long nobody was asked goes on by the second while the wall clock is put back an hour."""
     before, wall = pack_progress.now(), time.time()
     monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
@@ -195,7 +195,7 @@ def test_a_killed_service_loses_no_group(
     assert not wire.dead
 
 
-def test_packs_wait_while_s3_is_away(
+def test_packs_wait_while_s3_is_unreachable(
     bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
 ) -> None:
     """A store that is down is nobody's fault: the pack waits, however often it is delivered, and is scored later."""
@@ -219,7 +219,7 @@ def test_packs_wait_while_s3_is_away(
         service.kill()
 
 
-def test_sigterm_finishes_what_is_under_way(
+def test_sigterm_finishes_packs_in_progress(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """After SIGTERM the packs under way are scored and acknowledged, and the replica takes its records away."""
@@ -245,7 +245,7 @@ def test_sigterm_finishes_what_is_under_way(
     assert rewards_offered.current_offers(registry, run_id=wire.run_id, now=time.time()) == []
 
 
-def test_sigterm_gives_back_what_does_not_finish(
+def test_sigterm_requeues_unfinished_packs(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """A pack that hangs beyond the drain time goes back to the broker at once, for another replica."""
@@ -308,9 +308,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
     assert offers()[0].by_source["openai/gsm8k"] == "gsm8k"
 
 
-def test_the_record_of_a_replica_killed_long_ago_is_taken_away(
-    wire: Wire, start_service: Callable[..., Service]
-) -> None:
+def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: Callable[..., Service]) -> None:
     """A replica that starts deletes the offers of the long dead, so that the shared bucket does not grow for ever."""
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
     key = rewards_offered.key(f"dead-{wire.run_id}")
@@ -338,7 +336,7 @@ def test_a_port_that_is_taken_is_named(
     assert "Traceback" not in second.output
 
 
-def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
+def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str, wire: Wire
 ) -> None:
     """Without the run's streams the service ends at once and says how to create them."""
@@ -348,7 +346,7 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_remedy(
     assert "Traceback" not in service.output
 
 
-def test_health_and_metrics_tell_what_was_scored(wire: Wire, start_service: Callable[..., Service]) -> None:
+def test_health_and_metrics_report_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
     """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
     service = start_service("reward_service.token=secret")
     wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])

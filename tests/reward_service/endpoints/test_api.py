@@ -73,7 +73,7 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     assert httpx.post(f"{url}/test", json={}, timeout=60).status_code == 404
 
 
-def test_a_failing_endpoint_is_told_apart_by_its_test(
+def test_the_test_of_a_failing_endpoint_shows_the_reason(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Testing a broken endpoint shows the same reason that a dead letter would carry."""
@@ -192,7 +192,7 @@ def test_a_token_guards_every_call_but_health(
     assert allowed.status_code == 200
 
 
-def test_a_door_open_to_others_needs_a_token(
+def test_listening_beyond_loopback_needs_a_token(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """Listening on another address than loopback without a token is refused at the start."""
@@ -229,7 +229,7 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
     assert name in {row["name"] for row in json.loads(stored.value)["endpoints"]}
 
 
-def test_health_turns_red_while_nats_is_away(
+def test_health_is_503_while_nats_is_unreachable(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """/healthz answers 503 while NATS is gone, and 200 again once it is back; the service lives on."""
@@ -247,7 +247,7 @@ def test_health_turns_red_while_nats_is_away(
         service.kill()
 
 
-def test_neither_the_runs_servers_nor_endless_bodies_get_through(
+def test_the_runs_servers_and_oversized_bodies_are_refused(
     wire: Wire, start_service: Callable[..., Service], nats_settings: NatsSettings, s3_settings: S3Settings
 ) -> None:
     """An endpoint at NATS or the object store is refused; a body beyond the limit is a 413, announced or not."""

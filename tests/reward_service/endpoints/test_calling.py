@@ -56,7 +56,7 @@ def test_a_half_open_breaker_lets_one_call_through() -> None:
     assert breaker.retry_in_s(now) == 0.0
 
 
-def test_what_was_sent_before_does_not_touch_an_open_breaker() -> None:
+def test_answers_to_earlier_calls_do_not_change_an_open_breaker() -> None:
     """Answers of calls that were under way when it opened neither close nor prolong it."""
     breaker = tripped()
     breaker.record(0.1, failed=False)
@@ -94,14 +94,14 @@ def test_a_signature_is_the_specifications_own() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_%%%", "whsec_c2hvcnQ="])
-def test_a_signing_secret_that_is_none_is_refused_without_showing_it(secret: str) -> None:
+def test_an_invalid_signing_secret_is_refused_without_showing_it(secret: str) -> None:
     """The text says what a secret looks like, and does not repeat what was given."""
     with pytest.raises(ValueError, match="whsec_ and the base64 of 24 to 64") as err:
         Registration.model_validate({"name": "x", "url": "http://127.0.0.1/", "secrets": [secret]})
     assert not secret or f"input_value='{secret}" not in str(err.value)
 
 
-def test_a_lease_lives_by_the_readers_clock() -> None:
+def test_a_lease_expires_by_the_readers_clock() -> None:
     """A lease is over when its revision stood still for its time; a new revision, or a first sight, starts it anew."""
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()

@@ -48,7 +48,7 @@ def test_an_answer_for_other_groups_is_refused(wrong: bytes) -> None:
         PenstockDialect().read(Call("mine", "id-1", GROUPS), wrong)
 
 
-def test_options_a_dialect_does_not_know_are_refused() -> None:
+def test_unknown_options_of_a_dialect_are_refused() -> None:
     """A registration cannot carry an option that nobody would read."""
     with pytest.raises(ValueError, match="options of dialect penstock: temperature"):
         Endpoint(name="x", url="http://127.0.0.1:1/", options={"temperature": 1})

@@ -34,7 +34,7 @@ def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]
     return behave, asked, release
 
 
-def test_an_endpoint_that_hangs_slows_nobody_else(
+def test_a_hung_endpoint_slows_no_other_pack(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """With one place and a dozen packs stuck at a hung endpoint, other packs are scored, by endpoints and built-ins."""
@@ -97,7 +97,9 @@ def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     assert live()["finishing"] == {}
 
 
-def test_an_endpoint_lives_by_its_lease(wire: Wire, start_service: StartService, start_endpoint: StartEndpoint) -> None:
+def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
+    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
+) -> None:
     """Not renewed, it is out of service and out of the offers, and its groups wait; renewed, it scores them."""
     service = start_service("reward_service.endpoint_attempts=1")
     endpoint, name = start_endpoint(good(0.5)), f"leased-{wire.run_id}"
@@ -125,7 +127,7 @@ def test_an_endpoint_lives_by_its_lease(wire: Wire, start_service: StartService,
     assert service.post(f"/v1/endpoints/absent-{wire.run_id}/lease", other).status_code == 404
 
 
-def test_a_drained_endpoint_is_asked_nothing_until_it_is_resumed(
+def test_a_drained_endpoint_gets_no_calls_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; patience has an end."""
@@ -206,7 +208,7 @@ def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
         assert len({scored.generated.group_id for scored in times}) == 1
 
 
-def test_secrets_go_in_and_never_come_out(
+def test_secrets_are_used_and_never_shown(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
     """A registration's secrets are used by every replica, after a restart too, and shown by no call, log or registry."""
@@ -255,7 +257,7 @@ def test_secrets_go_in_and_never_come_out(
     assert wire.bus.key_value(streams.secrets_bucket().bucket).wait().get(f"endpoint.{name}").wait() is None
 
 
-def test_without_tokens_nobody_leaves_secrets_and_no_web_page_gets_in(wire: Wire, shared_service: Service) -> None:
+def test_without_tokens_secrets_and_requests_of_web_pages_are_refused(wire: Wire, shared_service: Service) -> None:
     """On loopback without tokens all is open but secrets, and only to requests that name this machine."""
     key = "whsec_" + base64.b64encode(b"s" * 32).decode()
     answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])

@@ -119,7 +119,7 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
     assert one.metrics().breaker is BreakerState.CLOSED, "413 says nothing about other calls"
 
 
-async def test_a_full_line_turns_groups_away(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
+async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
     """What does not fit into the line is told so at once, and is no failure of the endpoint."""
     release = threading.Event()
 
@@ -158,7 +158,7 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
     release.set()
 
 
-async def test_a_failing_endpoint_is_left_alone_and_tried_again(
+async def test_a_failing_endpoint_is_paused_and_tried_again(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """After five failed calls groups are told at once; after its pause one group tries it, and all goes on."""
@@ -182,7 +182,7 @@ async def test_a_failing_endpoint_is_left_alone_and_tried_again(
     assert one.metrics().breaker_opened == 1
 
 
-async def test_health_checks_open_and_close_the_way(
+async def test_health_checks_open_and_close_the_breaker(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """An endpoint whose health check fails is left alone, and asked again as soon as one passes."""
@@ -226,7 +226,7 @@ async def test_requests_are_signed_and_carry_the_api_key(
     assert server.keys[0] == server.keys[1]
 
 
-async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
+async def test_answers_are_checked_against_the_registration(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
@@ -241,7 +241,7 @@ async def test_what_an_endpoint_said_of_itself_is_held_against_its_answers(
     assert "missing: style" in str(nonsense)
 
 
-async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls(
+async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """Replaced in mid-work: the call under way is scored by the old version, the line by the new; each group once."""
@@ -271,7 +271,7 @@ async def test_a_new_version_takes_over_who_waits_and_the_old_one_ends_its_calls
         assert client.metrics(second).finishing == {}
 
 
-async def test_who_waits_for_an_endpoint_that_is_unregistered_is_told(
+async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """The call under way ends as it may; who stands in line comes again."""

@@ -46,7 +46,7 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
 }
 
 
-def test_nothing_an_endpoint_gets_wrong_becomes_a_reward(
+def test_no_failure_of_an_endpoint_becomes_a_reward(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Every kind of failure is tried again and then dead-lettered with a reason that names the endpoint."""
@@ -119,7 +119,7 @@ def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     assert len(set(endpoint.keys)) == len(endpoint.requests), "another delivery is another call"
 
 
-def test_passing_troubles_are_retried_within_one_delivery(
+def test_transient_failures_are_retried_within_one_delivery(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """429 and 5xx are tried again at once under the same idempotency key, without a redelivery."""
@@ -193,7 +193,7 @@ def test_an_unregistered_endpoint_may_come_back(
     assert not wire.dead
 
 
-def test_a_reward_with_too_many_parts_is_dead_and_the_others_are_scored(
+def test_a_reward_with_too_many_parts_is_dead_lettered_and_others_are_scored(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Rewards that fit into no message are dead letters; a pack that is too large is announced in pieces."""
@@ -220,7 +220,7 @@ def service_delete(service: Service, name: str) -> int:
     return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
-def test_an_endpoint_is_found_by_name_and_told_its_name(
+def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """A host name is resolved, its checked address is called, and the Host header still carries the name."""

@@ -15,7 +15,7 @@ from penstock.reward_service.errors import EndpointRefused
 @pytest.mark.parametrize(
     "address", ["127.0.0.1", "10.1.2.3", "172.31.0.1", "192.168.1.1", "::1", "fd12::1", "::ffff:10.0.0.1"]
 )
-def test_loopback_and_private_addresses_are_allowed_unless_said_otherwise(address: str) -> None:
+def test_loopback_and_private_addresses_are_allowed_by_default(address: str) -> None:
     """The usual endpoint is on this machine, in a compose network or in the cluster."""
     TargetPolicy(PRIVATE_TARGETS).check_address("host", address, 80)
 

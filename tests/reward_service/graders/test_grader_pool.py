@@ -39,7 +39,7 @@ async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) ->
         await math_answer.judge(("\\boxed{x+1}",), BOMB, pool.equal)
 
 
-async def test_a_grader_killed_by_somebody_is_no_verdict(pool: GraderPool) -> None:
+async def test_a_grader_killed_from_outside_is_an_error(pool: GraderPool) -> None:
     """A grader that dies of another cause is replaced; if that happens twice it is an error, never a 0."""
     assert await pool.equal("x+1", "1+x") is Graded.RIGHT
     (pid,) = pool.pids

@@ -106,7 +106,7 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_a_missing_verdict_is_an_error(case: str, scripted: Callable[[Behaviour], EndpointServer]) -> None:
     """Prose, another scale, a cut-off, a refusal, a filter and an HTTP error are errors, and none shows the key."""
     answer, text = UNREADABLE[case]
     (scores,) = await judge(scripted(lambda _: answer).url, key="sk-secret")
@@ -116,7 +116,7 @@ async def test_what_is_no_verdict_is_an_error(case: str, scripted: Callable[[Beh
         assert "sk-secret" not in (score.error or "")
 
 
-async def test_a_busy_judge_is_asked_again(scripted: Callable[[Behaviour], EndpointServer]) -> None:
+async def test_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointServer]) -> None:
     """429 and 5xx pass by themselves; how many questions are under way at once is bounded."""
     calls, busy, most = [0], [0], [0]
 
@@ -154,7 +154,7 @@ def test_scores_are_read_in_the_forms_models_write_them() -> None:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8])
-def test_pairs_meet_equally_often_and_in_both_places(num: int) -> None:
+def test_pairs_are_compared_equally_often_and_in_both_orders(num: int) -> None:
     """Everybody meets everybody in both orders; with few opponents every answer still has as many comparisons."""
     full = pairs(num, opponents=None, both_orders=True)
     assert len(full) == num * (num - 1)
@@ -288,7 +288,7 @@ async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
     assert chat.cost.untold == 0
 
 
-def test_a_judge_scores_a_run_and_tells_its_cost(
+def test_a_judge_scores_a_run_and_reports_its_cost(
     wire: Wire,
     start_service: Callable[..., Service],
     scripted: Callable[[Behaviour], EndpointServer],

@@ -47,7 +47,7 @@ async def score(given: dict[str, Any], answer: str, chat: Chat | None = None) ->
     ("operation", "scores"),
     [("eq", (1, 0, 0, 0)), ("ne", (0, 1, 1, 1)), ("like", (1, 1, 0, 0)), ("ilike", (1, 1, 1, 0))],
 )
-async def test_strings_are_checked_as_the_guide_says(operation: str, scores: tuple[int, ...]) -> None:
+async def test_strings_are_checked_by_openais_guide(operation: str, scores: tuple[int, ...]) -> None:
     """Eq and ne compare whole texts, like and ilike look for the reference inside the input."""
     answers = ("Paris", "It is Paris.", "PARIS", "Rome")
     found = [(await score({**CHECK, "operation": operation}, answer)).score for answer in answers]
@@ -192,7 +192,7 @@ async def test_a_model_scores_by_the_guides_response_format(
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["steps", "result"]
 
 
-def test_a_model_grader_needs_somebody_to_ask(tmp_path: Path) -> None:
+def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
     """Without --base-url a grader that asks a model is refused at the start."""
     (tmp_path / "g.json").write_text(json.dumps(ASK))
     with pytest.raises(ConfigError, match="--base-url"):

@@ -55,7 +55,7 @@ def test_a_file_with_compute_score_scores_a_run(
     assert name not in {row["endpoint"]["name"] for row in service.get("/v1/endpoints")}
 
 
-def test_the_next_life_of_a_served_file_takes_its_name_over(
+def test_a_restarted_served_file_takes_over_its_name(
     wire: Wire, start_service: Callable[..., Service], serve: Callable[..., Process]
 ) -> None:
     """After SIGKILL of the served file its groups wait; started again, on another port, it scores them."""
@@ -115,7 +115,7 @@ def test_a_registration_that_is_refused_ends_the_command(
     assert wire.run_id
 
 
-def test_a_second_signal_ends_a_function_that_never_returns(tmp_path: Path, serve: Callable[..., Process]) -> None:
+def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, serve: Callable[..., Process]) -> None:
     """The user's endless loop does not outlive two Ctrl-C."""
     file, seen = tmp_path / "endless.py", tmp_path / "seen"
     file.write_text(

@@ -112,7 +112,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert taken.status_code in {409, 422}
 
 
-def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_path: Path) -> None:
+def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> None:
     """Wrong parameters are one text on stderr, with every mistake; no server is asked."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
     command = [
@@ -173,7 +173,7 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
         ({"reward": "gsm8k", "parameters": {"a": 1}}, "there are: none"),
     ],
 )
-def test_a_part_that_cannot_be_meant_is_named(part: dict[str, Any], text: str) -> None:
+def test_an_invalid_part_is_named(part: dict[str, Any], text: str) -> None:
     """Every mistake says which part of which reward, and what would be right."""
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
@@ -209,7 +209,7 @@ class Scripted:
         (EndpointBusy("busy", retry_in_s=3.0), GroupScores((1.0,), "x"), "part a: busy"),
     ],
 )
-async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
+async def test_the_most_severe_error_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
     """What never gets better decides before what may, and a failure before a wait; kind and wait stay."""
     definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
 

@@ -21,12 +21,12 @@ def _rows(heading: str) -> list[list[str]]:
     ]
 
 
-def test_the_tables_are_what_the_registry_says() -> None:
+def test_the_tables_equal_the_registry() -> None:
     """The generated tables are up to date; the command in their markers renews them."""
     assert reward_table.update(TEXT) == TEXT, "run: python -m penstock.reward_service rewards --write docs/graders.md"
 
 
-def test_every_reward_and_parameter_stands_in_the_table() -> None:
+def test_every_reward_and_parameter_is_in_the_table() -> None:
     """No built-in is missing, none is invented, and every parameter is named in its row."""
     listed = {name: row for row in _rows("The table") for name in re.findall(r"`(\w+)`", row[0])}
     assert listed.keys() == BUILT_INS.keys()

@@ -141,7 +141,7 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
 
 
 @given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
-def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, number: str) -> None:
+def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, number: str) -> None:
     """Whatever a policy writes, the pure rules give a verdict; a number read is finite."""
     for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
         for parameters in (

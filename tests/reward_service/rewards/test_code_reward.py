@@ -207,19 +207,19 @@ async def test_test_code_sees_plain_values(pool: SandboxPool, program: str, piec
         Assertions(("assert f(1)",), setup="import no_such_module"),
     ],
 )
-async def test_tests_that_cannot_be_run_are_the_row_s_fault(pool: SandboxPool, tests: Assertions) -> None:
+async def test_tests_that_cannot_be_run_are_an_error_of_the_row(pool: SandboxPool, tests: Assertions) -> None:
     """Test code that does not compile, hands out functions, or uses names of nobody's is no verdict."""
     with pytest.raises(BadGroundTruth):
         await pool.grade("def f(x): return 1", tests)
 
 
-async def test_helpers_of_the_tests_cannot_be_given_by_the_program(pool: SandboxPool) -> None:
+async def test_the_program_cannot_replace_functions_of_the_tests(pool: SandboxPool) -> None:
     """A name that setup defines is the data set's, whatever the program calls by that name."""
     tests = Assertions(("assert close(f(1), 2)",), setup="def close(a, b): return a == b", entry_points=("f",))
     assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
 
 
-async def test_honest_programs_use_what_they_use(pool: SandboxPool) -> None:
+async def test_ordinary_programs_work_in_the_sandbox(pool: SandboxPool) -> None:
     """Threads with large stacks, asyncio, time zones, deep recursion and generous imports work in the sandbox."""
     programs = (
         "import sys, threading\nsys.setrecursionlimit(10 ** 6)\nthreading.stack_size(64 << 20)\n"
@@ -238,7 +238,7 @@ async def test_honest_programs_use_what_they_use(pool: SandboxPool) -> None:
         assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
 
 
-async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> None:
+async def test_a_program_killed_from_outside_is_an_error(pool: SandboxPool) -> None:
     """A SIGKILL from outside (the memory of the machine ran out) is never a 0, and the next program is graded."""
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
     killed = 0
@@ -256,7 +256,7 @@ async def test_a_program_killed_by_somebody_is_an_error(pool: SandboxPool) -> No
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
 
 
-async def test_a_zygote_that_dies_is_replaced(pool: SandboxPool) -> None:
+async def test_a_killed_zygote_is_replaced(pool: SandboxPool) -> None:
     """A dead zygote costs a new start, not a verdict."""
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
     for pid in pool.pids:
@@ -282,7 +282,7 @@ async def test_a_cancelled_grading_leaves_no_program_behind(pool: SandboxPool) -
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_nothing_outlives_a_killed_service(kind: Kind) -> None:
+def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
     """SIGKILL for the service takes zygotes and programs with it."""
     if problem := canary.attack(kind):
         pytest.skip(f"{kind} does not hold on this machine: {problem}")

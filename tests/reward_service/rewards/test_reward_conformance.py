@@ -26,7 +26,7 @@ FORGIVEN = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
         for (text, truth), score in zip(CASE["inputs"]["pairs"], CASE["outputs"]["scores"], strict=True)
     ],
 )
-def test_gsm8k_equals_verls_strict_rule_or_forgives(text: str, truth: str, score: float) -> None:
+def test_gsm8k_equals_verls_strict_rule_or_accepts_more(text: str, truth: str, score: float) -> None:
     """The same verdict, except that a right number in an unusual spelling is right."""
     ours = gsm8k.judge((text,), truth)[0].reward
     assert ours == (1.0 if text in FORGIVEN else float(score == 1.0))
@@ -40,7 +40,7 @@ def recorded(case_id: str) -> dict:
 FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
 
 
-def test_gsm8k_flexible_equals_verls_or_forgives() -> None:
+def test_gsm8k_flexible_equals_verls_or_accepts_more() -> None:
     """The last number anywhere, by value."""
     case = recorded("verl/reward/gsm8k-flexible")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"]["scores"], strict=True):
@@ -89,7 +89,7 @@ OTHER_SIDE = {
 
 
 @pytest.mark.parametrize("case_id", OTHER_SIDE)
-async def test_math_equals_the_others_but_where_it_takes_a_side(case_id: str) -> None:
+async def test_math_equals_the_others_except_for_listed_texts(case_id: str) -> None:
     """The same verdict on every recorded pair, except on those listed, where it is the opposite."""
     case = recorded(case_id)
     verdicts = next(iter(case["outputs"].values()))

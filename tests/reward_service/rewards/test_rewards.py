@@ -198,7 +198,7 @@ def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
         ("", 0),
     ],
 )
-def test_format_wants_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
+def test_format_requires_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
     """The form is thinking, then an answer that is not empty, and nothing else."""
     assert format.judge((completion,), None) == [Verdict(reward)]
 
@@ -216,7 +216,7 @@ def test_format_wants_each_tag_once_and_nothing_outside(completion: str, reward:
         "\\frac" * 200_000,
     ],
 )
-def test_no_completion_costs_more_than_its_length(attack: str) -> None:
+def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
     """Hostile completions of half a million characters are judged in linear time."""
     began = time.process_time()
     gsm8k.judge((attack,), "42")
@@ -238,7 +238,7 @@ def test_every_fraction_is_read_back(value: Any) -> None:
 
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
-def test_no_text_breaks_a_reward(completion: str, latexish: str) -> None:
+def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> None:
     """Whatever a policy writes, a reward gives a finite verdict."""
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}

@@ -195,7 +195,7 @@ def test_an_excess_is_stopped_and_reported(place: Place, name: str) -> None:
 
 @pytest.mark.skipif(seccomp.machine() != "x86_64", reason="machine code of x86_64")
 @pytest.mark.parametrize("name", attacks.ONLY_ON_X86)
-def test_calls_by_another_numbering_are_fatal(place: Place, name: str) -> None:
+def test_system_calls_of_another_abi_are_fatal(place: Place, name: str) -> None:
     """The numbers of 32-bit and x32 programs, which mean other calls, pass no filter."""
     assert place.run(attacks.ONLY_ON_X86[name] + "\nprint('ESCAPED')") in (Reason.FORBIDDEN, Reason.CRASHED)
 
@@ -222,6 +222,6 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
     place.world.assert_untouched()
 
 
-def test_the_attacks_are_many() -> None:
+def test_there_are_over_sixty_kinds_of_attack() -> None:
     """There are more than sixty kinds of attack, each run in each sandbox that holds here."""
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

@@ -99,7 +99,7 @@ def write(folder: Path, source: str) -> Path:
 
 
 @pytest.mark.parametrize("style", GOOD)
-async def test_every_style_is_called_as_it_was_written(style: str, tmp_path: Path) -> None:
+async def test_every_function_style_is_called_by_its_own_signature(style: str, tmp_path: Path) -> None:
     """Verl functions, TRL functions and callable classes, sync or async, give one score for each completion."""
     source, expected = GOOD[style]
     assert await user_file.load(write(tmp_path, source)).score(GROUP) == expected
@@ -130,7 +130,7 @@ async def test_every_style_is_called_as_it_was_written(style: str, tmp_path: Pat
         ("def f(completions, colour):\n    return [1, 1]", "colour"),
     ],
 )
-async def test_whatever_goes_wrong_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
+async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
     """An exception, None, NaN or a wrong count is an error that says where; it is never a 0."""
     scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert len(scores) == 2
@@ -138,7 +138,7 @@ async def test_whatever_goes_wrong_is_an_error_of_the_score(source: str, text: s
     assert text in (scores[0].error or "")
 
 
-async def test_one_refused_completion_leaves_the_other_scores_standing(tmp_path: Path) -> None:
+async def test_one_failed_completion_keeps_the_other_scores(tmp_path: Path) -> None:
     """In a TRL list only the entry that is no number is an error."""
     scores = await user_file.load(write(tmp_path, TRL + "return [None, 0.5]")).score(GROUP)
     assert scores[0].error
@@ -204,7 +204,7 @@ async def test_messages_are_given_to_functions_that_want_conversations(tmp_path:
         user_file.load(write(tmp_path, VERL + "return 1"), conversational=True)
 
 
-async def test_the_first_traceback_of_a_place_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_first_traceback_of_each_line_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever serves the file sees the whole traceback, once however many completions it hits."""
     await user_file.load(write(tmp_path, VERL + "return 1 / 0")).score(GROUP)
     assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 1

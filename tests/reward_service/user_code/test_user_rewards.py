@@ -139,7 +139,7 @@ def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
     assert "the run file of this reward service does not name" in refused["detail"]
 
 
-def test_code_that_fails_is_an_error_of_its_group_and_of_nothing_else(
+def test_code_that_fails_is_an_error_of_its_group_only(
     wire: Wire, start_service: Callable[..., Service], code: Path
 ) -> None:
     """A call that hangs, ends its process or raises is dead-lettered with its reason; other groups are scored."""
@@ -159,7 +159,7 @@ def test_code_that_fails_is_an_error_of_its_group_and_of_nothing_else(
     assert service.alive()
 
 
-def test_no_worker_outlives_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
+def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
     """SIGKILL for the service ends its worker processes."""
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce([asking("file", "my_rewards.py:tilted", "4")])
