@@ -67,7 +67,7 @@ def load(folder: Path, **changes: Any) -> Classifier:
 
 
 def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
-    """What transformers says to each text by itself: no padding, so no question where it ends."""
+    """Return transformers' output for each text alone, without padding."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for text in texts:
@@ -81,7 +81,7 @@ def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("padding", ["own", "none", "end of text"])
 def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tmp_path: Path) -> None:
-    """Whatever the tokenizer pads with, also with the token that texts end with, padding changes no number."""
+    """Padding changes no number, whichever token pads, even the end-of-text token."""
     settings = {"own": {}, "none": {"pad_token": None}, "end of text": {"pad_token": "<|im_end|>"}}[padding]
     model = build(tmp_path, kind, **settings)
     texts = [text + ending for text in TEXTS if text for ending in ("", "<|im_end|>")]
@@ -93,7 +93,7 @@ def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tm
 
 
 def test_a_text_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
-    """Empty and over-long texts have errors that name the limit; their neighbours are scored."""
+    """Empty and over-long texts have errors that name the limit; the other texts are scored."""
     build(tmp_path)
     scored = load(tmp_path, max_length=20).score(["hello", "", "x" * 40], special_tokens=True)
     assert scored[0].value is not None
@@ -126,7 +126,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
-    """No folder, no head (transformers would make one at random) and a length beyond the model are errors at the start."""
+    """No folder, no head (transformers would initialise one at random) and a length beyond the model are errors at the start."""
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(tmp_path / "absent")
     build_model(tmp_path / "policy")
@@ -152,7 +152,7 @@ def test_batches_hold_everything_once_within_their_width() -> None:
 
 
 def test_prompts_come_from_the_row_or_the_policys_text() -> None:
-    """A column holds a text or messages; a missing or unfit one is an error that names the columns."""
+    """A column has a text or messages; a missing or invalid one is an error that names the columns."""
 
     def render(messages: list[dict[str, str]]) -> str:
         return "|".join(f"{one['role']}:{one['content']}" for one in messages)

@@ -1,4 +1,4 @@
-"""The reward service as a real process, and real HTTP endpoints that behave as badly as a test wants."""
+"""The reward service as a real process, and real HTTP endpoints that fail in the ways a test needs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Process:
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self.log.read_text()
 
     def alive(self) -> bool:
-        """Say whether it still runs."""
+        """Return True if it still runs."""
         return self._popen.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
@@ -57,7 +57,7 @@ class Process:
         self._popen.send_signal(number)
 
     def wait(self, deadline_s: float = 60.0) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for its exit; return the exit code."""
         return self._popen.wait(deadline_s)
 
     def kill(self) -> None:
@@ -80,7 +80,7 @@ class Service(Process):
         environ: dict[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> None:
-        """Start it with its API on a free port; a second life of the same folder keeps the log."""
+        """Start it with its API on a free port; a restart in the same folder keeps the log."""
         self._port_file = folder / "port"
         self._port_file.unlink(missing_ok=True)
         given = [
@@ -184,7 +184,7 @@ class EndpointServer:
 
 
 def good(score: float = 0.5) -> Behaviour:
-    """Answer every completion with ``score``, as the contract says."""
+    """Answer every completion with ``score``, as the contract requires."""
 
     def behave(request: dict[str, Any]) -> Answer:
         results = [

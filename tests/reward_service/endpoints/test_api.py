@@ -25,7 +25,7 @@ from penstock.protocol.transport.bus import Bus
 def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """The life of a registration, as a person with curl sees it."""
+    """An endpoint is registered, shown, tested and unregistered over HTTP."""
     service = start_service()
     endpoint = start_endpoint(good(0.5))
     name = f"mine-{wire.run_id}"
@@ -76,7 +76,7 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
 def test_the_test_of_a_failing_endpoint_shows_the_reason(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Testing a broken endpoint shows the same reason that a dead letter would carry."""
+    """Testing a broken endpoint shows the same reason as a dead letter."""
     service = start_service()
     name = f"broken-{wire.run_id}"
     service.register(name, start_endpoint(raw("nonsense")).url)
@@ -162,7 +162,7 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
 
 
 def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
-    """GET /v1/rewards names every reward a task may ask for and which data set gets which."""
+    """GET /v1/rewards names every available reward and the reward of each data set."""
     answer = shared_service.get("/v1/rewards")
     assert {"auto", "exact_match", "format", "gsm8k", "math"} <= {row["name"] for row in answer["rewards"]}
     assert answer["by_source"]["openai/gsm8k"] == "gsm8k"
@@ -202,7 +202,7 @@ def test_listening_beyond_loopback_needs_a_token(
 
 
 def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Many people registering at two replicas at once lose nobody's endpoint."""
+    """Concurrent registrations at two replicas are all kept."""
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]
 
@@ -217,7 +217,7 @@ def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service
 
 
 def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """A registration made before SIGKILL is there in the next life."""
+    """A registration made before SIGKILL is present after the restart."""
     name = f"kept-{wire.run_id}"
     first = start_service()
     first.register(name, "http://127.0.0.1:9/")
@@ -232,7 +232,7 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
 def test_health_is_503_while_nats_is_unreachable(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-    """/healthz answers 503 while NATS is gone, and 200 again once it is back; the service lives on."""
+    """/healthz answers 503 while NATS is unreachable and 200 afterwards; the service keeps running."""
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)
@@ -250,7 +250,7 @@ def test_health_is_503_while_nats_is_unreachable(
 def test_the_runs_servers_and_oversized_bodies_are_refused(
     wire: Wire, start_service: Callable[..., Service], nats_settings: NatsSettings, s3_settings: S3Settings
 ) -> None:
-    """An endpoint at NATS or the object store is refused; a body beyond the limit is a 413, announced or not."""
+    """An endpoint at NATS or the object store is refused; a body over the limit gets 413, with or without Content-Length."""
     service = start_service("reward_service.max_request_bytes=2000")
     for url in (nats_settings.url.replace("nats://", "http://"), s3_settings.endpoint):
         answer = service.register(f"own-{wire.run_id}", url + "/score")

@@ -1,4 +1,4 @@
-"""The parts of a robust call, each by itself: breaker, rate, signature, leases, tokens."""
+"""The parts of a robust call, one at a time: breaker, rate, signature, leases, tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tripped(now: float = 0.0) -> Breaker:
 
 
 def test_a_breaker_opens_only_when_most_of_enough_calls_failed() -> None:
-    """Four failures say nothing, five open it; a third of failures among many does not."""
+    """Four failures do not open it, five do; a third of many calls does not."""
     breaker = Breaker()
     assert [breaker.record(0.0, failed=True) for _ in range(MIN_CALLS)] == [False] * (MIN_CALLS - 1) + [True]
     assert breaker.state(0.0) is BreakerState.OPEN
@@ -57,7 +57,7 @@ def test_a_half_open_breaker_lets_one_call_through() -> None:
 
 
 def test_answers_to_earlier_calls_do_not_change_an_open_breaker() -> None:
-    """Answers of calls that were under way when it opened neither close nor prolong it."""
+    """Answers of calls in progress when it opened neither close nor prolong it."""
     breaker = tripped()
     breaker.record(0.1, failed=False)
     assert breaker.state(0.2) is BreakerState.OPEN
@@ -67,7 +67,7 @@ def test_answers_to_earlier_calls_do_not_change_an_open_breaker() -> None:
 
 @given(st.floats(0.5, 100.0), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=200))
 def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None:
-    """Whatever the rhythm of asking, no more than the rate and one second's worth go through."""
+    """For any timing of calls, at most the rate plus one second's worth go through."""
     bucket, now, passed = TokenBucket(rate, 0.0), 0.0, 0
     for pause in pauses:
         now += pause
@@ -78,7 +78,7 @@ def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None
 
 
 def test_a_signature_is_the_specifications_own() -> None:
-    """The known answer of the Standard Webhooks reference implementations, alone and beside a second key's."""
+    """The signature of the Standard Webhooks reference implementations is produced, with one key and with two."""
     secret, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
     given = {"message_id": "msg_p5jXN8AQM9LWM0D4loKWxJek", "timestamp": 1614265330, "body": body}
     expected = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -102,7 +102,7 @@ def test_an_invalid_signing_secret_is_refused_without_showing_it(secret: str) ->
 
 
 def test_a_lease_expires_by_the_readers_clock() -> None:
-    """A lease is over when its revision stood still for its time; a new revision, or a first sight, starts it anew."""
+    """A lease expires when its revision is unchanged for its duration; a new revision, or a first read, restarts it."""
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()
     assert leases.expired_for_s(endpoint, 1.0) > 0, "never seen"
@@ -119,7 +119,7 @@ def test_a_lease_expires_by_the_readers_clock() -> None:
 
 
 def test_tokens_have_names_and_roles() -> None:
-    """A token opens what its role may; nobody's token opens nothing; without any token everything is open."""
+    """A token allows the actions of its role; an unknown token none; without any tokens all actions are allowed."""
     access = Access(
         read_tokens(
             "# ours\n\nann admin aaaaaaaaaaaaaaaa\n  bob register bbbbbbbbbbbbbbbb\neve READ cccccccccccccccc\n"

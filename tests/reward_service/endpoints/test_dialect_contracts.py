@@ -1,4 +1,4 @@
-"""Every foreign dialect against a server as that library's users write it, over real HTTP through the service's client."""
+"""Every foreign dialect against a typical server of that library's users, over real HTTP through the service's client."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def parts(outcome: Outcome) -> dict[str, tuple[float, ...]]:
 
 
 async def test_verl_functions_behind_one_line_of_http() -> None:
-    """``compute_score(**body)`` gets verl's four arguments; a number, a bool and a dict with ``score`` are answers."""
+    """``compute_score(**body)`` gets verl's four arguments; a number, a bool and a dict with ``score`` are accepted as responses."""
 
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
         if data_source != "sums":
@@ -144,7 +144,7 @@ async def test_verl_batch_functions_get_four_lists() -> None:
 
 
 async def test_trl_functions_get_prompts_completions_and_columns() -> None:
-    """The function sees lists of one length, the row's columns by name; None says that it does not apply."""
+    """The function sees lists of one length, the row's columns by name; None means that it does not apply."""
 
     def reward_func(prompts: Any, completions: Any, level: Any = None, **kwargs: Any) -> list[float | None]:
         assert len(prompts) == len(completions) == len(kwargs["ground_truth"])
@@ -168,7 +168,7 @@ async def test_trl_functions_get_prompts_completions_and_columns() -> None:
 
 
 async def test_slime_servers_answer_one_sample() -> None:
-    """``{prompt, response, label}`` goes out; the number may stand under slime's reward key."""
+    """``{prompt, response, label}`` is sent; the number may be under slime's reward key."""
     app = FastAPI()
 
     @app.post("/rm")
@@ -211,7 +211,7 @@ async def test_openrlhf_servers_answer_batches() -> None:
 
 
 async def test_nemo_gym_servers_verify_a_response() -> None:
-    """A resources server gets the row's columns beside an OpenAI response, and answers the request with ``reward``."""
+    """A resources server gets the row's columns and an OpenAI response, and answers with ``reward``."""
     app = FastAPI()
 
     @app.post("/verify")
@@ -228,7 +228,7 @@ async def test_nemo_gym_servers_verify_a_response() -> None:
 
 
 async def test_openai_graders_are_run_once_a_completion() -> None:
-    """The grader, the row as item and the sample go out; a flagged error is no score, whatever the reward says."""
+    """The grader, the row as item and the sample are sent; a flagged error means no score, whatever the reward is."""
     app = FastAPI()
 
     @app.post("/v1/fine_tuning/alpha/graders/run")
@@ -280,7 +280,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("dialect", "said", "place"), MALFORMED)
 async def test_a_malformed_answer_is_an_error_that_names_the_place(dialect: str, said: str, place: str) -> None:
-    """No dialect turns nonsense, null or a short list into a reward; the error says where, and in which dialect."""
+    """No dialect turns malformed values, null or a short list into a reward; the error names the place and the dialect."""
     server = EndpointServer(raw(said))
     options = {"grader": {"type": "string_check"}} if dialect == "openai-grader" else {}
     try:
@@ -293,7 +293,7 @@ async def test_a_malformed_answer_is_an_error_that_names_the_place(dialect: str,
 
 
 def test_options_are_checked_at_registration() -> None:
-    """An OpenAI grader without its grader, and an unknown option, are refused before anything is asked."""
+    """An OpenAI grader without its grader, and an unknown option, are refused before any request."""
     with pytest.raises(ValueError, match="dialect openai-grader: grader: Field required"):
         Endpoint(name="x", url="http://127.0.0.1:1/", dialect="openai-grader")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="dialect verl: reward_key"):

@@ -1,4 +1,4 @@
-"""Endpoints as they come, hang, are replaced, drained and lost, seen from the run: nothing lost, nothing twice."""
+"""Endpoints are registered, hang, are replaced, drained and lost during a run: no group is lost or scored twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StartEndpoint = Callable[[Behaviour], EndpointServer]
 
 
 def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]:
-    """An endpoint that says when it is asked and answers when it is let."""
+    """An endpoint that signals each request and answers when the test allows it."""
     asked, release = threading.Event(), threading.Event()
 
     def behave(request: dict[str, Any]) -> Answer:
@@ -37,7 +37,7 @@ def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]
 def test_a_hung_endpoint_slows_no_other_pack(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """With one place and a dozen packs stuck at a hung endpoint, other packs are scored, by endpoints and built-ins."""
+    """With one slot and a dozen packs stuck at a hung endpoint, other packs are scored, by endpoints and built-ins."""
     service = start_service("reward_service.concurrency=1")
     behave, asked, release = blocking(0.5)
     stuck, fine = f"stuck-{wire.run_id}", f"fine-{wire.run_id}"
@@ -65,7 +65,7 @@ def test_a_hung_endpoint_slows_no_other_pack(
 def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Calls under way end at the old version, who waits goes to the new; each group is scored once and says by whom."""
+    """Calls in progress finish at the old version, waiting groups go to the new; each is scored once and records its scorer."""
     service = start_service()
     behave, asked, release = blocking(0.25)
     name = f"mine-{wire.run_id}"
@@ -100,7 +100,7 @@ def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
 def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Not renewed, it is out of service and out of the offers, and its groups wait; renewed, it scores them."""
+    """Not renewed, it is out of service and not offered, and its groups wait; renewed, it scores them."""
     service = start_service("reward_service.endpoint_attempts=1")
     endpoint, name = start_endpoint(good(0.5)), f"leased-{wire.run_id}"
     service.register(name, endpoint.url, lease_s=1)
@@ -130,7 +130,7 @@ def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
 def test_a_drained_endpoint_gets_no_calls_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; patience has an end."""
+    """Drained at one replica it is drained at all; its groups wait, for a bounded time; resumed, they are scored."""
     service = start_service("reward_service.patience_s=3")
     endpoint, name = start_endpoint(good(0.5)), f"drained-{wire.run_id}"
     service.register(name, endpoint.url)
@@ -177,7 +177,7 @@ def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
 def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-    """SIGKILL in mid-work: every group is scored; what came twice carries the same id, which a trainer drops."""
+    """SIGKILL while scoring: every group is scored; a duplicate has the same id, so a trainer drops it."""
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     victim, survivor = start_service(replica="r0"), start_service(replica="r1")
     asked, release = threading.Event(), threading.Event()
@@ -258,7 +258,7 @@ def test_secrets_are_used_and_never_shown(
 
 
 def test_without_tokens_secrets_and_requests_of_web_pages_are_refused(wire: Wire, shared_service: Service) -> None:
-    """On loopback without tokens all is open but secrets, and only to requests that name this machine."""
+    """On loopback without tokens everything but secrets is allowed, and only to requests whose Host is this machine."""
     key = "whsec_" + base64.b64encode(b"s" * 32).decode()
     answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])
     assert answer.status_code == 422

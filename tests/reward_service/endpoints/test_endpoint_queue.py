@@ -1,4 +1,4 @@
-"""The line before one endpoint, on real HTTP: batches that adapt, hedges, rates, breakers, signatures."""
+"""The queue of one endpoint, over real HTTP: batches that adapt, hedges, rates, breakers, signatures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve() -> Iterator[Callable[[Behaviour], EndpointServer]]:
 
 @pytest.fixture
 async def line() -> AsyncIterator[MakeLine]:
-    """A factory of lines, closed after the test."""
+    """A factory of endpoint queues, closed after the test."""
     http = EndpointHttp(TargetPolicy(PRIVATE_TARGETS), max_response_bytes=100_000)
     made: list[EndpointQueue] = []
 
@@ -82,7 +82,7 @@ def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
 async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """While one call is under way, whoever comes waits, and then goes in one call, whatever pack it is of."""
+    """Groups of any pack that arrive during a call wait and then go together in one call."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -107,7 +107,7 @@ async def test_groups_of_many_packs_go_together_when_the_endpoint_is_slow(
 async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """An endpoint that cannot take sixteen groups at once is soon asked for fewer, and later for more again."""
+    """An endpoint that cannot take sixteen groups at once soon gets fewer, and later more again."""
 
     def small(request: dict[str, Any]) -> Answer:
         return raw("too large", 413)(request) if len(request["groups"]) > 4 else good(0.5)(request)
@@ -120,7 +120,7 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
 
 
 async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-    """What does not fit into the line is told so at once, and is no failure of the endpoint."""
+    """A group that does not fit into the queue is refused at once, which is no failure of the endpoint."""
     release = threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -142,7 +142,7 @@ async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], Endpoint
 
 
 async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-    """When the first request stalls, a second one with the same idempotency key is sent and its answer taken."""
+    """When the first request stalls, a second one with the same idempotency key is sent and its answer used."""
     numbers, release = itertools.count(), threading.Event()
 
     def first_stalls(request: dict[str, Any]) -> Answer:
@@ -161,7 +161,7 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
 async def test_a_failing_endpoint_is_paused_and_tried_again(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """After five failed calls groups are told at once; after its pause one group tries it, and all goes on."""
+    """After five failed calls groups are refused at once; after the pause one group tries it, then all are sent again."""
     server = serve(raw("out of order", 500))
     one = line(server, concurrency=8, batch_size=1, retries=0)
     outcomes = await one.score_groups(groups(MIN_CALLS), attempt=1)
@@ -185,7 +185,7 @@ async def test_a_failing_endpoint_is_paused_and_tried_again(
 async def test_health_checks_open_and_close_the_breaker(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """An endpoint whose health check fails is left alone, and asked again as soon as one passes."""
+    """An endpoint whose health check fails gets no calls until a check passes."""
     one = line(serve(good(0.5)))
     one.unhealthy("HTTP 503")
     (refused,) = await one.score_groups(groups(1), attempt=1)
@@ -229,7 +229,7 @@ async def test_requests_are_signed_and_carry_the_api_key(
 async def test_answers_are_checked_against_the_registration(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-    """A row without ground truth is refused without a call; a score without a promised part is nonsense."""
+    """A row without ground truth is refused without a call; a score without a declared part is a malformed answer."""
     server = serve(good(0.5))
     (refused,) = await line(server, needs_ground_truth=True).score_groups(groups(1), attempt=1)
     assert isinstance(refused, BadGroundTruth)
@@ -244,7 +244,7 @@ async def test_answers_are_checked_against_the_registration(
 async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """Replaced in mid-work: the call under way is scored by the old version, the line by the new; each group once."""
+    """Replaced while scoring: the call in progress is scored by the old version, the queue by the new; each group once."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -274,7 +274,7 @@ async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_ca
 async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """The call under way ends as it may; who stands in line comes again."""
+    """The call in progress finishes; queued groups are retried."""
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:

@@ -1,4 +1,4 @@
-"""Endpoints that misbehave: a group waits, comes again, and is scored once or dies with its reason; never a 0."""
+"""Endpoints that fail: a group waits, is retried, and is scored once or dead-lettered with its reason; never a 0."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
 def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """While the endpoint is out of order the group comes again; once it is mended it is scored exactly once."""
+    """While the endpoint fails the group is retried; once it works the group is scored exactly once."""
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(raw("starting", 400))
     name = f"flaky-{wire.run_id}"
@@ -196,7 +196,7 @@ def test_an_unregistered_endpoint_may_come_back(
 def test_a_reward_with_too_many_parts_is_dead_lettered_and_others_are_scored(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """Rewards that fit into no message are dead letters; a pack that is too large is announced in pieces."""
+    """Rewards too large for any message are dead letters; a pack that is too large is announced in pieces."""
 
     def wordy(request: dict[str, Any]) -> Answer:
         score = {"score": 1.0, "parts": {f"part-{i}": 0.1 for i in range(30)}}
@@ -223,7 +223,7 @@ def service_delete(service: Service, name: str) -> int:
 def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A host name is resolved, its checked address is called, and the Host header still carries the name."""
+    """A host name is resolved, its checked address is called, and the Host header still has the name."""
     service = start_service('reward_service.allowed_targets=["localhost"]')
     endpoint = start_endpoint(good(0.5))
     name = f"named-{wire.run_id}"

@@ -1,4 +1,4 @@
-"""Endpoints that people write: the kit, the examples in Python and Node, served files with a signing key, draining."""
+"""Users' own endpoints: the kit, the examples in Python and Node, served files with a signing key, draining."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_kit_reads_what_was_signed_and_writes_what_is_expected() -> None:
     ids=["none", "foreign", "altered", "old", "future", "no time", "another id", "nonsense"],
 )
 def test_a_request_that_was_not_signed_as_it_came_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
-    """Nothing missing, foreign, altered, old or from the future gets through, and no text shows the key."""
+    """A missing, foreign, altered, old or future signature is refused, and no text shows the key."""
     headers = sign()  # now, not when the tests were collected, which may be long ago
     with pytest.raises(endpoint_kit.BadSignature, match=text) as refused:
         endpoint_kit.read(BODY, headers, [SECRET])
@@ -69,7 +69,7 @@ def test_a_request_that_was_not_signed_as_it_came_is_refused(sign: Callable[[], 
 
 
 def test_the_kit_refuses_what_the_service_would_refuse() -> None:
-    """A wrong body, a wrong count and a number that is not finite are errors where they are made."""
+    """A wrong body, a wrong count and a number that is not finite are errors in the endpoint's process."""
     with pytest.raises(endpoint_kit.BadRequest, match="groups"):
         endpoint_kit.read(b'{"reward": "x"}', {})
     request = endpoint_kit.read(BODY, {})
@@ -118,7 +118,7 @@ def example(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 def test_an_example_registers_itself_and_scores_signed_requests(
     language: str, wire: Wire, start_service: Callable[..., Service], example: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """The examples in Python and Node score a run with signatures, refuse strangers, and unregister on SIGINT."""
+    """The examples in Python and Node score a run with signatures, refuse unsigned requests, and unregister on SIGINT."""
     if language == "node":
         require_package("node", "nodejs")
     service = start_service("reward_service.token=right", "reward_service.endpoint_attempts=50")
@@ -156,7 +156,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     wire: Wire, start_service: Callable[..., Service], tmp_path: Path
 ) -> None:
-    """With --secret-file strangers get 401; after Ctrl-C the endpoint is gone at once and its last call still answered."""
+    """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint at once and its last call is answered."""
     service = start_service("reward_service.token=right")
     (tmp_path / "token").write_text("right\n")
     (tmp_path / "secret").write_text(SECRET + "\n")

@@ -1,4 +1,4 @@
-"""Grader processes: who is to blame when one does not come to an end."""
+"""Grader processes: the cause of a failure when one does not finish."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BOMB = "10^{10^{10}}"
 
 @pytest.fixture
 async def pool() -> AsyncIterator[GraderPool]:
-    """Two graders that grant an answer half a second of CPU time."""
+    """Two graders with half a second of CPU time for an answer."""
     pool = GraderPool(2, cpu_s=0.5)
     yield pool
     await pool.close()
 
 
 async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: GraderPool) -> None:
-    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others go on."""
+    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others continue."""
     completions = (f"\\boxed{{{BOMB}}}", "\\boxed{x+1}", "\\boxed{x}")
     verdicts = await math_answer.judge(completions, "1+x", pool.equal)
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
@@ -40,7 +40,7 @@ async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) ->
 
 
 async def test_a_grader_killed_from_outside_is_an_error(pool: GraderPool) -> None:
-    """A grader that dies of another cause is replaced; if that happens twice it is an error, never a 0."""
+    """A grader that exits for another reason is replaced; if that happens twice it is an error, never a 0."""
     assert await pool.equal("x+1", "1+x") is Graded.RIGHT
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)
@@ -60,7 +60,7 @@ async def test_a_grader_killed_from_outside_is_an_error(pool: GraderPool) -> Non
 
 
 async def test_a_cancelled_question_leaves_no_grader_behind(pool: GraderPool) -> None:
-    """Cancelling in mid-answer kills that grader, so that its late answer belongs to no other question."""
+    """Cancelling a request kills its grader, so that a late answer is not taken for another request's."""
     await pool.equal("x+1", "1+x")
     asking = asyncio.create_task(pool.equal("5", BOMB))
     await asyncio.sleep(0)
@@ -77,7 +77,7 @@ async def test_a_truth_that_does_not_parse_is_reported(pool: GraderPool) -> None
 
 
 async def test_graders_end_with_their_pool() -> None:
-    """Closing a pool leaves no process behind."""
+    """Closing a pool leaves no process running."""
     pool = GraderPool(1, cpu_s=5.0)
     await pool.equal("x+1", "1+x")
     (pid,) = pool.pids

@@ -1,4 +1,4 @@
-"""OpenAI's graders, evaluated here: what they say, what they refuse, and whose fault a missing value is."""
+"""OpenAI's graders, evaluated here: their scores, what they refuse, and the cause of a missing value."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_a_multi_grader_computes_from_its_parts() -> None:
 
 
 def test_formulas_are_arithmetic_and_nothing_else() -> None:
-    """Operators, parentheses and the guide's functions; calls, attributes, comprehensions and foreign names are refused."""
+    """Operators, parentheses and the guide's functions; calls, attributes, comprehensions and unknown names are refused."""
     names = {"a": 0.25, "b": 4.0}
     for text, value in {
         "a + b * 2 - 1": 7.25,
@@ -130,7 +130,7 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
 
 
 async def test_a_row_without_the_column_is_an_error_an_answer_without_the_key_is_not() -> None:
-    """A grader that does not fit the data must not train; an answer that is no JSON is the policy's own doing."""
+    """A grader that does not fit the data is an error; an answer that is not JSON scores lowest, as caused by the policy."""
     missing = await score({**CHECK, "reference": "{{item.absent}}"}, "x")
     assert missing.score is None
     assert "no item.absent" in (missing.error or "")
@@ -176,7 +176,7 @@ def said(text: str) -> Answer:
 async def test_a_model_scores_by_the_guides_response_format(
     start_endpoint: Callable[[Behaviour], EndpointServer],
 ) -> None:
-    """The filled messages, the sampling parameters and the schema go out; prose and numbers off the range are errors."""
+    """The filled messages, the sampling parameters and the schema are sent; prose and numbers out of range are errors."""
     texts = iter(['{"steps": [], "result": 7.5}', "7.5", '{"result": 11}', '{"result": true}', '{"result": NaN}'])
     server = start_endpoint(lambda _: said(next(texts)))
     chat = Chat(JudgeSettings(base_url=server.url, model="x", retries=0), "")
