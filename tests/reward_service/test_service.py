@@ -1,4 +1,4 @@
-"""The service as a process: packs in, rewards out, whatever dies in between."""
+"""The service as a process: packs in, rewards out, whichever process is killed in between."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXTS = ["1 2 3", " 1 2 3\n", "3 2 1", ""]
 
 
 def test_a_pack_is_scored_and_acknowledged(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Every group of a pack gets one reward for each completion, by the reward its task named."""
+    """Every group of a pack gets one reward for each completion, by the reward named in its task."""
     start_service()
     wire.announce(
         [
@@ -120,7 +120,7 @@ def test_a_pack_that_differs_from_its_message_is_dead_lettered(
 
 
 def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """JSON nested beyond reason is a dead letter at once; the service goes on with other packs."""
+    """Too deeply nested JSON is a dead letter at once; the service continues with other packs."""
     service = start_service()
     deep = RewardRequest.model_construct(
         name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
@@ -137,7 +137,7 @@ def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: 
 
 
 async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
-    """An exception nobody foresaw becomes an error of the group that met it, with the reward's name."""
+    """An unexpected exception is an error of its group, with the reward's name."""
 
     def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
         if truth == "bad":
@@ -161,7 +161,7 @@ async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
 
 
 def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock of how long nobody was asked goes on by the second while the wall clock is put back an hour."""
+    """The wait without a call is measured in seconds even while the wall clock is set back an hour."""
     before, wall = pack_progress.now(), time.time()
     monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
     assert before <= pack_progress.now() < before + 60.0
@@ -170,7 +170,7 @@ def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) 
 def test_a_killed_service_loses_no_group(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """SIGKILL in the middle of scoring: the pack is delivered again and scored by the next life, which knows the endpoint."""
+    """SIGKILL in the middle of scoring: the pack is redelivered and scored by the restarted service, which knows the endpoint."""
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     asked, answer = threading.Event(), threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_killed_service_loses_no_group(
 def test_packs_wait_while_s3_is_unreachable(
     bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
 ) -> None:
-    """A store that is down is nobody's fault: the pack waits, however often it is delivered, and is scored later."""
+    """An unreachable store does not count as an attempt: the pack waits over any number of deliveries and is scored later."""
     store = own_s3()
     wire = Wire(bus, Blobs(store.settings), ring_streams)
     service = Service(
@@ -222,7 +222,7 @@ def test_packs_wait_while_s3_is_unreachable(
 def test_sigterm_finishes_packs_in_progress(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """After SIGTERM the packs under way are scored and acknowledged, and the replica takes its records away."""
+    """After SIGTERM the packs in progress are scored and acknowledged, and the replica deletes its records."""
     asked, answer = threading.Event(), threading.Event()
 
     def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
@@ -248,7 +248,7 @@ def test_sigterm_finishes_packs_in_progress(
 def test_sigterm_requeues_unfinished_packs(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A pack that hangs beyond the drain time goes back to the broker at once, for another replica."""
+    """A pack that hangs beyond the drain time is requeued at once, for another replica."""
     asked, answer = threading.Event(), threading.Event()
 
     def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
@@ -294,7 +294,7 @@ def test_replicas_share_the_work(wire: Wire, start_service: Callable[..., Servic
 def test_every_replica_offers_its_rewards_in_the_registry(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """The registry bucket tells which names a run may ask for, including endpoints registered at another replica."""
+    """The registry bucket has the reward names available to a run, including endpoints registered at another replica."""
     first, _ = start_service(replica="r0"), start_service(replica="r1")
     name = f"mine-{wire.run_id}"
     first.register(name, start_endpoint(good()).url)
@@ -309,7 +309,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
 
 
 def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """A replica that starts deletes the offers of the long dead, so that the shared bucket does not grow for ever."""
+    """A starting replica deletes the offers of replicas killed long ago, so that the shared bucket stays bounded."""
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
     key = rewards_offered.key(f"dead-{wire.run_id}")
     record = rewards_offered.RewardsOffered(run_id=wire.run_id, replica="dead", at=time.time() - 3600, names=("x",))
@@ -325,7 +325,7 @@ def test_a_port_that_is_taken_is_named(
     nats_settings: NatsSettings,
     s3_settings: S3Settings,
 ) -> None:
-    """The service refuses to start on a taken port with one line that says which setting to change."""
+    """The service refuses to start on a taken port with one line that names the setting to change."""
     running = start_service()
     folder = tmp_path / "second"
     folder.mkdir()
@@ -339,7 +339,7 @@ def test_a_port_that_is_taken_is_named(
 def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str, wire: Wire
 ) -> None:
-    """Without the run's streams the service ends at once and says how to create them."""
+    """Without the run's streams the service exits at once and says how to create them."""
     service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
     assert service.wait(60) == 1
     assert "python -m penstock.deploy.bootstrap" in service.output

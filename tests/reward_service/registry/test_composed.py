@@ -64,7 +64,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     start_endpoint: Callable[[Behaviour], EndpointServer],
     tmp_path: Path,
 ) -> None:
-    """Built-ins and an endpoint add up, gates hold, every part is kept; a part without a score leaves no reward."""
+    """Built-ins and an endpoint are summed, gates apply, every part is kept; a part without a score means no reward."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("RUN", wire.run_id))
     service = start_service(str(tmp_path / "run.toml"), "reward_service.endpoint_attempts=1")
     endpoint = start_endpoint(good(0.5))
@@ -113,7 +113,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
 
 
 def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> None:
-    """Wrong parameters are one text on stderr, with every mistake; no server is asked."""
+    """Wrong parameters are one text on stderr with every error; no server is contacted."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
     command = [
         sys.executable,
@@ -133,7 +133,7 @@ def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> N
 
 
 def test_parameters_are_listed_by_name() -> None:
-    """`rewards NAME` shows what may be set of a reward; an unknown name is an error with the nearest one."""
+    """`rewards NAME` shows a reward's parameters; an unknown name is an error with the nearest one."""
     command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
     shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "longest      required: Length at which the full punishment is reached." in shown
@@ -174,25 +174,25 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
     ],
 )
 def test_an_invalid_part_is_named(part: dict[str, Any], text: str) -> None:
-    """Every mistake says which part of which reward, and what would be right."""
+    """Every error names the reward and the part, and what is valid."""
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
     assert "reward.define.mine.parts.one" in str(refused.value)
 
 
 def test_a_definition_does_not_take_a_built_ins_name() -> None:
-    """What gsm8k means does not change from run file to run file."""
+    """A run file cannot redefine gsm8k."""
     with pytest.raises(ConfigError, match="gsm8k is a built-in reward"):
         definitions.check({"gsm8k": _define(one={"reward": "tags"})["mine"]})
 
 
 class Scripted:
-    """A scorer that gives what the test says."""
+    """A scorer with a scripted outcome."""
 
     slow = False
 
     def __init__(self, outcome: Outcome) -> None:
-        """Give this outcome to every group."""
+        """``outcome`` is returned for every group."""
         self.outcome = outcome
 
     async def score(self, groups: Any, *, attempt: int) -> list[Outcome]:
@@ -210,7 +210,7 @@ class Scripted:
     ],
 )
 async def test_the_most_severe_error_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
-    """What never gets better decides before what may, and a failure before a wait; kind and wait stay."""
+    """A permanent error takes precedence over a transient one, and a failure over a wait; kind and wait are kept."""
     definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
 
     async def nobody(request: RewardRequest) -> Scripted:
@@ -232,7 +232,7 @@ def make_texts() -> GroupTexts:
 
 
 def test_every_data_set_of_the_table_has_a_reward_that_needs_no_parameters() -> None:
-    """The names that guides and verl use map to built-in rewards that work as they are."""
+    """The names that guides and verl use map to built-in rewards that need no parameters."""
     assert {name for name in BY_SOURCE.values() if name not in BUILT_INS or BUILT_INS[name].default is None} == set()
     named = [
         "gsm8k",

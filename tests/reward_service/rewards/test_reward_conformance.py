@@ -50,7 +50,7 @@ def test_gsm8k_flexible_equals_verls_or_accepts_more() -> None:
 
 @pytest.mark.parametrize(("judge", "output"), [("judge_exact", "em"), ("judge_inside", "subem")])
 def test_question_answering_equals_verls(judge: str, output: str) -> None:
-    """Right where verl gives 1; its 0.1 for a wrong answer in tags is our part has_answer."""
+    """Right where verl gives 1; instead of its 0.1 for a wrong answer in tags there is the part has_answer."""
     case = recorded("verl/reward/qa_em")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
         found = getattr(question_answer, judge)(question_answer.Parameters(), (text,), truth)[0]
@@ -58,7 +58,7 @@ def test_question_answering_equals_verls(judge: str, output: str) -> None:
 
 
 def test_words_are_normalised_as_verl_does() -> None:
-    """Case, punctuation, articles and spaces aside."""
+    """Case, punctuation, articles and spaces are ignored."""
     case = recorded("verl/reward/normalize_answer")
     assert [question_answer.words(text) for text in case["inputs"]["strings"]] == case["outputs"]["normalized"]
 
@@ -133,5 +133,5 @@ async def test_the_answer_line_equals_verls() -> None:
     ],
 )
 def test_which_answer_a_line_gives(text: str, answer: str | None) -> None:
-    """The last line counts, emphasis and a unit aside; a box on it, or without a line the last box."""
+    """The last line counts, without emphasis and unit; a box on it counts, or without such a line the last box."""
     assert answer_line.last_answer(text) == answer

@@ -1,4 +1,4 @@
-"""Our gsm8k and math against what verl, TRL and math-verify answer for the same texts.
+"""Our gsm8k and math against the verdicts of verl, TRL and math-verify on the same texts.
 
 Where they differ from us the difference is listed, with its reason; anything unlisted is a failure.
 TRL skips a row whose truth is prose (``None``); ours compares it as words, so no reward is given either.
@@ -55,7 +55,7 @@ def _differ(case: dict[str, Any], rewards: list[float]) -> set[str]:
 
 
 def test_gsm8k_agrees_with_verl_but_for_the_listed_answers() -> None:
-    """Verl's strict rule, and what ours forgives beyond it."""
+    """Verl's strict rule, and the answers that ours also accepts."""
     case = CASES["verl/reward/gsm8k-strict"]
     rewards = [gsm8k.judge((text,), truth)[0].reward for text, truth in case["pairs"]]
     assert _differ(case, rewards) == {text for name, text in OURS if name == "verl/reward/gsm8k-strict"}
@@ -63,7 +63,7 @@ def test_gsm8k_agrees_with_verl_but_for_the_listed_answers() -> None:
 
 @pytest.mark.parametrize("name", ["verl/reward/math", "math_verify/verify", "trl/reward/accuracy"])
 async def test_math_agrees_but_for_the_listed_answers(name: str, grader: GraderPool) -> None:
-    """Three public verifiers, and where ours decides differently on purpose."""
+    """Three public verifiers, and the texts on which ours differs on purpose."""
     case = CASES[name]
     rewards = []
     for text, truth in case["pairs"]:

@@ -1,4 +1,4 @@
-"""A user's reward file, in the styles people have it, and what is said about one that does not work."""
+"""A user's reward file in each supported style, and the errors of one that does not work."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ async def test_every_function_style_is_called_by_its_own_signature(style: str, t
     ],
 )
 async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
-    """An exception, None, NaN or a wrong count is an error that says where; it is never a 0."""
+    """An exception, None, NaN or a wrong count is an error that names the line; it is never a 0."""
     scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert len(scores) == 2
     assert scores[0].score is None
@@ -139,7 +139,7 @@ async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tm
 
 
 async def test_one_failed_completion_keeps_the_other_scores(tmp_path: Path) -> None:
-    """In a TRL list only the entry that is no number is an error."""
+    """In a TRL list only the entry that is not a number is an error."""
     scores = await user_file.load(write(tmp_path, TRL + "return [None, 0.5]")).score(GROUP)
     assert scores[0].error
     assert scores[1] == Score(score=0.5)
@@ -161,7 +161,7 @@ async def test_one_failed_completion_keeps_the_other_scores(tmp_path: Path) -> N
     ],
 )
 def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: str, tmp_path: Path) -> None:
-    """What can be known at the start is said at the start."""
+    """A file that cannot work is refused at the start with the reason."""
     with pytest.raises(UserFileError) as refused:
         user_file.load(write(tmp_path, source))
     assert text in str(refused.value)
@@ -169,7 +169,7 @@ def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: s
 
 
 def test_a_missing_file_or_function_is_named(tmp_path: Path) -> None:
-    """A wrong path and a wrong --function say so."""
+    """A wrong path and a wrong --function are errors that name them."""
     with pytest.raises(UserFileError, match="no such file"):
         user_file.load(tmp_path / "absent.py")
     with pytest.raises(UserFileError, match="no callable 'g'"):
@@ -205,6 +205,6 @@ async def test_messages_are_given_to_functions_that_want_conversations(tmp_path:
 
 
 async def test_the_first_traceback_of_each_line_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever serves the file sees the whole traceback, once however many completions it hits."""
+    """The whole traceback is printed once, for any number of completions."""
     await user_file.load(write(tmp_path, VERL + "return 1 / 0")).score(GROUP)
     assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 1

@@ -1,4 +1,4 @@
-"""Rewards by import path and file: run in processes of their own, recorded with a digest, never a 0 when they fail."""
+"""Rewards by import path and file: run in worker processes, recorded with a digest, an error and never a 0 when they fail."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_code_that_fails_is_an_error_of_its_group_only(
 
 
 def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
-    """SIGKILL for the service ends its worker processes."""
+    """SIGKILL of the service ends its worker processes."""
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce([asking("file", "my_rewards.py:tilted", "4")])
     (scored,) = wire.wait_scored("file")["file"]
@@ -184,7 +184,7 @@ def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[
 async def test_code_that_cannot_be_used_is_refused_at_the_start(
     code: Path, monkeypatch: pytest.MonkeyPatch, reward: str, parameters: str, expected: str
 ) -> None:
-    """The check names the reward and what is wrong; the process that tried to load it is gone."""
+    """The check names the reward and what is wrong; the process that tried to load it has exited."""
     monkeypatch.chdir(code)
     text = f'[define.mine.parts.one]\nreward = "{reward}"\n{parameters}\n'
     user = UserRewards(RewardSettings.model_validate(tomllib.loads(text)), num_workers=1, timeout_s=5.0)
@@ -197,7 +197,7 @@ async def test_code_that_cannot_be_used_is_refused_at_the_start(
 def test_the_service_does_not_start_with_code_that_cannot_be_loaded(
     wire: Wire, start_service: Callable[..., Service], code: Path
 ) -> None:
-    """A broken file ends the service with one text and exit code 1."""
+    """With a broken file the service exits with one text and code 1."""
     (code / "my_module.py").write_text("1 / 0\n")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         start_service(str(code / "run.toml"), cwd=code)
@@ -228,7 +228,7 @@ def test_an_entry_point_is_a_reward_by_its_name(code: Path, monkeypatch: pytest.
 
 
 async def test_a_worker_that_is_killed_is_replaced(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group that it was asked about is an error; the next one gets a new process, which loads the code anew."""
+    """The group in progress is an error; the next one gets a new process, which reloads the code."""
     monkeypatch.chdir(code)
     pool = WorkerPool("my_rewards.py:tilted", {}, num_workers=1, timeout_s=20.0)
     group = GroupToScore(completions=["4"], ground_truth="4")
