@@ -41,7 +41,7 @@ def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     text = truth_text(truth, NAME)
     gold = last_answer(text) if "####" in text else read_number(text)
     if gold is None:
-        raise BadGroundTruth(f"gsm8k compares numbers, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"gsm8k: the row's ground_truth must be a number, got {text[:80]!r}")
     return [_verdict(last_answer(completion), gold) for completion in completions]
 
 
@@ -53,7 +53,7 @@ def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     text = truth_text(truth, FLEXIBLE)
     gold = last_answer(text) if "####" in text else read_number(text)
     if gold is None:
-        raise BadGroundTruth(f"{FLEXIBLE} compares numbers, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"{FLEXIBLE}: the row's ground_truth must be a number, got {text[:80]!r}")
     return [_verdict(last_number(completion), gold) for completion in completions]
 
 

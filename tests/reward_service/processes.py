@@ -161,7 +161,7 @@ class EndpointServer:
                     self.end_headers()
                     self.wfile.write(answer)
                 except OSError:
-                    self.close_connection = True  # the caller ran out of patience
+                    self.close_connection = True  # the client closed the connection
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
