@@ -1,5 +1,5 @@
 """A reward model as an endpoint: a sequence classifier of transformers, served as ``penstock reward serve-model``.
 
-A process of its own, so that torch stays out of the reward service: it meets it over HTTP like every other endpoint.
+A separate process, so that the reward service needs no torch; they communicate over HTTP like all endpoints.
 Read `README.md`.
 """

@@ -18,8 +18,8 @@ _TEACHES = """\
 PATH is a model folder as transformers writes it, with a sequence-classification head: one label (a reward model; its
 logit is the score) or several (--label N: the probability of label N).
 
-The prompt that the policy saw is rendered with the policy's chat template. For a reward model with a template of its
-own, name the row's column that holds the question (--prompt-column), so that it is rendered only once.
+The prompt that the policy saw is rendered with the policy's chat template. For a reward model with its own
+template, name the row's column with the question (--prompt-column), so that it is rendered only once.
 
 Example:  penstock reward serve-model rm/ --prompt-column question --register http://127.0.0.1:8700
           penstock reward test rm
@@ -27,12 +27,12 @@ Example:  penstock reward serve-model rm/ --prompt-column question --register ht
 
 
 class ModelReward:
-    """A reward model as it is served."""
+    """A served reward model."""
 
     batched = True
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Take the options; the model is loaded by `open`."""
+        """``options`` are those of the command line; `open` loads the model."""
         self._options = options
         self._folder: Path = options.path
         self._model: Any = None
@@ -42,22 +42,22 @@ class ModelReward:
 
     @property
     def title(self) -> str:
-        """Folder and number format."""
+        """Folder, number format and device."""
         return f"{self._folder.name}: reward model in {self._options.dtype} on {self._options.device}"
 
     @property
     def version(self) -> str:
-        """Hash of the folder and of what the scores depend on."""
+        """Hash of the folder and of the options that change scores."""
         return self._version
 
     @property
     def terms(self) -> Mapping[str, Any]:
-        """Large batches, and few of them at a time: one model computes one after the other."""
+        """Large batches and low concurrency, because one model computes one batch at a time."""
         return {"timeout_s": self._options.timeout_s, "batch_size": 16, "concurrency": 2}
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What it has read so far."""
+        """Number of texts and tokens scored so far."""
         return {"texts": self._num_texts, "tokens": self._num_tokens}
 
     def load(self) -> None:
@@ -77,13 +77,13 @@ class ModelReward:
         )
         form: Form = options.form if options.form != "auto" else "chat" if model.has_chat_template else "plain"
         if form == "chat" and not model.has_chat_template:
-            raise ConfigError(f"{self._folder}: --form chat, but its tokenizer has no chat template")
+            raise ConfigError(f"{self._folder}: the tokenizer has no chat template; use --form plain")
         self._model = model
         self._reading = Reading(form, model.render, options.prompt_column)
         self._version = f"{classifier.fingerprint(self._folder)}-{form}-{options.dtype}"
 
     async def open(self) -> None:
-        """The model is loaded before the port is taken."""
+        """Do nothing: the model is loaded before the port is bound."""
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
         """Score all groups' texts together."""
@@ -105,14 +105,14 @@ class ModelReward:
         return [[scores[place] for place in one] if isinstance(one, range) else one for one in found]
 
     async def close(self) -> None:
-        """Nothing to give back: the process ends with it."""
+        """Do nothing: the process exits next."""
 
 
 def _score(one: Any) -> Score:
     if one.value is None:
         return Score(error=one.error)
     if not math.isfinite(one.value):
-        return Score(error=f"the model's output is {one.value}; try --dtype float32")
+        return Score(error=f"the model's output is {one.value}, expected a finite number; try --dtype float32")
     return Score(score=one.value, parts={"num_tokens": float(one.num_tokens)})
 
 
@@ -124,29 +124,40 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, help="the model's folder")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="numbers it computes in")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="number format (default: float32)"
+    )
     parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     parser.add_argument(
-        "--form", choices=["auto", "chat", "plain"], default="auto", help="auto: chat when it has a chat template"
+        "--form",
+        choices=["auto", "chat", "plain"],
+        default="auto",
+        help="input format; auto: chat if the tokenizer has a chat template",
     )
     parser.add_argument("--prompt-column", default="", help="the row's column with the question, as text or messages")
-    parser.add_argument("--label", type=int, help="several labels: the one whose probability is the score")
-    parser.add_argument("--max-length", type=int, help="longest text in tokens; longer ones are errors")
-    parser.add_argument("--batch-tokens", type=int, default=16_384, help="tokens in one forward, padding included")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="longest one call may take (default: 300)")
+    parser.add_argument(
+        "--label", type=int, help="with several labels: index of the label whose probability is the score"
+    )
+    parser.add_argument(
+        "--max-length", type=int, help="token limit of a text (default: the model's); longer texts are errors"
+    )
+    parser.add_argument(
+        "--batch-tokens", type=int, default=16_384, help="tokens per forward pass, padding included (default: 16384)"
+    )
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="deadline of one call in seconds (default: 300)")
     served_reward.add_options(parser, default_name="the folder's name")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit code. Errors of ours are one text on stderr."""
+    """Serve until SIGTERM or Ctrl-C; returns the exit code. A PenstockError is written to stderr."""
     options = _parser().parse_args(arguments)
     try:
         for name in ("max_length", "batch_tokens"):
             if (value := getattr(options, name)) is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        if not (options.path / "config.json").is_file():  # said before torch is loaded
-            raise ConfigError(f"{options.path}: no model folder (config.json is missing)")
+        if not (options.path / "config.json").is_file():  # checked before torch is imported
+            raise ConfigError(f"{options.path}: not a model folder (config.json is missing)")
         where = served_reward.address(options, options.path.resolve().name)
         reward = ModelReward(options)
         reward.load()

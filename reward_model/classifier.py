@@ -1,8 +1,8 @@
-"""The door to torch and transformers: texts in, one number for each out.
+"""The adapter of torch and transformers: return one number for each text.
 
 The number is the single logit of a model with one label (what reward models have), or, with ``label``, the
 probability of that label. Texts are padded on the right and batched by length; a text's number does not depend on
-the others beside it beyond rounding.
+the other texts of its batch, except for rounding.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from penstock.protocol.errors import ConfigError
 from penstock.reward_model.conversation import Messages, batches
 
 Dtype = Literal["float32", "bfloat16"]
-_MAX_CONTEXT = 1_000_000  # tokenizers without a limit say 10**30
+_MAX_CONTEXT = 1_000_000  # tokenizers without a limit report 10**30
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A text's number and its length in tokens, or why it has none."""
+    """A text's number and its length in tokens, or its error."""
 
     num_tokens: int
     value: float | None = None
@@ -38,7 +38,7 @@ class Classifier:
     def __init__(
         self, folder: Path, *, dtype: Dtype, device: str, label: int | None, max_length: int | None, batch_tokens: int
     ) -> None:
-        """Load it; ``max_length`` in tokens, the model's own limit when None. Raises ConfigError saying what does not fit."""
+        """Load a model; ``max_length`` in tokens, None for the model's limit. Raises ConfigError naming the problem."""
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -48,7 +48,7 @@ class Classifier:
             raise ConfigError(f"{folder}: cannot be loaded as a sequence classifier: {err}") from None
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(
-                f"{folder}: the weights lack {', '.join(missing[:5])}; transformers would fill them at random. "
+                f"{folder}: the weights lack {', '.join(missing[:5])}; transformers would initialise them at random. "
                 "Is this a language model without a classification head?"
             )
         self._model: Any = model.to(device).eval()
@@ -64,24 +64,24 @@ class Classifier:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether its tokenizer can render conversations."""
+        """True if the tokenizer has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render(self, messages: Messages) -> str:
-        """Return a conversation as its chat template writes it."""
+        """Return a conversation rendered with the chat template."""
         return self._tokenizer.apply_chat_template(messages, tokenize=False)
 
     def score(self, texts: Sequence[str], *, special_tokens: bool) -> list[Scored]:
         """Return a number for every text, in order.
 
-        ``special_tokens``: whether the tokenizer adds its own (a chat template has written them already). A text
-        longer than ``max_length`` has an error: half an answer would be another answer.
+        ``special_tokens``: True if the tokenizer adds them (a chat template has added them already). A text
+        longer than ``max_length`` is an error, because half an answer is another answer.
         """
         ids = self._tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
         lengths = [len(one) for one in ids]
         fits = [place for place, length in enumerate(lengths) if 0 < length <= self.max_length]
         found = [
-            Scored(length, error=f"the text has {length} tokens, the model reads 1 to {self.max_length}")
+            Scored(length, error=f"the text has {length} tokens, expected 1 to {self.max_length} (--max-length)")
             for length in lengths
         ]
         for batch in batches([lengths[place] for place in fits], max_tokens=self._batch_tokens):
@@ -99,7 +99,7 @@ class Classifier:
         for number, row in enumerate(rows):
             input_ids[number, : len(row)] = torch.tensor(row, dtype=torch.long)
             mask[number, : len(row)] = 1
-        self._model.config.pad_token_id = pad  # by it transformers finds a row's last token
+        self._model.config.pad_token_id = pad  # transformers uses it to find a row's last token
         with torch.inference_mode():
             out = self._model(input_ids=input_ids.to(self._device), attention_mask=mask.to(self._device))
         logits = out.logits.float()  # [B, labels]
@@ -121,7 +121,7 @@ def fingerprint(folder: Path) -> str:
 def _checked_label(folder: Path, num_labels: int, label: int | None) -> int | None:
     if label is None:
         if num_labels != 1:
-            raise ConfigError(f"{folder}: the model has {num_labels} labels; say with --label whose probability counts")
+            raise ConfigError(f"{folder}: the model has {num_labels} labels; choose one with --label")
         return None
     if not 0 <= label < num_labels or num_labels == 1:
         raise ConfigError(f"--label {label}: the model has {num_labels} label{'s' if num_labels > 1 else ''}")
@@ -129,10 +129,10 @@ def _checked_label(folder: Path, num_labels: int, label: int | None) -> int | No
 
 
 def _padding(tokenizer: Any) -> tuple[int, bool]:
-    """Return the padding's id, and whether it is ours to choose.
+    """Return the padding id, and whether each batch chooses it.
 
     Decoders find a text's last token as the last one that is not padding, so padding must not be a token that
-    texts end with. Where the tokenizer has none of its own, each batch takes an id that does not occur in it.
+    texts end with. If the tokenizer has no such token, each batch uses an id that does not occur in it.
     """
     pad = tokenizer.pad_token_id
     if pad is None or pad == tokenizer.eos_token_id:

@@ -1,4 +1,4 @@
-"""What a reward model reads: a prompt and a completion as one text, plain or by its chat template; pure."""
+"""Build a reward model's input: prompt and completion as one text, plain or by its chat template; pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Render = Callable[[Messages], str]
 
 
 class Unusable(ValueError):
-    """A row does not have what the model needs; the text says which column, and what is in it."""
+    """A row lacks a column that the model needs, or it has another type; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How texts are put together.
+    """The format of the texts.
 
     Attributes:
         form: ``chat`` renders messages with the model's template, ``plain`` joins prompt and completion.
@@ -37,7 +37,9 @@ class Reading:
         asked = self._asked(group)
         if self.form == "plain":
             if not isinstance(asked, str):
-                raise Unusable(f"column {self.prompt_column!r} holds messages, which --form plain cannot join")
+                raise Unusable(
+                    f"column {self.prompt_column!r} holds messages, which --form plain cannot join; use --form chat"
+                )
             return [asked + text for text in group.completions]
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         return [self.render([*messages, {"role": "assistant", "content": text}]) for text in group.completions]
@@ -62,9 +64,9 @@ def _is_message(item: Any) -> bool:
 
 
 def batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return places grouped into batches, long ones first, so that no batch is wider than ``max_tokens`` with its padding.
+    """Return indices grouped into batches, longest first, with at most ``max_tokens`` per batch, padding included.
 
-    A text that alone exceeds ``max_tokens`` is a batch of its own.
+    A text longer than ``max_tokens`` is a batch by itself.
     """
     found: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):

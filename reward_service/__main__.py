@@ -3,7 +3,7 @@
 python -m penstock.reward_service [RUN.toml ...] [section.key=value ...]
 python -m penstock.reward_service rewards [NAME]                      (all of them, or one with its parameters)
 python -m penstock.reward_service rewards --write docs/graders.md     (renew the tables of the documentation)
-python -m penstock.reward_service sandbox [auto|bubblewrap|landlock]   (which one holds here; exit code 1 for none)
+python -m penstock.reward_service sandbox [auto|bubblewrap|landlock]   (which one works here; exit code 1 for none)
 python -m penstock.reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
 python -m penstock.reward_service serve-judge JUDGE.toml [the same options]
 python -m penstock.reward_service serve-grader GRADER.json [the same options]

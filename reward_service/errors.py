@@ -62,7 +62,7 @@ class LengthsUnknown(RewardError):
 
 
 class NotCalled(RewardError):
-    """No endpoint was called. The delivery does not count as an attempt; the group comes again after ``retry_in_s``."""
+    """No endpoint was called. The delivery does not count as an attempt; the group is retried after ``retry_in_s``."""
 
     has_limit: ClassVar[bool] = True  # the group is dead-lettered after `reward_service.patience_s`
 

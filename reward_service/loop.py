@@ -1,6 +1,6 @@
 """take → fetch → score → announce → acknowledge.
 
-One task for each pack under way (`pack_scoring`). A message is acknowledged only after every one of its groups was
+One task for each pack in progress (`pack_scoring`). A message is acknowledged only after every one of its groups was
 announced as scored or stored as a dead letter. Until then its ack deadline is extended, or it is requeued with a delay;
 if this process exits, the broker delivers it again.
 """
@@ -22,7 +22,7 @@ from penstock.reward_service.work_slots import WorkSlots
 log = structlog.get_logger("reward_service")
 
 _FETCH_WAIT_S = 1.0  # also how long a stop may go unnoticed
-_UNREACHABLE_DELAY_S = 5.0  # before a pack comes again when S3 or NATS was unreachable
+_UNREACHABLE_DELAY_S = 5.0  # before a pack is redelivered after S3 or NATS was unreachable
 
 
 async def run(

@@ -1,6 +1,6 @@
 """The scoring of one pack: each group is announced as scored, dead-lettered, or delivered again.
 
-fetch its texts ─▶ score its groups ─▶ announce those that are scored ─▶ dead-letter those without hope ─▶ ack or requeue
+fetch its texts ─▶ score its groups ─▶ announce those that are scored ─▶ dead-letter those that cannot be ─▶ ack or requeue
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ScoringContext:
 
 @dataclass(slots=True)
 class Pack:
-    """A message under way, and what is known of its groups."""
+    """A message in progress and the state of its groups."""
 
     delivery: Delivery[GroupGenerated]
     progress: PackProgress

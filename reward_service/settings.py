@@ -17,7 +17,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.reward_service.endpoints.access import Access, Role, read_tokens
 from penstock.reward_service.endpoints.target_policy import PRIVATE_TARGETS, TargetPolicy
 
-ADMIN = "admin"  # the name that goes with token and token_file
+ADMIN = "admin"  # the name of the holder of token and token_file
 
 
 def _default_id() -> str:
@@ -62,13 +62,13 @@ class RewardServiceSection(Section):
         default=2.0,
         gt=0,
         le=3600,
-        description="First wait before a failed group comes again; doubles, at most 60 s or this.",
+        description="First wait before a failed group is retried; doubles, at most 60 s or this.",
     )
     patience_s: float = Field(
         default=600.0,
         gt=0,
         le=86_400,
-        description="Seconds a group waits for an endpoint that is not called (gone, drained, breaker open) until it is dead-lettered.",
+        description="Seconds a group waits for an endpoint that is not called (unregistered, drained, breaker open) until it is dead-lettered.",
     )
     allowed_targets: tuple[str, ...] = Field(
         default=PRIVATE_TARGETS,
@@ -118,7 +118,7 @@ class RewardServiceSection(Section):
         default=10.0,
         ge=0,
         le=600,
-        description="How long packs under way may take to finish after SIGTERM; then they go back.",
+        description="Seconds that packs in progress may take after SIGTERM; then they are requeued.",
     )
     log_level: str = Field(
         default="info", pattern="^(debug|info|warning|error)$", description="Least severe line that is shown."

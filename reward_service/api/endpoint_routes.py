@@ -111,7 +111,7 @@ def _change(
 
     @router.post("/{name}/drain")
     async def drain(name: Name, caller: Caller = registering) -> EndpointRecord:
-        """Take an endpoint out of service: calls under way finish, its other groups wait."""
+        """Take an endpoint out of service: calls in progress finish, its other groups wait."""
         await registry.drain(name, caller=caller, on=True)
         return _record(await _known(name, registry), registry, client)
 

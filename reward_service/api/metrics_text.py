@@ -54,9 +54,9 @@ def render(
         ),
         _family("pack_seconds_sum", "", "", [({}, packs.total_s)]),
         _family("pack_seconds_count", "", "", [({}, packs.num_calls)]),
-        _family("packs_held", "gauge", "Packs under way in this process.", [({}, num_held)]),
+        _family("packs_held", "gauge", "Packs in progress in this process.", [({}, num_held)]),
         _family("packs_waiting", "gauge", "Packs waiting at the broker.", [({}, metrics.queue)]),
-        _family("busy_seconds_total", "counter", "Time with work under way.", [({}, busy_s)]),
+        _family("busy_seconds_total", "counter", "Time with work in progress.", [({}, busy_s)]),
         _family("idle_seconds_total", "counter", "Time without work.", [({}, idle_s)]),
         _family("cpu_seconds_total", "counter", "CPU time of this process.", [({}, cpu_seconds())]),
         _family(

@@ -1,4 +1,4 @@
-"""The door to uvicorn: an app on a socket that was bound before, so that port 0 has an answer."""
+"""The adapter of uvicorn: serve an app on a socket that is already bound, so that the number for port 0 is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from penstock.protocol.errors import ConfigError
 
-_GRACE_S = 2  # requests under way at the end get this long
+_GRACE_S = 2  # requests in progress at shutdown get this long
 
 
 def listen(host: str, port: int, *, key: str) -> socket.socket:

@@ -27,7 +27,7 @@ class EndpointSpec(BaseModel):
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the dialect.")
     timeout_s: float = Field(30.0, gt=0, le=3600, description="Deadline of one call, its tries included, in s.")
     retries: int = Field(3, ge=0, le=20, description="Further tries of a call after a connection failure, 429 or 5xx.")
-    concurrency: int = Field(8, ge=1, le=1024, description="Calls under way at the same time, for each replica.")
+    concurrency: int = Field(8, ge=1, le=1024, description="Concurrent calls of each replica.")
     batch_size: int = Field(16, ge=1, le=1024, description="Most groups in one call.")
     rate_per_s: float | None = Field(
         None, gt=0, le=1e6, description="Calls per second, for each replica; null: no limit."

@@ -21,7 +21,7 @@ class EndpointClient:
         """``policy`` decides which addresses may be called; longer answers than the maximum are not read."""
         self._secrets = secrets
         self._queues: dict[str, EndpointQueue] = {}
-        self._finishing: list[EndpointQueue] = []  # earlier versions with calls under way
+        self._finishing: list[EndpointQueue] = []  # earlier versions with calls in progress
         self.http = EndpointHttp(policy, max_response_bytes=max_response_bytes)
 
     async def __aenter__(self) -> EndpointClient:
@@ -43,7 +43,7 @@ class EndpointClient:
     def queue(self, endpoint: Endpoint) -> EndpointQueue:
         """Return the queue of an endpoint, the scorer of its groups.
 
-        A new version takes over what is queued; calls under way end at the old one.
+        A new version takes over the queue; calls in progress finish at the old one.
         """
         queue = self._queues.get(endpoint.name)
         if queue is None or (queue.endpoint is not endpoint and queue.endpoint != endpoint):

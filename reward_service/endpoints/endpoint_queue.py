@@ -1,6 +1,6 @@
 """The queue of groups before one endpoint, and the calls made from it: the bulkhead of that endpoint.
 
-Groups of all packs share the queue. As soon as a call may be made (fewer than ``concurrency`` are under way, the rate
+Groups of all packs share the queue. As soon as a call may be made (fewer than ``concurrency`` are in progress, the rate
 limit has a token, the breaker is closed) the first groups are sent in one batch, at most ``batch_size`` of them. A slow
 endpoint fills its own queue and no more: what does not fit is rejected with EndpointBusy and waits at the broker.
 
@@ -42,8 +42,8 @@ from penstock.reward_service.scores import Outcome
 
 log = structlog.get_logger("reward_service.endpoint_queue")
 
-_BUSY_S = 0.5  # shortest wait before a rejected group comes again
-_QUEUE_FACTOR = 2  # the queue holds this many times what can be under way
+_BUSY_S = 0.5  # shortest wait before a rejected group is retried
+_QUEUE_FACTOR = 2  # size of the queue as a multiple of the groups that can be in progress
 
 
 class EndpointMetrics(BaseModel):
@@ -128,7 +128,7 @@ class EndpointQueue:
 
     @property
     def idle(self) -> bool:
-        """True while nothing is queued and no call is under way."""
+        """True while nothing is queued and no call is in progress."""
         return not self._waiting and not self._calls
 
     @property
@@ -158,13 +158,13 @@ class EndpointQueue:
         )
 
     def transfer_to(self, to: EndpointQueue) -> None:
-        """Move what is queued to the queue of another version; calls under way end here."""
+        """Move the queued groups to another version's queue; calls in progress finish here."""
         to._waiting.extend(self._waiting)
         self._waiting.clear()
         to._start_calls()
 
     def reject_waiting(self, err: NotCalled) -> None:
-        """Answer everything in the queue with an error; calls under way continue."""
+        """Answer everything in the queue with an error; calls in progress continue."""
         while self._waiting:
             self._answer(self._waiting.popleft(), err)
 
@@ -184,7 +184,7 @@ class EndpointQueue:
         self.reject_waiting(self._breaker_open(time.monotonic()))
 
     async def close(self) -> None:
-        """Cancel the calls under way."""
+        """Cancel the calls in progress."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._calls:
@@ -211,8 +211,8 @@ class EndpointQueue:
         if len(self._waiting) >= self._most_waiting:
             self._num_rejected += 1
             return EndpointBusy(
-                f"endpoint {self.endpoint.name} has {self._under_way} groups under way and {len(self._waiting)} queued, "
-                "which is its limit; the group comes again (raise its concurrency, or start more of it)",
+                f"endpoint {self.endpoint.name} has {self._under_way} groups in progress and {len(self._waiting)} queued, "
+                "which is its limit; the group is retried. Raise its concurrency, or start more instances",
                 retry_in_s=_BUSY_S,
             )
         return None

@@ -1,4 +1,4 @@
-"""What a reward endpoint of your own needs, whichever web framework it is written in.
+"""Functions for writing your own reward endpoint in any Python web framework.
 
     from penstock.reward_service.hosting import endpoint_kit
 
@@ -10,7 +10,7 @@
         server.serve_forever()
 
 A score is a finite number, or a `Score` with parts or with an error. An error, or None, means *could not be
-scored*: the whole group waits and comes again. `examples/reward_endpoint.py` is a whole endpoint.
+scored*: the whole group is retried later. `examples/reward_endpoint.py` is a complete endpoint.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _STOP_S = 10.0
 
 
 class BadRequest(ValueError):
-    """The body is no request for scores; answer it with status 422 and this text."""
+    """The body is not a score request; answer with status 422 and this text."""
 
 
 def read(body: bytes, headers: Mapping[str, str], secrets: Sequence[str] = ()) -> ScoreRequest:
-    """Return the groups that are to be scored.
+    """Return the request with the groups to score.
 
-    ``headers`` may have names in any case. With ``secrets`` (``whsec_...``) the signature is checked, over the very
-    bytes that came, before anything else. Raises BadSignature (answer 401) and BadRequest (answer 422).
+    ``headers`` may have names in any case. With ``secrets`` (``whsec_...``) the signature over the
+    bytes received is checked before anything else. Raises BadSignature (answer 401) and BadRequest (answer 422).
     """
     if secrets:
         lower = {name.lower(): value for name, value in headers.items()}
@@ -65,20 +65,22 @@ def read(body: bytes, headers: Mapping[str, str], secrets: Sequence[str] = ()) -
     except ValidationError as err:
         first = err.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"
-        raise BadRequest(f"no request for scores: {where}: {first['msg']}") from None
+        raise BadRequest(f"not a score request: {where}: {first['msg']}") from None
 
 
 def answer(request: ScoreRequest, scores: Sequence[Sequence[Score | float | None]]) -> bytes:
-    """Return the body of the answer, with one list of scores for every group of the request, in their order.
+    """Return the response body, with one list of scores for every group of the request, in the same order.
 
-    Raises ValueError when the counts do not match or a number is not finite: that would be refused anyway.
+    Raises ValueError when the counts do not match or a number is not finite; the reward service would refuse both.
     """
     if len(scores) != len(request.groups):
-        raise ValueError(f"scores of {len(scores)} groups for a request of {len(request.groups)}")
+        raise ValueError(f"expected scores for {len(request.groups)} groups, got {len(scores)}")
     results = []
     for group, given in zip(request.groups, scores, strict=True):
         if len(given) != len(group.completions):
-            raise ValueError(f"group {group.group_id}: {len(given)} scores for {len(group.completions)} completions")
+            raise ValueError(
+                f"group {group.group_id}: expected {len(group.completions)} scores, one per completion, got {len(given)}"
+            )
         results.append(GroupScore(group_id=group.group_id, scores=[_score(one, group) for one in given]))
     return ScoreResponse(results=results).model_dump_json().encode()
 
@@ -89,13 +91,15 @@ def _score(given: Score | float | None, group: GroupToScore) -> Score:
     if given is None:
         return Score(error="not scored")
     if not math.isfinite(given):
-        raise ValueError(f"group {group.group_id}: a score is {given}; use Score(error=...) for what cannot be scored")
+        raise ValueError(
+            f"group {group.group_id}: score {given} is not finite; use Score(error=...) if it cannot be scored"
+        )
     return Score(score=float(given))
 
 
 @contextmanager
 def registered(service: ServiceAddress | str, offer: Offer) -> Iterator[None]:
-    """Keep an endpoint registered while the block runs; its lease is renewed in a thread, the end unregisters it.
+    """Keep an endpoint registered while the block runs: renew its lease in a thread, unregister it at the end.
 
     Raises NotRegistered when the reward service refuses or cannot be reached.
     """
@@ -110,7 +114,7 @@ def registered(service: ServiceAddress | str, offer: Offer) -> Iterator[None]:
 
 
 class _Renewing:
-    """A thread that renews a lease, if there is one."""
+    """The thread that renews the lease of a registration."""
 
     def __init__(self, service: ServiceAddress, offer: Offer) -> None:
         self._loop = asyncio.new_event_loop()

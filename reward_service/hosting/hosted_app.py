@@ -1,4 +1,4 @@
-"""The HTTP app of a served reward: takes requests in the thread of the server, has them scored on the main thread."""
+"""The HTTP app of a served reward: requests arrive in the server's thread and are scored on the main thread."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MAX_REQUEST_BYTES = 256 * 1024 * 1024
 
 
 class Calls:
-    """The calls under way, counted on the loop where the reward runs."""
+    """Count the calls in progress, on the event loop where the reward runs."""
 
     def __init__(self, home: asyncio.AbstractEventLoop) -> None:
-        """``home`` is the main thread's loop."""
+        """``home`` is the main thread's event loop."""
         self.home = home
         self.num_under_way = 0
         self._none = asyncio.Event()
         self._none.set()
 
     async def wait_for_none(self) -> None:
-        """Wait until no call is under way."""
+        """Wait until no call is in progress."""
         await self._none.wait()
 
     async def score(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Have groups scored; called in the server's thread."""
+        """Score groups on the main thread; called in the server's thread."""
         work = asyncio.run_coroutine_threadsafe(self._counted(reward, groups), self.home)
         return await asyncio.wrap_future(work)
 
@@ -46,7 +46,7 @@ class Calls:
         finally:
             self.num_under_way -= 1
             if not self.num_under_way:
-                self.home.call_later(0.1, self._maybe_none)  # the answer has to be written yet
+                self.home.call_later(0.1, self._maybe_none)  # the response is not written yet
 
     def _maybe_none(self) -> None:
         if not self.num_under_way:
@@ -54,7 +54,7 @@ class Calls:
 
 
 def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
-    """Return the endpoint's app; with ``secrets``, requests that none of them signed are refused with 401."""
+    """Return the endpoint's app; with ``secrets``, a request without a valid signature is refused with 401."""
     app = FastAPI(title=f"Penstock reward: {reward.title}", version="1")
     app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES)
 
@@ -73,15 +73,15 @@ def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
         else:
             found = []
             for group in wanted.groups:
-                if await request.is_disconnected():  # nobody waits any more: leave the time to those who do
-                    raise HTTPException(499, "the caller went away")
+                if await request.is_disconnected():  # do not compute scores that no client waits for
+                    raise HTTPException(499, "the client closed the connection")
                 found += await calls.score(reward, [group])
         named = zip(wanted.groups, found, strict=True)
         return ScoreResponse(results=[GroupScore(group_id=group.group_id, scores=scores) for group, scores in named])
 
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
-        """Say that the endpoint lives, and what it serves."""
+        """Return 200 and a description of the served reward."""
         about = {"reward": reward.title, "version": reward.version, "calls": calls.num_under_way}
         return {"ok": True, **about, "figures": dict(reward.figures)}
 

@@ -1,4 +1,4 @@
-"""Telling a reward service over HTTP where an endpoint is, that it still lives, and that it is gone."""
+"""Register an endpoint at a reward service over HTTP, renew its lease, and unregister it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.protocol.errors import PenstockError
 _DEADLINE_S = 60.0  # the service may be starting at the same time
 _TRY_S = 5.0
 _PAUSE_S = 0.5
-_RENEWALS_PER_LEASE = 3  # two may get lost
+_RENEWALS_PER_LEASE = 3  # two consecutive renewals may fail
 _PASSES = frozenset({429, 502, 503, 504})
 
 
@@ -34,7 +34,7 @@ class ServiceAddress:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What an endpoint says of itself; ``lease_s`` is how long it counts as alive without a word from it.
+    """An endpoint's registration data; it is in service until ``lease_s`` seconds after its last renewal.
 
     ``more`` holds further fields of the registration (`reward_service/endpoints/endpoint.py`), such as ``timeout_s``.
     """
@@ -47,7 +47,7 @@ class Offer:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the registration, which takes the name over from an earlier life."""
+        """Return the registration's body, which replaces one of an earlier process with the same name."""
         own = {"name": self.name, "url": self.url, "version": self.version, "lease_s": self.lease_s, "replace": True}
         return {**self.more, **own, "secrets": list(self.secrets)}
 
@@ -77,10 +77,10 @@ async def register(service: ServiceAddress, offer: Offer) -> None:
 
 
 async def keep(service: ServiceAddress, offer: Offer) -> None:
-    """Renew the lease until cancelled, or until somebody else has the name.
+    """Renew the lease until cancelled, or until another endpoint has taken over the name.
 
-    A service that is away is tried again: meanwhile the lease may end, and the next renewal that arrives,
-    or a new registration where the service has forgotten us, puts the endpoint into service again.
+    An unreachable service is tried again. The lease may expire meanwhile; the next successful renewal, or a new
+    registration if the service no longer knows the endpoint, puts it back into service.
     """
     assert offer.lease_s is not None
     async with _client(service) as client:
@@ -100,13 +100,14 @@ async def keep(service: ServiceAddress, offer: Offer) -> None:
 
 
 async def unregister(service: ServiceAddress, offer: Offer) -> None:
-    """Unregister the endpoint if the name is still ours; a service that is away is only told of in a line."""
+    """Unregister the endpoint if it still holds the name; if the service is unreachable, write one line to stderr."""
     async with _client(service) as client:
         try:
             await client.delete(f"/v1/endpoints/{offer.name}", params={"url": offer.url})
         except httpx.TransportError as err:
             sys.stderr.write(
-                f"reward {offer.name} stays registered: {service.url} does not answer ({type(err).__name__})\n"
+                f"reward {offer.name} was not unregistered: {service.url} is unreachable ({type(err).__name__}); "
+                "its lease will expire\n"
             )
 
 

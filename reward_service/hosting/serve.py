@@ -1,7 +1,7 @@
 """``serve FILE.py``: a user's reward function as an HTTP endpoint, registered while it runs.
 
 User code runs here, in a process that its user started, or in the worker processes of a reward service
-(`user_code/worker.py`), and nowhere else.
+(`user_code/worker.py`), and in no other process.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ _EPILOG = """\
 The file holds one of these (or several; choose one with --function); each may be async:
 
   def compute_score(data_source, solution_str, ground_truth, extra_info=None):      # verl, ROLL
-      return 1.0                                    # or {"score": 1.0, "format": 0.5}: the rest are parts
+      return 1.0                                    # or {"score": 1.0, "format": 0.5}: other keys are parts
   def compute_score(data_sources, solution_strs, ground_truths, extra_infos):       # verl in batches
       return [1.0, ...]
-  def reward(prompts, completions, **columns):                                      # TRL, once a group
-      return [1.0, ...]                             # columns: the row's, each as a list
+  def reward(prompts, completions, **columns):                                      # TRL, once per group
+      return [1.0, ...]                             # columns of the row, each as a list
   def reward_func(queries, prompts, labels):                                        # OpenRLHF
       return {"rewards": [1.0, ...]}
-  class Judge:                                                                      # keeps its state
+  class Judge:                                                                      # keeps state between calls
       def setup(self): ...                          # once, before it is registered
       def __call__(self, completions, **columns): return [...]
 
-Raise when something cannot be judged: that is the error of its score, and its group is retried.
-An error is never a 0. The first traceback of each kind is shown here.
+Raise an exception when a completion cannot be scored: it becomes the score's error, and the group is retried.
+An error is never a 0. The first traceback of each kind is printed here.
 
 Example:  penstock reward serve my_reward.py --register http://127.0.0.1:8700
           penstock reward test my_reward
           penstock train run.toml reward.name=my_reward
 
-Ctrl-C unregisters it and lets calls under way finish; a second Ctrl-C exits at once.
+Ctrl-C unregisters it and lets calls in progress finish; a second Ctrl-C exits at once.
 """
 
 
@@ -58,12 +58,12 @@ class FileReward:
 
     @property
     def version(self) -> str:
-        """The file's own hash."""
+        """The hash of the file."""
         return hashlib.sha256(self.reward.file.read_bytes()).hexdigest()[:8]
 
     @property
     def batched(self) -> bool:
-        """Whether the function takes many groups."""
+        """True if the function takes many groups at once."""
         return self.reward.batched
 
     @property
@@ -93,12 +93,12 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, help="the Python file")
-    parser.add_argument("--function", help="which function of the file, when it has several")
+    parser.add_argument("--function", help="name of the function, if the file has several")
     parser.add_argument(
         "--conversational", action="store_true", help="TRL: give prompts and completions as lists of messages"
     )
     parser.add_argument(
-        "--timeout-s", type=float, default=30.0, help="longest one call may take, its tries included (default: 30)"
+        "--timeout-s", type=float, default=30.0, help="deadline of one call in seconds, retries included (default: 30)"
     )
     served_reward.add_options(parser, default_name="the file's name")
     options = parser.parse_args(arguments)

@@ -47,7 +47,7 @@ class GraderReward:
     batched = True
 
     def __init__(self, file: Path, reference_key: str, model_settings: JudgeSettings | None) -> None:
-        """Read the grader; ``model_settings`` say where score_model graders ask. Raises ConfigError."""
+        """Read the grader; ``model_settings`` name the chat endpoint of score_model graders. Raises ConfigError."""
         self._file = file
         self._reference_key = reference_key
         self._grader: Grader = graders.load(file)
@@ -64,24 +64,24 @@ class GraderReward:
 
     @property
     def version(self) -> str:
-        """Hash of the grader and of where it asks."""
+        """Hash of the grader and of its chat endpoint's settings."""
         where = "" if self._settings is None else self._settings.base_url
         return hashlib.sha256(f"{self._grader.model_dump_json()}\n{where}".encode()).hexdigest()[:8]
 
     @property
     def terms(self) -> Mapping[str, Any]:
-        """A model that grades may think for long."""
+        """Allow long calls, because a grading model may take minutes."""
         if self._settings is None:
             return {}
         return {"timeout_s": min(3600.0, self._settings.timeout_s * _ROUNDS), "batch_size": 4}
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What its questions cost."""
+        """Number, tokens and price of the requests to its model."""
         return {} if self._chat is None else asdict(self._chat.cost)
 
     async def open(self) -> None:
-        """Make the client, if there is somebody to ask."""
+        """Open the client of the chat endpoint, if the grader has one."""
         if self._settings is not None:
             self._chat = Chat(self._settings, self._key)
 
@@ -133,12 +133,21 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", type=Path, help="JSON file of the grader")
-    parser.add_argument("--reference-key", default="reference_answer", help="the item's name of the ground truth")
+    parser.add_argument(
+        "--reference-key",
+        default="reference_answer",
+        help="key of the ground truth in the item (default: reference_answer)",
+    )
     parser.add_argument("--base-url", default="", help="chat endpoint of score_model graders, e.g. http://.../v1")
     parser.add_argument("--api-key-env", default="", help="environment variable with its API key")
     parser.add_argument("--api-key-file", type=Path, help="file with its API key")
-    parser.add_argument("--concurrency", type=int, default=16, help="questions under way at once (default: 16)")
-    parser.add_argument("--timeout-s", type=float, default=120.0, help="longest one question may take (default: 120)")
+    parser.add_argument("--concurrency", type=int, default=16, help="concurrent requests to the model (default: 16)")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=120.0,
+        help="deadline of one model request in seconds, retries included (default: 120)",
+    )
     served_reward.add_options(parser, default_name="the file's name")
     options = parser.parse_args(arguments)
     reward = GraderReward(options.file, options.reference_key, _model_settings(options))

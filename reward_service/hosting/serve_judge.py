@@ -17,7 +17,7 @@ from penstock.reward_service.hosting.judge.judge_groups import Panel
 from penstock.reward_service.hosting.judge.settings import JudgeSettings
 
 _TEACHES = """\
-The file says who judges and how; every key is described in reward_service/hosting/judge/settings.py:
+The file names the judge's model and settings; reward_service/hosting/judge/settings.py describes every key:
 
   base_url = "http://127.0.0.1:30000/v1"     # any server with OpenAI's /chat/completions
   model = "Qwen/Qwen3-32B"
@@ -28,13 +28,14 @@ The file says who judges and how; every key is described in reward_service/hosti
   Answer: {{answer}}
   Write, as the last line: SCORE: a number from 0 to 10'''
 
-A verdict that cannot be read, is cut off or missing is an error: its group waits and comes again. It is never a 0.
-What a policy writes stands between marks it cannot know, and the judge is told not to obey it; see docs/rewards.md.
+A verdict that cannot be read, is cut off or missing is an error, never a 0: its group is retried.
+Text from the policy is put between marks that it cannot guess, and the judge is instructed not to obey it;
+see docs/rewards.md.
 
 Example:  penstock reward serve-judge judge.toml --register http://127.0.0.1:8700
           penstock reward test judge "a good answer" "a bad one"
 """
-_ROUNDS = 4.0  # a call holds a group or several, and its questions queue behind those of others
+_ROUNDS = 4.0  # a call has one or more groups, and its questions wait in a queue with those of other calls
 
 
 class JudgeReward:
@@ -56,12 +57,12 @@ class JudgeReward:
 
     @property
     def version(self) -> str:
-        """The settings' own hash."""
+        """The hash of the settings."""
         return hashlib.sha256(self._settings.model_dump_json().encode()).hexdigest()[:8]
 
     @property
     def terms(self) -> Mapping[str, Any]:
-        """A judge thinks: calls are small and may take long."""
+        """Small calls with a long deadline, because a judge model may take minutes."""
         settings = self._settings
         timeout_s = min(3600.0, settings.timeout_s * _ROUNDS)
         lowest, highest = (settings.min_score, settings.max_score)
@@ -71,7 +72,7 @@ class JudgeReward:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What it has cost so far."""
+        """Number, tokens and price of its questions so far."""
         if self._chat is None:
             return {}
         cost, settings = self._chat.cost, self._settings
@@ -79,7 +80,7 @@ class JudgeReward:
         return {**asdict(cost), "price": price}
 
     async def open(self) -> None:
-        """Make the client."""
+        """Open the client of the chat endpoint."""
         self._chat = Chat(self._settings, self._key)
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:

@@ -1,8 +1,8 @@
-"""A reward as an HTTP endpoint of our own dialect: it listens, registers, renews, checks signatures, drains.
+"""Serve a reward as an HTTP endpoint of the penstock dialect: listen, register, renew, check signatures, drain.
 
 What ``serve``, ``serve-judge``, ``serve-grader`` and ``serve-model`` have in common. The reward runs on the main
-thread, one request at a time (what it awaits overlaps), and HTTP in a thread beside it: libraries like math-verify
-use alarms, which only the main thread may set, and a reward that computes for minutes must not end its lease.
+thread, one request at a time (what it awaits overlaps), and HTTP in a second thread: libraries like math-verify
+use alarms, which only the main thread may set, and a reward that computes for minutes must not let its lease expire.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 from penstock.reward_service.hosting import hosted_app, registration
 from penstock.reward_service.hosting.registration import Offer, ServiceAddress
 
-_LEASE_S = 15.0  # a process that was killed is out of service so soon
+_LEASE_S = 15.0  # a killed process is out of service after this time
 
 
 class Hosted(Protocol):
-    """A reward that is served."""
+    """The interface of a reward that is served."""
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """A description for messages and `/healthz`."""
         ...
 
     @property
     def version(self) -> str:
-        """What scored groups say about who scored them; another one after every change."""
+        """The version stored with scored groups; different after every change of the reward."""
         ...
 
     @property
     def batched(self) -> bool:
-        """Whether it wants all groups of a request together; else they come one by one."""
+        """True if `score` takes all groups of a request at once, False for one group a call."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class Hosted(Protocol):
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What `/healthz` shows of it, such as tokens used."""
+        """Figures that `/healthz` shows, such as tokens used."""
         ...
 
     async def open(self) -> None:
@@ -67,7 +67,7 @@ class Hosted(Protocol):
         ...
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; what goes wrong is in the scores."""
+        """Return the scores of every group; a failure is the error of its score."""
         ...
 
     async def close(self) -> None:
@@ -77,7 +77,7 @@ class Hosted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where and how a reward is served."""
+    """The address, registration and secrets of a served reward."""
 
     name: str
     host: str
@@ -90,19 +90,21 @@ class Address:
 
 def add_options(parser: argparse.ArgumentParser, *, default_name: str) -> None:
     """Add the options that `address` reads."""
-    parser.add_argument("--name", help=f"reward name that tasks ask for (default: {default_name})")
+    parser.add_argument("--name", help=f"reward name that rows request (default: {default_name})")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
-    parser.add_argument("--url", help="how the reward service reaches this endpoint, when not at host and port")
+    parser.add_argument(
+        "--url", help="URL at which the reward service reaches this endpoint (default: from host and port)"
+    )
     parser.add_argument("--register", metavar="URL", help="reward service to register at, e.g. http://127.0.0.1:8700")
     parser.add_argument("--token-file", type=Path, help="file with the reward service's bearer token")
     parser.add_argument(
         "--secret-file",
         type=Path,
-        help="file with one signing key whsec_... or two, a line each: requests that none of them signed are refused",
+        help="file with one or two signing keys whsec_..., one per line; requests signed with neither are refused",
     )
     parser.add_argument(
-        "--drain-s", type=float, default=30.0, help="seconds that calls under way may take after Ctrl-C (default: 30)"
+        "--drain-s", type=float, default=30.0, help="seconds that calls in progress may take after Ctrl-C (default: 30)"
     )
 
 
@@ -123,13 +125,13 @@ def address(options: argparse.Namespace, default_name: str) -> Address:
         except ValueError as err:
             raise ConfigError(f"--secret-file {options.secret_file}: {err}") from None
         if not 1 <= len(secrets) <= 2:
-            raise ConfigError(f"--secret-file {options.secret_file}: expected one key or two, got {len(secrets)}")
+            raise ConfigError(f"--secret-file {options.secret_file}: expected one or two keys, got {len(secrets)}")
     service = ServiceAddress(options.register.rstrip("/"), token) if options.register else None
     return Address(name, options.host, options.port, options.url or "", service, options.drain_s, secrets)
 
 
 def read_secret(file: Path, option: str) -> str:
-    """Return what a file holds, without white space around it; raises ConfigError naming the option."""
+    """Return the content of a file without surrounding white space; raises ConfigError naming the option."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as err:
@@ -173,19 +175,21 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
 
 
 async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
-    """Wait for calls under way, so that their groups are not scored a second time elsewhere."""
+    """Wait for calls in progress, so that their groups are not scored a second time elsewhere."""
     if calls.num_under_way:
-        sys.stderr.write(f"{calls.num_under_way} calls are under way; Ctrl-C again to leave them\n")
+        sys.stderr.write(
+            f"{calls.num_under_way} calls in progress; press Ctrl-C again to exit without waiting for them\n"
+        )
     try:
         async with asyncio.timeout(drain_s):
             await calls.wait_for_none()
     except TimeoutError:
-        sys.stderr.write(f"{calls.num_under_way} calls were not done within --drain-s {drain_s:g}\n")
+        sys.stderr.write(f"{calls.num_under_way} calls did not finish within --drain-s {drain_s:g}\n")
 
 
 @contextmanager
 def _http_thread(app: FastAPI, bound: Any, service: ServiceAddress | None, offer: Offer) -> Iterator[None]:
-    """Run the HTTP server, and the renewal of the lease, in a thread with a loop of its own."""
+    """Run the HTTP server, and the renewal of the lease, in a thread with its own event loop."""
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
@@ -224,7 +228,7 @@ def _stopping_by_signal(stop: asyncio.Event) -> Iterator[None]:
         if stop.is_set():
             os._exit(128 + number)  # an exception would surface inside the user's code, which may catch it
         stop.set()
-        loop.call_soon_threadsafe(lambda: None)  # wakes the loop
+        loop.call_soon_threadsafe(lambda: None)  # wakes the event loop
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -57,7 +57,7 @@ class RewardRegistry:
         return tuple(self._user)
 
     def names(self) -> tuple[str, ...]:
-        """Return every name a task may ask for; a data set's name only where it can stand in a message."""
+        """Return every name that a task may request; a data set's name only if it is valid in a message."""
         aliases = (name for name, reward in BY_SOURCE.items() if "/" not in name and reward in self._built_ins)
         single = {AUTO, *self._built_ins, *self._user, *self._registry.in_service(), *aliases}
         composed = (name for name, reward in self._defined.items() if self._can_give(reward, single))

@@ -1,1 +1,1 @@
-"""The built-in rewards, one a file, pure: completion and ground truth in, `Verdict` out; `reward.py` describes such a file."""
+"""The built-in rewards, one per file, pure: a completion and a ground truth give a `Verdict`; see `reward.py`."""

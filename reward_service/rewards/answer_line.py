@@ -1,8 +1,8 @@
 """1 when the answer on the last line that begins its answer with ``Answer:`` has the value of the ground truth.
 
-The format that DAPO's prompts ask for, and verl's `math_dapo` reads. A box on the line is read out of it; where
-there is no such line, the last ``\\boxed{}`` counts. Compared as the reward `math` compares, where verl compares
-texts; a unit in words behind a number is left out.
+The format that DAPO's prompts ask for, and verl's `math_dapo` reads. If the line has a box, its content is the
+answer; without such a line the last ``\\boxed{}`` counts. Answers are compared as in the reward `math`, where verl
+compares texts; a unit in words after a number is ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 r"""1 when the letter chosen is the ground truth's: multiple choice.
 
-The choice is what the final answer begins with: ``B``, ``(B)``, ``B. Paris``, ``\text{(B)}``, ``option B``. An answer that
-names several letters chooses none. Part ``has_answer`` says whether there was a choice.
+The choice is the start of the final answer: ``B``, ``(B)``, ``B. Paris``, ``\text{(B)}``, ``option B``. An answer that
+names several letters chooses none. Part ``has_answer`` is 1 if a choice was found.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ _MAX_CHARS = 400
 
 
 class Parameters(Section):
-    """What may be set of `multiple_choice`."""
+    """Parameters of `multiple_choice`."""
 
-    letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,26}$", description="The letters there are to choose.")
-    where: Where = Field(
-        default="auto", description="Where the answer stands; auto: boxed, tags, ####, phrase, last line."
-    )
+    letters: str = Field(default="ABCDEFGHIJ", pattern=r"^[A-Z]{2,26}$", description="The letters to choose from.")
+    where: Where = Field(default="auto", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Compare every completion's choice with the truth, a letter as a completion may write it.
+    """Compare every completion's choice with the truth, a letter written as a completion may write it.
 
-    Raises BadGroundTruth when the truth is no letter to choose: a number may count from 0 or from 1.
+    Raises BadGroundTruth when the truth is not one of the letters; a number could count from 0 or from 1.
     """
     text = truth_text(truth, NAME)
     gold = chosen(text, parameters.letters)
     if gold is None:
         raise BadGroundTruth(
-            f"{NAME} compares a letter of {parameters.letters}, the row's ground_truth is {text[:80]!r}"
+            f"{NAME}: the row's ground_truth must be a letter of {parameters.letters}, got {text[:80]!r}"
         )
     verdicts = []
     for completion in completions:

@@ -1,8 +1,8 @@
 """1 when the label is the ground truth's.
 
-The final answer (tags, box, phrase or last line) counts as a label when it is one, case and punctuation aside; else
-when exactly one label is mentioned in it, as a whole word and not after a negation. Several are none: part
-``ambiguous``. Part ``has_answer`` says whether there was a label.
+The final answer (tags, box, phrase or last line) gives a label if it equals one, ignoring case and punctuation, or
+if exactly one label is mentioned in it, as a whole word and not after a negation. Several labels count as none (part
+``ambiguous`` is 1). Part ``has_answer`` is 1 if a label was found.
 """
 
 from __future__ import annotations
@@ -26,38 +26,36 @@ _MAX_CHARS = 2000
 
 
 class Parameters(Section):
-    """What may be set of `classification`."""
+    """Parameters of `classification`."""
 
     labels: tuple[str, ...] = Field(
         default=(),
         max_length=1000,
-        description="All labels there are; none: only an answer that is nothing but a label counts.",
+        description="All labels; none: only an answer that is exactly the label counts.",
     )
-    where: Where = Field(
-        default="auto", description="Where the answer stands; auto: boxed, tags, ####, phrase, last line."
-    )
+    where: Where = Field(default="auto", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion's label with the truth.
 
-    Raises BadGroundTruth when there is none, or it is not among the labels.
+    Raises BadGroundTruth when the truth is missing or not one of the labels.
     """
     text = truth_text(truth, NAME)
     gold, labels = plain(text), tuple(plain(label) for label in parameters.labels)
     if not gold or (labels and gold not in labels):
         known = f" of {', '.join(parameters.labels[:10])}" if labels else ""
-        raise BadGroundTruth(f"{NAME} compares a label{known}, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a label{known}, got {text[:80]!r}")
     return [_verdict(final_answer.find(completion, parameters.where), gold, labels) for completion in completions]
 
 
 def plain(label: str) -> str:
-    """Return a label's words in lower case, without punctuation around and spaces between them."""
+    """Return a label's words in lower case, without surrounding punctuation, separated by single spaces."""
     return re.sub(r"[^\w'+#&/-]+", " ", label.casefold().replace("_", " ")).strip(" '-/")
 
 
 def mentioned(answer: str, labels: tuple[str, ...]) -> set[str]:
-    """Return the labels that an answer mentions; of two that overlap the longer one, negated ones not."""
+    """Return the labels that an answer mentions; of two that overlap only the longer one, and no negated ones."""
     found = set()
     for match in _pattern(labels).finditer(answer):
         before = answer[: match.start()].split()[-3:]

@@ -1,6 +1,6 @@
 """The share of its tests that a program passes (or 1 for all of them, else 0), run in a sandbox.
 
-Parts: ``passed`` and ``tests`` are counts, ``has_code`` says whether the completion holds a program, and
+Parts: ``passed`` and ``tests`` are counts, ``has_code`` is 1 if the completion contains a program, and
 ``failed_<reason>`` is 1 for the reason of the first failure (`reward_service.sandbox.grade.Reason`).
 """
 
@@ -23,9 +23,9 @@ Grade = Callable[[str, Tests], Awaitable[Graded]]
 async def judge(
     completions: tuple[str, ...], truth: Any, extra: Any, grade: Grade, *, all_or_nothing: bool
 ) -> list[Verdict]:
-    """Run every completion's program against the row's tests; the same program is run once.
+    """Run every completion's program against the row's tests; equal programs run once.
 
-    Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when a sandbox broke.
+    Raises BadGroundTruth when the row has no tests that can be run, SandboxFailed when the sandbox failed.
     """
     tests = tests_of_row.read(truth, extra)
     programs = [answers.program(completion) for completion in completions]

@@ -1,4 +1,4 @@
-"""1 when the completion, without white space around it, is the ground truth, or one of its alternatives."""
+"""1 when the completion, without surrounding white space, is the ground truth, or one of its alternatives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RIGHT, _WRONG = Verdict(1.0), Verdict(0.0)
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion with the truth: a text, a number, or a list of such alternatives.
 
-    Raises BadGroundTruth when there is nothing to compare with.
+    Raises BadGroundTruth when the truth is missing or has another type.
     """
     alternatives = truth if isinstance(truth, list) else [truth]
     if not alternatives:

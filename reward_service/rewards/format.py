@@ -17,7 +17,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Judge the form of every completion; the truth is not used."""
+    """Check the format of every completion; the truth is not used."""
     return [Verdict(float(is_well_formed(completion))) for completion in completions]
 
 

@@ -1,7 +1,7 @@
 """1 when the number after the last ``####`` is the ground truth's number; the answer format of GSM8K.
 
-Differs from verl's strict rule in what it forgives: no space after ``####``, a currency sign, a
-trailing dot, ``3.0`` for ``3`` and fractions are read as the numbers they are. A completion without
+Accepts more than verl's strict rule: no space after ``####``, a currency sign, a
+trailing dot, ``3.0`` for ``3``, and fractions. A completion without
 ``####`` and a number is wrong, as in verl. There is no partial credit for the format: the part
 ``has_answer`` counts it instead.
 """
@@ -36,24 +36,24 @@ def last_answer(text: str) -> Fraction | None:
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion's answer with the truth: a number, or a solution that ends in ``#### number``.
 
-    Raises BadGroundTruth when the truth holds no number.
+    Raises BadGroundTruth when the truth contains no number.
     """
     text = truth_text(truth, NAME)
     gold = last_answer(text) if "####" in text else read_number(text)
     if gold is None:
-        raise BadGroundTruth(f"gsm8k compares numbers, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"gsm8k: the row's ground_truth must be a number, got {text[:80]!r}")
     return [_verdict(last_answer(completion), gold) for completion in completions]
 
 
 def judge_flexible(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare the last number of every completion, wherever it stands (verl's flexible method), by value.
 
-    Raises BadGroundTruth when the truth holds no number.
+    Raises BadGroundTruth when the truth contains no number.
     """
     text = truth_text(truth, FLEXIBLE)
     gold = last_answer(text) if "####" in text else read_number(text)
     if gold is None:
-        raise BadGroundTruth(f"{FLEXIBLE} compares numbers, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"{FLEXIBLE}: the row's ground_truth must be a number, got {text[:80]!r}")
     return [_verdict(last_number(completion), gold) for completion in completions]
 
 

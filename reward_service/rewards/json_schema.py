@@ -1,11 +1,11 @@
 """1 when the answer is JSON and fits a JSON schema.
 
-The schema stands in the run file (``schema_file`` or ``schema_text``) or is the row's ground truth. The answer is the last
+The schema is in the run file (``schema_file`` or ``schema_text``) or is the row's ground truth. The answer is the last
 fenced block, the last ``<answer>`` tags, or the whole completion (``where = "auto"``). It is validated in grader
-processes with a CPU limit (`pattern_grader`): patterns inside a schema may take exponential time, references may run
-in circles, and neither may hang the service. References to other documents are not fetched.
+processes with a CPU limit (`pattern_grader`): patterns inside a schema may take exponential time, references may be
+cyclic, and neither may block the service. References to other documents are not fetched.
 
-Part ``parses`` says whether the answer is JSON: NaN and Infinity are not, nor is what nests deeper than Python reads.
+Part ``parses`` is 1 if the answer is JSON: NaN, Infinity and nesting deeper than Python's parser reads are not.
 ``timeout`` and ``too_long`` are as in `pattern`.
 """
 
@@ -34,12 +34,13 @@ _FENCE = "```"
 
 
 class Parameters(Section):
-    """What may be set of `json_schema`."""
+    """Parameters of `json_schema`."""
 
     schema_file: Path | None = Field(default=None, description="File with the schema, read once at the start.")
-    schema_text: str = Field(default="", description="The schema itself, as JSON; neither: the row's ground truth.")
+    schema_text: str = Field(default="", description="The schema as JSON; without either: the row's ground truth.")
     where: Literal["auto", "fenced", "tags", "whole"] = Field(
-        default="auto", description="Where the JSON stands; auto: the last fenced block, else tags, else everything."
+        default="auto",
+        description="Place of the JSON; auto: the last fenced block, else tags, else the whole completion.",
     )
 
     @model_validator(mode="after")
@@ -52,12 +53,12 @@ class Parameters(Section):
         try:
             validator_for(schema, default=Draft202012Validator).check_schema(schema)
         except SchemaError as err:
-            raise ValueError(f"json_schema: no valid schema: {err.message[:200]}") from None
+            raise ValueError(f"json_schema: not a valid schema: {err.message[:200]}") from None
         return self
 
     @cached_property
     def text(self) -> str:
-        """The schema that the run file gives, "" for none; raises ValueError when it cannot be read."""
+        """The schema from the run file, "" if there is none; raises ValueError when it cannot be read."""
         if self.schema_file is None:
             return self.schema_text
         try:
@@ -67,13 +68,13 @@ class Parameters(Section):
 
 
 def rule(given: str, truth: Any) -> str:
-    """Return what a grader process compares with; raises BadGroundTruth when neither run file nor row has a schema."""
+    """Return the schema for a grader process; raises BadGroundTruth when neither run file nor row has a schema."""
     try:
         schema = _loads(given) if given else _loads(truth) if isinstance(truth, str) else truth
     except ValueError as err:
-        raise BadGroundTruth(f"{NAME}: the row's ground_truth is no JSON ({err})") from None
+        raise BadGroundTruth(f"{NAME}: the row's ground_truth is not JSON ({err})") from None
     if not isinstance(schema, dict):
-        raise BadGroundTruth(f"{NAME} needs a schema: set schema_file, or have it as the row's ground_truth")
+        raise BadGroundTruth(f"{NAME} needs a schema: set schema_file, or put it into the row's ground_truth")
     return json.dumps({"json_schema": schema}, sort_keys=True)
 
 
@@ -87,7 +88,7 @@ async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any
 
 
 def find(text: str, where: str) -> str | None:
-    """Return the text that should be JSON; None where its place is missing."""
+    """Return the text that should be JSON; None if its place is missing."""
     fenced = _last_fenced(text) if where in {"auto", "fenced"} else None
     if where == "fenced" or fenced is not None:
         return fenced
@@ -110,7 +111,9 @@ async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
         return Verdict(0.0, {"parses": 0.0, "timeout": 0.0, "too_long": float(is_long)})
     graded = await grade(wanted, answer)
     if graded is Graded.GOLD_UNREADABLE:
-        raise BadGroundTruth(f"{NAME}: not a valid JSON schema, or it refers to what it does not hold: {wanted[:120]}")
+        raise BadGroundTruth(
+            f"{NAME}: not a valid JSON schema, or it has a reference that cannot be resolved: {wanted[:120]}"
+        )
     return Verdict(
         float(graded is Graded.RIGHT),
         {"parses": 1.0, "timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0},
@@ -134,7 +137,7 @@ def _loads(text: str) -> Any:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 REWARD = GradedReward(

@@ -1,4 +1,4 @@
-"""Rewards for how long a completion is; no ground truth.
+"""Rewards for the length of a completion; no ground truth.
 
 `length` is 1 inside the bounds and 0 outside. `overlong` is DAPO's soft punishment (arXiv 2503.14476, eq. 13): 0 up
 to ``longest - buffer``, then linear down to ``-factor`` at ``longest`` and beyond.
@@ -21,30 +21,30 @@ Unit = Literal["tokens", "words", "characters"]
 
 
 class _Measured(Section):
-    unit: Unit = Field(default="tokens", description="What is counted; tokens are the policy's own.")
+    unit: Unit = Field(default="tokens", description="Unit of the length; tokens are those of the policy's tokenizer.")
 
 
 class Parameters(_Measured):
-    """What may be set of `length`."""
+    """Parameters of `length`."""
 
-    shortest: int = Field(default=0, ge=0, description="Least length that is right.")
-    longest: int | None = Field(default=None, ge=1, description="Greatest length that is right; none: no bound.")
+    shortest: int = Field(default=0, ge=0, description="Smallest allowed length.")
+    longest: int | None = Field(default=None, ge=1, description="Largest allowed length; none: no bound.")
 
     @model_validator(mode="after")
     def _bounded(self) -> Parameters:
         if self.shortest == 0 and self.longest is None:
-            raise ValueError("length: set shortest or longest, or every completion is right")
+            raise ValueError("length: set shortest or longest, or every completion passes")
         if self.longest is not None and self.shortest > self.longest:
             raise ValueError(f"length: shortest = {self.shortest} is more than longest = {self.longest}")
         return self
 
 
 class OverlongParameters(_Measured):
-    """What may be set of `overlong`."""
+    """Parameters of `overlong`."""
 
-    longest: int = Field(ge=1, description="At this length the punishment is whole.")
-    buffer: int = Field(ge=1, description="Over so much length before it the punishment grows.")
-    factor: float = Field(default=1.0, gt=0.0, le=1e3, description="The whole punishment.")
+    longest: int = Field(ge=1, description="Length at which the full punishment is reached.")
+    buffer: int = Field(ge=1, description="The punishment grows linearly over this length below `longest`.")
+    factor: float = Field(default=1.0, gt=0.0, le=1e3, description="The full punishment.")
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongParameters:
@@ -54,14 +54,14 @@ class OverlongParameters(_Measured):
 
 
 def measure(completions: tuple[str, ...], num_tokens: tuple[int, ...], unit: Unit) -> list[int]:
-    """Return how long every completion is."""
+    """Return the length of every completion."""
     if unit == "tokens":
         return list(num_tokens)
     return [len(words(text)) if unit == "words" else len(text) for text in completions]
 
 
 def judge(parameters: Parameters, lengths: list[int]) -> list[Verdict]:
-    """1 for every length inside the bounds. Part ``length``."""
+    """Return 1 for every length inside the bounds, else 0. Part ``length``."""
     longest = parameters.longest
     return [
         Verdict(float(parameters.shortest <= n and (longest is None or n <= longest)), {"length": float(n)})

@@ -1,11 +1,11 @@
 """1 when the answer in the last ``\\boxed{}`` has the value of the ground truth.
 
-Three looks, each only when the one before cannot tell: the normalised texts are the same; both are
-plain numbers and compare as fractions; math-verify finds them equal (in a process of its own, see
+Three comparisons, each only when the one before is undecided: the normalised texts are equal; both are
+plain numbers and are compared as fractions; math-verify finds them equal (in a process of its own, see
 `grader_pool`). math-verify is asymmetric and gets the ground truth first, and only the last box:
 given two it would compare with the set of both.
 
-Part ``boxed`` says whether there was an answer. Part ``timeout`` is 1 for an answer that exhausted the
+Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the
 grader twice although the ground truth parsed: such an answer is wrong by definition, because the
 completion alone is the cause. Every other failure of the grader is an error, not a verdict.
 
@@ -34,12 +34,12 @@ class Graded(enum.Enum):
 
     RIGHT = enum.auto()
     WRONG = enum.auto()
-    EXHAUSTED = enum.auto()  # twice out of CPU time on this answer
+    EXHAUSTED = enum.auto()  # this answer used up the CPU limit twice
     GOLD_UNREADABLE = enum.auto()  # the ground truth does not parse
 
 
 Grade = Callable[[str, str], Awaitable[Graded]]  # (gold, answer)
-Find = Callable[[str], str | None]  # a completion's answer, None where it has none
+Find = Callable[[str], str | None]  # a completion's answer, None if it has none
 
 
 async def judge(
@@ -47,7 +47,8 @@ async def judge(
 ) -> list[Verdict]:
     """Compare every completion's answer with the truth: an answer, or a solution with a ``\\boxed{}``.
 
-    ``find`` reads the answer; the part named ``part`` says whether there was one. Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
+    ``find`` reads the answer; the part named ``part`` is 1 if there was one.
+    Raises BadGroundTruth when the truth cannot be read, GraderFailed when a grader failed.
     """
     gold = _gold(truth)
     return [await _verdict(find(completion), gold, grade, part) for completion in completions]
@@ -57,12 +58,12 @@ def _gold(truth: Any) -> str:
     text = truth_text(truth, NAME)
     gold = latex.last_boxed(text) if "\\boxed" in text or "\\fbox" in text else text
     if gold is None or not latex.normalise(gold) or len(gold) > MAX_ANSWER_CHARS:
-        raise BadGroundTruth(f"math needs an answer to compare with, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"math: the row's ground_truth must be an answer, got {text[:80]!r}")
     return gold
 
 
 def anywhere(completion: str) -> str | None:
-    """Return the answer of a completion whose prompt did not ask for a mark."""
+    """Return the answer of a completion whose prompt did not ask for a format."""
     for way in (latex.last_boxed, final_answer.in_tags, final_answer.after_hashes, final_answer.after_phrase):
         if (answer := way(completion)) is not None:
             return answer.strip("*$ ").rstrip(".")

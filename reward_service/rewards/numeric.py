@@ -1,8 +1,8 @@
 """1 when the answer is the ground truth's number, within a tolerance, its unit as asked.
 
-The answer is looked for in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; where none
-of them holds a number, it is the last number of the completion (``where = "auto"``). Part ``has_answer`` says
-whether there was a number.
+The answer is searched in ``\\boxed{}``, ``<answer>`` tags, after ``####`` and after "the answer is"; if none
+of them contains a number, it is the last number of the completion (``where = "auto"``). Part ``has_answer`` is
+1 if a number was found.
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ NAME = "numeric"
 
 
 class Parameters(Section):
-    """What may be set of `numeric`."""
+    """Parameters of `numeric`."""
 
     where: Where | Literal["last_number"] = Field(
-        default="auto", description="Where the answer stands; auto: boxed, tags, ####, a phrase, else the last number."
+        default="auto", description="Place of the answer; auto: boxed, tags, ####, a phrase, else the last number."
     )
-    absolute: float = Field(default=0.0, ge=0.0, description="Largest difference that is still right.")
-    relative: float = Field(default=0.0, ge=0.0, le=1.0, description="The same, as a share of the ground truth.")
+    absolute: float = Field(default=0.0, ge=0.0, description="Largest allowed difference.")
+    relative: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="Largest allowed difference as a share of the ground truth."
+    )
     percent: Literal["either", "ornament", "value"] = Field(
         default="either",
-        description="50%: the same as 50 (ornament), as 0.5 (value), or as both, where only one side has the sign.",
+        description="50% equals 50 (ornament), 0.5 (value), or, if only one side has the sign, both (either).",
     )
     units: Literal["ignore", "same", "convert"] = Field(
         default="ignore",
-        description="ignore what follows the number; want the truth's unit (same); or count km as 1000 m (convert).",
+        description="ignore: any unit; same: require the truth's unit; convert: convert units, such as km to m.",
     )
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion's number with the truth's: a number, with a unit or not, or a solution with ####.
 
-    Raises BadGroundTruth when the truth holds no number.
+    Raises BadGroundTruth when the truth contains no number.
     """
     text = truth_text(truth, NAME)
     gold = quantity.read(final_answer.after_hashes(text) or final_answer.find(text, "boxed") or text)
     if gold is None:
-        raise BadGroundTruth(f"{NAME} compares numbers, the row's ground_truth is {text[:80]!r}")
+        raise BadGroundTruth(f"{NAME}: the row's ground_truth must be a number, got {text[:80]!r}")
     verdicts = []
     for completion in completions:
         answer = _answer(completion, parameters.where)
@@ -83,7 +85,7 @@ def _answer(completion: str, where: str) -> Quantity | None:
 
 
 def _factor(rule: str, gold: str, answer: str) -> Fraction | None:
-    """Return how many of the truth's units one of the answer's is; None when they do not compare."""
+    """Return the factor from the answer's unit to the truth's; None if they cannot be converted."""
     if rule == "ignore" or _same_unit(gold, answer):
         return Fraction(1)
     wanted, given = units.read(gold), units.read(answer)
@@ -97,7 +99,7 @@ def _same_unit(gold: str, answer: str) -> bool:
 
 
 def _readings(rule: str, gold: Quantity, answer: Quantity, number: Fraction) -> list[tuple[Fraction, Fraction]]:
-    """Return the pairs (truth, answer) of which one has to fit."""
+    """Return the pairs (truth, answer); one of them must be equal within the tolerance."""
     plain = (gold.number, number)
     if rule == "ornament":
         return [plain]

@@ -1,9 +1,9 @@
-"""1 when a regular expression finds something in the answer, or is the whole of it.
+"""1 when a regular expression matches somewhere in the answer, or matches all of it.
 
-The expression stands in the run file (``pattern``) or is the row's ground truth. Python's expressions may take
+The expression is in the run file (``pattern``) or is the row's ground truth. Python's expressions may take
 exponential time on a text that a policy chose, so they run in grader processes with a CPU limit (`pattern_grader`):
-a completion that exhausts it twice is no match by definition (part ``timeout``), as it alone is the cause. Longer
-answers than `MAX_CHARS` are no match either (part ``too_long``).
+a completion that exhausts it twice counts as no match (part ``timeout``), because it alone is the cause. Answers
+longer than `MAX_CHARS` do not match either (part ``too_long``).
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ MAX_PATTERN_CHARS = 10_000
 
 
 class Parameters(Section):
-    """What may be set of `regex`."""
+    """Parameters of `regex`."""
 
     pattern: str = Field(
-        default="", max_length=MAX_PATTERN_CHARS, description="Expression of Python's re; none: the row's ground truth."
+        default="",
+        max_length=MAX_PATTERN_CHARS,
+        description="Regular expression of Python's re; none: the row's ground truth.",
     )
     match: Literal["search", "whole"] = Field(
-        default="search", description="Find it anywhere, or be all of the answer."
+        default="search", description="Match anywhere in the answer (search), or all of it (whole)."
     )
-    where: Where = Field(default="whole", description="Where the answer stands; whole: the completion.")
-    ignore_case: bool = Field(default=False, description="Letters match in either case.")
+    where: Where = Field(default="whole", description="Place of the answer; whole: the completion.")
+    ignore_case: bool = Field(default=False, description="Ignore case.")
     multiline: bool = Field(default=False, description="^ and $ match at every line.")
-    dot_all: bool = Field(default=False, description="The dot matches line ends too.")
+    dot_all: bool = Field(default=False, description="The dot matches newlines too.")
 
     @field_validator("pattern")
     @classmethod
@@ -47,17 +49,17 @@ class Parameters(Section):
         try:
             re.compile(value)
         except (re.error, RecursionError, OverflowError) as err:
-            raise ValueError(f"not an expression of Python's re: {err}") from None
+            raise ValueError(f"not a regular expression of Python's re: {err}") from None
         return value
 
 
 def rule(parameters: Parameters, truth: Any) -> str:
-    """Return what a grader process compares with, as JSON; raises BadGroundTruth when the row has no expression."""
+    """Return expression and flags for a grader process, as JSON; raises BadGroundTruth when the row has no expression."""
     text = parameters.pattern or truth_text(truth, NAME)
     if not text or len(text) > MAX_PATTERN_CHARS:
         raise BadGroundTruth(
-            f"{NAME} needs an expression of 1 to {MAX_PATTERN_CHARS} characters: set the parameter pattern, or have it "
-            f"as the row's ground_truth, which is {text[:80]!r}"
+            f"{NAME} needs an expression of 1 to {MAX_PATTERN_CHARS} characters: set the parameter pattern, or put it "
+            f"into the row's ground_truth, which is {text[:80]!r}"
         )
     flags = {"i": parameters.ignore_case, "m": parameters.multiline, "s": parameters.dot_all}
     letters = "".join(letter for letter, is_on in flags.items() if is_on)
@@ -65,9 +67,9 @@ def rule(parameters: Parameters, truth: Any) -> str:
 
 
 async def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any, grade: Grade) -> list[Verdict]:
-    """Look for the expression in every completion.
+    """Match the expression against every completion.
 
-    Raises BadGroundTruth when it is missing or no expression, GraderFailed when a grader failed.
+    Raises BadGroundTruth when it is missing or not a regular expression, GraderFailed when a grader failed.
     """
     wanted = rule(parameters, truth)
     return [await _verdict(final_answer.find(text, parameters.where), wanted, grade) for text in completions]
@@ -78,7 +80,7 @@ async def _verdict(answer: str | None, wanted: str, grade: Grade) -> Verdict:
         return Verdict(0.0, {"timeout": 0.0, "too_long": float(answer is not None)})
     graded = await grade(wanted, answer)
     if graded is Graded.GOLD_UNREADABLE:
-        raise BadGroundTruth(f"{NAME}: not an expression of Python's re: {json.loads(wanted)['regex'][:80]!r}")
+        raise BadGroundTruth(f"{NAME}: not a regular expression of Python's re: {json.loads(wanted)['regex'][:80]!r}")
     return Verdict(float(graded is Graded.RIGHT), {"timeout": float(graded is Graded.EXHAUSTED), "too_long": 0.0})
 
 

@@ -1,9 +1,10 @@
 """1 when the answer between the last ``<answer>`` tags is one of the accepted ones, by its words (SQuAD, Search-R1).
 
-Words are compared in lower case, without punctuation, articles and extra spaces. `qa_em` wants all of them,
-`qa_subem` an accepted answer somewhere inside. Part ``has_answer`` says whether there were tags; verl gives
-such a wrong answer 0.1, here it is wrong. `qa_f1` is the harmonic mean of precision and recall of the words (of Chinese
-and Japanese: the characters), the best over the accepted answers; two empty answers are the same, one is not.
+Words are compared in lower case, without punctuation, articles and extra spaces. `qa_em` requires all of them,
+`qa_subem` an accepted answer somewhere inside. Part ``has_answer`` is 1 if there were tags; verl gives
+a wrong answer in tags 0.1, here it is 0. `qa_f1` is the harmonic mean of precision and recall of the words (of Chinese
+and Japanese: the characters), the best over the accepted answers; two empty answers are equal, an
+empty and a non-empty one are not.
 """
 
 from __future__ import annotations
@@ -28,17 +29,15 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Parameters(Section):
-    """What may be set of the three."""
+    """Parameters of the three rewards."""
 
-    where: Where = Field(
-        default="tags", description="Where the answer stands; auto: boxed, tags, ####, phrase, last line."
-    )
+    where: Where = Field(default="tags", description="Place of the answer; auto: boxed, tags, ####, phrase, last line.")
 
 
 def judge_exact(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
     """Compare every completion's answer with the truth: a text, a number, or a list of such alternatives.
 
-    Raises BadGroundTruth when there is nothing to compare with.
+    Raises BadGroundTruth when the truth is missing or has another type.
     """
     accepted = _accepted(truth, EXACT)
     return [_verdict(answer, float(answer in accepted)) for answer in _answers(completions, parameters)]
@@ -54,7 +53,7 @@ def judge_inside(parameters: Parameters, completions: tuple[str, ...], truth: An
 
 
 def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Measure how much every completion's answer shares with the truth; raises BadGroundTruth as `judge_exact` does."""
+    """Return the F1 of every completion's answer and the truth; raises BadGroundTruth as `judge_exact` does."""
     accepted = _accepted(truth, F1)
     return [
         _verdict(answer, 0.0 if answer is None else max(f1(one, answer) for one in accepted))
@@ -63,7 +62,7 @@ def judge_f1(parameters: Parameters, completions: tuple[str, ...], truth: Any) -
 
 
 def f1(gold: str, answer: str) -> float:
-    """Return the F1 of the bags of words of two normalised texts, as SQuAD's evaluation has it."""
+    """Return the F1 of the bags of words of two normalised texts, as in SQuAD's evaluation."""
     wanted, given = Counter(split(gold)), Counter(split(answer))
     shared = (wanted & given).total()
     if not wanted or not given:
@@ -72,13 +71,13 @@ def f1(gold: str, answer: str) -> float:
 
 
 def words(text: str) -> str:
-    """Return the words that are compared."""
+    """Return the words to compare."""
     plain = text.lower().translate(_PUNCTUATION)
     return " ".join(word for word in plain.split() if word not in _ARTICLES)
 
 
 def _accepted(truth: Any, reward: str) -> set[str]:
-    if isinstance(truth, dict) and truth.keys() == {"target"}:  # as verl's rows of Search-R1 have it
+    if isinstance(truth, dict) and truth.keys() == {"target"}:  # the form in verl's rows of Search-R1
         truth = truth["target"]
     alternatives = truth if isinstance(truth, list) else [truth]
     if not alternatives:

@@ -20,14 +20,16 @@ NAME = "repetition"
 
 
 class Parameters(Section):
-    """What may be set of `repetition`."""
+    """Parameters of `repetition`."""
 
-    ngram: int = Field(default=3, ge=1, le=64, description="Words that are compared together.")
-    factor: float = Field(default=-1.0, ge=-1e3, lt=0.0, description="The reward if everything repeated.")
+    ngram: int = Field(default=3, ge=1, le=64, description="Number of words in an n-gram.")
+    factor: float = Field(
+        default=-1.0, ge=-1e3, lt=0.0, description="The reward for a completion in which all n-grams repeat."
+    )
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Punish every completion for what it repeats; the truth is not used."""
+    """Return the punishment of every completion's repetition; the truth is not used."""
     shares = [repeated_share(words(text), parameters.ngram) for text in completions]
     return [Verdict(parameters.factor * share if share else 0.0, {"repeated": share}) for share in shares]
 

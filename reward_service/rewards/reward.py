@@ -1,6 +1,6 @@
-"""What a built-in reward is: an instance of one of these classes at the top level of a file of this package.
+"""The classes of built-in rewards; a reward is an instance of one, at the top level of a file of this package.
 
-Such a file holds all there is to a reward: the function that judges completions, the parameters that a run file may
+Such a file contains everything about a reward: the function that judges completions, the parameters that a run file may
 set, how it is scored, and the data sets it fits. `registry/built_in.py` finds it; nothing else needs to be edited.
 
     def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:
@@ -33,10 +33,10 @@ class Reward:
     """A built-in reward.
 
     Attributes:
-        name: What a run file asks for.
-        description: What it returns, in one line.
+        name: The name in run files and rows.
+        description: The value it returns, in one line.
         judge: The function; its arguments depend on the subclass.
-        parameters: Frozen settings class of what `reward.define` may set.
+        parameters: Frozen settings class of the keys that `reward.define` may set.
         data_sources: Values of ``data_source`` whose rows it scores when their reward is ``auto``.
         parts: Names of the parts of its verdicts.
         notes: Cost and pitfalls, for the table in docs/graders.md.
@@ -68,7 +68,7 @@ class PureReward(Reward):
 
 
 class LengthReward(Reward):
-    """Scored by lengths: ``judge(parameters, lengths)``; the parameters' ``unit`` says what is counted."""
+    """Scored by lengths: ``judge(parameters, lengths)``; the parameters' ``unit`` is tokens, words or characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""1 when a completion is made of the given tags: each opened and closed once, in order, and nothing outside.
+"""1 when a completion consists of the given tags: each opened and closed once, in order, and nothing outside.
 
 ``partial = true`` gives the share of the rules that are kept instead: one for each tag (opened and closed exactly once,
 after the one before), and one for nothing outside. White space outside is allowed, an empty last element is not. Read
@@ -19,15 +19,13 @@ NAME = "tags"
 
 
 class Parameters(Section):
-    """What may be set of `tags`."""
+    """Parameters of `tags`."""
 
     tags: tuple[str, ...] = Field(
         default=("think", "answer"), min_length=1, max_length=16, description="Names of the tags, in order."
     )
-    outside: Literal["nothing", "anything"] = Field(default="nothing", description="What may stand outside of them.")
-    partial: bool = Field(
-        default=False, description="The share of the rules that are kept, in place of all or nothing."
-    )
+    outside: Literal["nothing", "anything"] = Field(default="nothing", description="Text allowed outside the tags.")
+    partial: bool = Field(default=False, description="Return the share of the rules that are kept, instead of 1 or 0.")
 
     @field_validator("tags")
     @classmethod
@@ -41,7 +39,7 @@ class Parameters(Section):
 
 
 def judge(parameters: Parameters, completions: tuple[str, ...], truth: Any) -> list[Verdict]:
-    """Judge the form of every completion; the truth is not used."""
+    """Check the format of every completion; the truth is not used."""
     return [Verdict(_score(parameters, completion)) for completion in completions]
 
 
@@ -69,7 +67,7 @@ def right_tags(text: str, names: tuple[str, ...]) -> int:
 
 
 def outside(text: str, names: tuple[str, ...]) -> str:
-    """Return what stands outside the tags, white space aside, in a text where all of them are right."""
+    """Return the text outside the tags, without surrounding white space, if all tags are right."""
     rest, at = [], 0
     for name in names:
         rest.append(text[at : text.find(f"<{name}>")])

@@ -20,7 +20,7 @@ def truth_text(truth: Any, reward: str) -> str:
     """Return a ground truth that is a text or a number as text; raises BadGroundTruth for anything else."""
     if isinstance(truth, bool) or not isinstance(truth, str | int | float):
         raise BadGroundTruth(
-            f"{reward} compares with a text or a number, the row's ground_truth is {_kind(truth)}; "
+            f"{reward}: the row's ground_truth must be a text or a number, got {_kind(truth)}; "
             "map the right column with data.map"
         )
     return truth if isinstance(truth, str) else repr(truth)

@@ -1,1 +1,1 @@
-"""Untrusted programs, run where they can do no harm; see README.md in this folder."""
+"""Run untrusted programs in isolation; see README.md in this folder."""

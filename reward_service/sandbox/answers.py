@@ -1,4 +1,4 @@
-"""Pure rules of the code reward: which part of a completion is the program, and which output is right."""
+"""Pure rules of the code reward: find the program in a completion, and compare outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTEGER = re.compile(r"[+-]?\d+")
 
 
 def program(completion: str) -> str | None:
-    """Return the last fenced block that says it is Python, else the last that names no language, else the whole text.
+    """Return the last fenced block marked as Python, else the last without a language, else the whole text.
 
     None when there is no program: nothing but white space, only blocks in other languages, or too long a text.
     A block that is never closed reaches to the end.
@@ -47,9 +47,9 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Compare outputs line by line and word by word, white space and empty lines at the end aside.
+    """Compare outputs line by line and word by word, ignoring white space and empty lines at the end.
 
-    Two words are the same as texts or as numbers: integers exactly, others within 1e-6 (relative or absolute).
+    Two words are equal as texts or as numbers: integers exactly, others within 1e-6 (relative or absolute).
     """
     for ours, theirs in zip_longest(printed.rstrip().splitlines(), expected.rstrip().splitlines()):
         if ours is None or theirs is None:
@@ -75,7 +75,7 @@ def _same_word(word: str, expected: str) -> bool:
 def same_result(result: Any, expected: Any) -> bool:
     """Compare JSON results: numbers as in `same_output`, sequences item by item.
 
-    APPS wraps some expected results in a list of one; such a one is right too.
+    APPS wraps some expected results in a list of one item; that item alone is accepted too.
     """
     if _same(result, expected):
         return True

@@ -1,7 +1,7 @@
 """Attacks that test whether a sandbox works on this machine.
 
-A file, a listener and this process's environment are put outside; a program in the sandbox tries to reach them, to
-start processes, to signal its parent, to write, and to take more memory and threads than it is given.
+A file, a listener and this process's environment are outside the sandbox; a program in it tries to reach them, to
+start processes, to signal its parent, to write, and to use more memory and threads than allowed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.reward_service.sandbox.zygote_command import Kind, Launch
 from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
 
 _LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=64 * 1024, tasks=8)
-_SLOT = 15  # apart from those of a pool
+_SLOT = 15  # not used by a pool
 
 _REACH = """
 import os, resource, socket, threading
@@ -63,7 +63,7 @@ _EXCESSES = {
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The sandbox that works here, or the reason why each kind does not."""
+    """The kind of sandbox that works on this machine, and why each other kind does not."""
 
     kind: Kind | None
     refused: dict[Kind, str]
@@ -72,12 +72,12 @@ class Probed:
         """Return one line for logs and the terminal."""
         reasons = "; ".join(f"{kind}: {why}" for kind, why in self.refused.items())
         if self.kind is None:
-            return f"code rewards are refused, no sandbox holds on this machine ({reasons or 'switched off'})"
-        return f"programs are run in {self.kind}" + (f" ({reasons})" if reasons else "")
+            return f"code rewards are refused: no sandbox works on this machine ({reasons or 'switched off'})"
+        return f"programs run in {self.kind}" + (f" ({reasons})" if reasons else "")
 
 
 def probe(wanted: str) -> Probed:
-    """Return the first sandbox that withstands the attacks; ``wanted`` is ``auto``, ``off`` or the name of one. Takes a fraction of a second."""
+    """Return the first sandbox that withstands the attacks; ``wanted`` is ``auto``, ``off`` or a kind. Takes under 1 s."""
     refused: dict[Kind, str] = {}
     for kind in Kind:
         if wanted in ("auto", kind):
@@ -89,7 +89,7 @@ def probe(wanted: str) -> Probed:
 
 
 def attack(kind: Kind) -> str:
-    """Return what is wrong with a kind of sandbox on this machine, empty when it works."""
+    """Return why a kind of sandbox fails on this machine, "" if it works."""
     zygote = Zygote(Launch(kind), _SLOT)
     try:
         with _outside() as reach:
@@ -100,7 +100,7 @@ def attack(kind: Kind) -> str:
         for program, reason in _EXCESSES.items():
             found = failure(run_program(zygote, program, _LIMITS), _LIMITS)
             if found is not reason:
-                return f"{program!r} ended with {found}, not with {reason}"
+                return f"{program!r} ended with {found}, expected {reason}"
     except (RewardError, OSError) as err:
         return str(err)
     finally:
@@ -110,9 +110,9 @@ def attack(kind: Kind) -> str:
 
 @contextlib.contextmanager
 def _outside() -> Iterator[str]:
-    """Set up what must be unreachable; yields the program that tries to reach it."""
+    """Set up a file and a listener that must be unreachable; yield the program that tries to reach them."""
     with tempfile.TemporaryDirectory(prefix="penstock-canary-") as folder, socket.socket() as listener:
-        os.chmod(folder, 0o777)  # noqa: PTH101, S103 modes must not be what protects it
+        os.chmod(folder, 0o777)  # noqa: PTH101, S103 the sandbox must protect it, not its mode
         file = Path(folder, "secret")
         file.write_text("reached")
         file.chmod(0o666)

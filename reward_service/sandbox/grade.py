@@ -1,11 +1,11 @@
-"""Running a program against its tests, and attributing each failure to its cause.
+"""Run a program against its tests, and attribute each failure to its cause.
 
 - the program: `Graded` with a ``reason``, a verdict like any other.
 - the tests (they do not compile, their setup raises): BadGroundTruth.
 - the sandbox, the machine, a SIGKILL from another process: SandboxFailed, never a verdict.
 
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
-Once a program ran out of time its remaining tests count as failed, so that it costs one limit and not hundreds.
+After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock.reward_service.sandbox.zygote_process import Killed, Limits, Run, 
 class Reason(enum.StrEnum):
     """Why a program did not pass a test."""
 
-    NO_PROGRAM = "no_program"  # the completion holds none
+    NO_PROGRAM = "no_program"  # the completion contains none
     WRONG = "wrong"
     RAISED = "raised"  # an uncaught error, or an exit code other than 0
     CPU_TIME = "cpu_time"
     WALL_TIME = "wall_time"
     MEMORY = "memory"
-    OUTPUT = "output"  # too much of it
+    OUTPUT = "output"  # too much output
     FORBIDDEN = "forbidden"  # a system call that ordinary programs do not make
     CRASHED = "crashed"
 
@@ -59,13 +59,13 @@ class Slot:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
-        """Have whoever grades here raise SandboxFailed soon; for another thread to call."""
+        """Make the grading thread raise SandboxFailed soon; called from another thread."""
         self.stopped.set()
         self.programs.interrupt()
         self.tests.interrupt()
 
     def kill(self) -> None:
-        """End both zygotes, and what they hold."""
+        """Kill both zygotes and their programs."""
         self.programs.kill()
         self.tests.kill()
 
@@ -119,22 +119,22 @@ def _right(run: Run, tests: StdinTests | FunctionTests, place: int) -> bool:
         return answers.same_output(run.output.decode(errors="replace"), tests.outputs[place])
     try:
         return answers.same_result(json.loads(run.answer), tests.results[place])
-    except (ValueError, RecursionError):  # it wrote something of its own, or nothing
+    except (ValueError, RecursionError):  # it wrote something else, or nothing
         return False
 
 
 def failure(run: Run, limits: Limits) -> Reason | None:
-    """Say how a program failed by itself, None when it came to a good end; raises SandboxFailed."""
+    """Return how a program failed, None if it succeeded; raises SandboxFailed if the sandbox failed."""
     if run.killed is Killed.OUTPUT:
         return Reason.OUTPUT
     if (
         run.killed is Killed.WALL_TIME
-    ):  # the kernel's own kill comes a second of CPU time later, on a busy machine too late
+    ):  # the kernel's kill comes a second of CPU time later, on a busy machine after the wall limit
         return Reason.CPU_TIME if run.cpu_s >= limits.cpu_s else Reason.WALL_TIME
     if was_out_of_cpu(run, limits):
         return Reason.CPU_TIME
-    if run.signal == signal.SIGKILL:  # a program cannot send it, not even to itself
-        raise SandboxFailed("a program was killed by somebody else (out of memory on this machine?)")
+    if run.signal == signal.SIGKILL:  # a program cannot send SIGKILL, not even to itself
+        raise SandboxFailed("a program was killed by another process; check whether this machine ran out of memory")
     if run.signal:
         return Reason.FORBIDDEN if run.signal == signal.SIGSYS else Reason.CRASHED
     if run.exit_code:
@@ -143,10 +143,10 @@ def failure(run: Run, limits: Limits) -> Reason | None:
 
 
 def describe(run: Run) -> str:
-    """Say in a line how a program ended."""
+    """Return one line on how a program ended."""
     if run.signal:
         return f"ended by {signal.Signals(run.signal).name}"
-    return _last_line(run) if run.exit_code else "its answer is not the expected one"
+    return _last_line(run) if run.exit_code else "its output is not the expected one"
 
 
 def _last_line(run: Run) -> str:
@@ -190,12 +190,12 @@ def _verdict(served: Run, tested: Run, tests: Assertions, limits: Limits) -> Gra
 
 
 def _blame(tested: Run, said: list[dict[str, object]], limits: Limits) -> Reason:
-    """Return how a program stopped its tests from ending; raises SandboxFailed when it was not the program."""
+    """Return how a program kept its tests from finishing; raises SandboxFailed if the program is not the cause."""
     if tested.killed is Killed.WALL_TIME:
         return Reason.WALL_TIME
-    if any("large" in message for message in said):  # the tests choked on what the program answered
+    if any("large" in message for message in said):  # the program's answers were too large for the tests
         return Reason.CPU_TIME if was_out_of_cpu(tested, limits) else Reason.MEMORY
-    raise SandboxFailed(f"the test process did not come to its end ({describe(tested)}, {tested.cpu_s:.1f} s of CPU)")
+    raise SandboxFailed(f"the test process did not finish ({describe(tested)}, {tested.cpu_s:.1f} s of CPU)")
 
 
 def _json(job: object) -> bytes:

@@ -19,7 +19,7 @@ _TRIES = 2
 
 
 class SandboxPool:
-    """Grades ``num_slots`` programs at a time. Zygotes start with the first program of their slot. Close it."""
+    """Grade ``num_slots`` programs at a time. A slot's zygote starts with its first program. Call `close` at the end."""
 
     def __init__(self, launch: Launch, num_slots: int, limits: Limits, *, stop_early: bool = False) -> None:
         """``stop_early`` ends a program's tests with the first failure, where only a full pass counts."""
@@ -34,7 +34,7 @@ class SandboxPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the zygotes that run."""
+        """Process ids of the running zygotes."""
         zygotes = [zygote for slot in self._slots for zygote in (slot.programs, slot.tests)]
         return [zygote.pid for zygote in zygotes if zygote.pid]
 
@@ -69,7 +69,7 @@ class SandboxPool:
             raise
 
     async def close(self) -> None:
-        """End all zygotes and threads."""
+        """Kill all zygotes and end all threads."""
         for slot in self._slots:
             slot.stop()
         await asyncio.to_thread(self._threads.shutdown)

@@ -1,9 +1,9 @@
-"""What a row of a data set says about the tests of a program: the forms of the usual data sets, read into one.
+"""Read a row's tests of a program from the formats of the usual data sets.
 
 - stdin tests: ``{"inputs": [...], "outputs": [...]}`` (APPS, TACO, verl), or a list of ``{"input", "output"}``
   (LiveCodeBench, CodeContests).
 - function tests: the same with ``fn_name`` (or ``func_name``); an input is a list of arguments, or a text with one
-  JSON argument a line.
+  JSON argument per line.
 - test code: a text, a list of texts, ``{"test", "entry_point"}`` (HumanEval), ``{"test_list", "test_setup_code"}``
   (MBPP, also ``test_imports``).
 
@@ -27,7 +27,7 @@ _COLUMNS = (*_FUNCTION_NAMES, *_SETUPS, "entry_point", "language", "test", "test
 
 @dataclass(frozen=True, slots=True)
 class StdinTests:
-    """Each input is fed to a program of its own, whose output is compared."""
+    """Each input goes to a new process of the program, whose output is compared."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -35,7 +35,7 @@ class StdinTests:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTests:
-    """Each list of arguments is handed to ``function``, whose JSON result is compared."""
+    """Each list of arguments is passed to ``function``, whose JSON result is compared."""
 
     function: str
     arguments: tuple[list[Any], ...]
@@ -59,7 +59,7 @@ def read(truth: Any, extra: Any) -> Tests:
     fields = _fields(_parsed(truth), extra if isinstance(extra, Mapping) else {})
     language = fields.get("language") or LANGUAGES[0]
     if str(language).lower() not in LANGUAGES:
-        raise BadGroundTruth(f"code runs Python programs, the row's language is {language!r}")
+        raise BadGroundTruth(f"code runs only Python programs, the row's language is {language!r}")
     code = fields.get("test") or fields.get("test_list")
     if code:
         pieces = (code,) if isinstance(code, str) else tuple(code)
@@ -69,7 +69,7 @@ def read(truth: Any, extra: Any) -> Tests:
     inputs, outputs = fields.get("inputs"), fields.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise BadGroundTruth(
-            "code needs tests: {inputs, outputs} of one length, {test, entry_point} or {test_list}; the row's "
+            "code needs tests: {inputs, outputs} of equal length, {test, entry_point} or {test_list}; the row's "
             f"ground_truth is {str(truth)[:120]!r}"
         )
     function = next((fields[name] for name in _FUNCTION_NAMES if fields.get(name)), None)
@@ -88,7 +88,7 @@ def _parsed(truth: Any) -> Any:
 
 
 def _fields(truth: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring the forms of a ground truth under the names of one."""
+    """Return a ground truth of any format with the same key names."""
     fields = {name: extra[name] for name in _COLUMNS if extra.get(name) is not None}
     if isinstance(truth, Mapping):
         fields |= {str(name): value for name, value in truth.items() if value is not None}
@@ -106,7 +106,7 @@ def _fields(truth: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
 def _texts(values: Any) -> tuple[str, ...]:
     values = tuple(values)
     if not values or not all(isinstance(value, str) for value in values):
-        raise BadGroundTruth("code: tests have to be texts")
+        raise BadGroundTruth("code: tests must be texts")
     return values
 
 
@@ -124,14 +124,14 @@ def _arguments(value: Any) -> list[Any]:
         try:
             return [json.loads(line) for line in value.splitlines() if line.strip()]
         except ValueError:
-            raise BadGroundTruth(f"code: arguments are not one JSON value a line: {value[:80]!r}") from None
+            raise BadGroundTruth(f"code: arguments must be one JSON value per line, got {value[:80]!r}") from None
     if not isinstance(value, list):
-        raise BadGroundTruth(f"code: an input of a function test is a list of arguments, not {str(value)[:80]!r}")
+        raise BadGroundTruth(f"code: an input of a function test must be a list of arguments, got {str(value)[:80]!r}")
     return value
 
 
 def _result(value: Any) -> Any:
-    """Return an expected result; a text is JSON where it can be read as such (LiveCodeBench)."""
+    """Return an expected result; a text is parsed as JSON if it is valid (LiveCodeBench)."""
     if isinstance(value, str):
         try:
             return json.loads(value)

@@ -1,4 +1,4 @@
-"""The command that starts a zygote (`inside/zygote.py`) in each kind of sandbox, and what it may read."""
+"""The command that starts a zygote (`inside/zygote.py`) in each kind of sandbox, and the paths it may read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0",
-    "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MiB of the address space
+    "MALLOC_ARENA_MAX": "1",  # without it each thread uses 64 MiB of address space
 }
 
 
@@ -41,14 +41,15 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What starts the zygotes of one pool."""
+    """The command and environment that start the zygotes of one pool."""
 
     kind: Kind
 
     def command(self, descriptor: int, slot: int) -> list[str]:
         """Return the command of a zygote that serves the inherited socket ``descriptor``.
 
-        Raises SandboxFailed where a program that it needs is not installed. Started by root, each slot has a user id of its own, so that the kernel's count of its threads is exact.
+        Raises SandboxFailed if a required program is not installed. When started by root, each slot has its own
+        user id, so that the kernel's count of its threads is exact.
         """
         uid = None
         if os.geteuid() == 0:
@@ -62,7 +63,7 @@ class Launch:
 
 
 def readable() -> list[str]:
-    """Return what a program may read: the standard library, shared libraries, time zones, four devices."""
+    """Return the paths that a program may read: the standard library, shared libraries, time zones, four devices."""
     paths = [f"{sys.base_prefix}/lib", *_LIBRARIES, *_DEVICES]
     return [path for path in dict.fromkeys(paths) if Path(path).exists()]
 
@@ -74,11 +75,11 @@ def interpreter() -> str:
 
 
 def _bubble(*, as_root: bool) -> list[str]:
-    """Return bubblewrap's part: namespaces of its own, and a read-only root that holds what may be read."""
+    """Return bubblewrap's part: new namespaces, and a read-only root with the readable paths."""
     program = shutil.which("bwrap")
     if program is None:
-        raise SandboxFailed("bubblewrap is not installed (apt install bubblewrap)")
-    if as_root:  # no user namespace: the zygote needs capabilities to become another user, and to end what it became
+        raise SandboxFailed("bubblewrap is not installed; run apt install bubblewrap")
+    if as_root:  # no user namespace: the zygote needs capabilities to switch users and to kill processes of that user
         own = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         own += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         own += ["--cap-add", "CAP_KILL"]
@@ -89,7 +90,7 @@ def _bubble(*, as_root: bool) -> list[str]:
         arguments += ["--setenv", name, value]
     bound = [*readable(), interpreter(), str(Path(_ROOT_INSIDE_BUBBLE) / _INSIDE)]
     parents = dict.fromkeys(parent for path in bound for parent in reversed(Path(path).parents[:-1]))
-    for parent in parents:  # bubblewrap itself would close them to the user that programs become
+    for parent in parents:  # bubblewrap creates them unreadable for the user of programs
         if not parent.is_symlink():
             arguments += ["--perms", "0755", "--dir", str(parent)]
     for path in bound[:-1]:

@@ -21,29 +21,29 @@ from typing import Any
 from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.sandbox.zygote_command import ENVIRONMENT, Launch
 
-_START_S = 60.0  # an interpreter's start on a busy machine
+_START_S = 60.0  # starting an interpreter on a busy machine
 _EXIT_S = 20.0  # from SIGKILL to the zygote's report that the program ended
 _CHUNK = 65536
 _MESSAGE = 4096
 
 
 class Killed(enum.StrEnum):
-    """Why the service killed a program."""
+    """The reason why the service killed a program."""
 
     WALL_TIME = "wall_time"
     OUTPUT = "output"
-    DONE = "done"  # the test process has ended
+    DONE = "done"  # the test process has exited
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use for one test."""
+    """The limits of one program for one test."""
 
     cpu_s: float = 5.0
     memory_bytes: int = 1024**3
     output_bytes: int = 4 * 1024**2
     tasks: int = 32
-    wall_factor: float = 6.0  # wall seconds granted for each CPU second; the machine may be busy
+    wall_factor: float = 6.0  # wall seconds allowed per CPU second, because the machine may be busy
     wall_min_s: float = 2.0
 
     @property
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Run:
-    """One program from its start to its end. ``answer`` is what it wrote into descriptor 4."""
+    """The result of one program. ``answer`` is the text it wrote to descriptor 4."""
 
     output: bytearray = field(default_factory=bytearray)
     errors: bytearray = field(default_factory=bytearray)
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def signal(self) -> int:
-        """The signal that ended it, 0 for none."""
+        """The signal that killed it, 0 for none."""
         return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
 
     @property
@@ -76,10 +76,10 @@ class Run:
 
 
 class Zygote:
-    """One zygote process, started when it is needed and again after it ended."""
+    """One zygote process, started on first use and restarted after it exited."""
 
     def __init__(self, launch: Launch, slot: int) -> None:
-        """``slot`` tells zygotes of one pool apart."""
+        """``slot`` identifies a zygote within its pool."""
         self._launch = launch
         self.slot = slot
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +91,7 @@ class Zygote:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def spawn(self, mode: str, limits: Limits, pipes: Sequence[int]) -> None:
-        """Fork a program that gets ``pipes`` as its descriptors 0, 1, ...; raises SandboxFailed."""
+        """Fork a program with ``pipes`` as its descriptors 0, 1, ...; raises SandboxFailed."""
         if self.pid is None:
             self._start()
         assert self.channel is not None
@@ -105,16 +105,16 @@ class Zygote:
             socket.send_fds(self.channel, [json.dumps(request).encode()], pipes)
             self._report("forking a program")
         except OSError as err:
-            raise self._broken(f"does not take a program ({err})") from None
+            raise self._broken(f"does not accept a program ({err})") from None
 
     def end_program(self) -> None:
-        """Ask the zygote to kill the program; no error when it has ended already."""
+        """Ask the zygote to kill the program; no error if it has exited already."""
         with contextlib.suppress(OSError):
             assert self.channel is not None
             self.channel.send(b"kill")
 
     def ended(self) -> dict[str, Any]:
-        """Return the zygote's report on the program that ended; raises SandboxFailed."""
+        """Return the zygote's report on the program that exited; raises SandboxFailed."""
         return self._report("running a program")
 
     def interrupt(self) -> None:
@@ -165,7 +165,7 @@ class Zygote:
         except OSError as err:
             raise self._broken(f"did not answer while {doing} ({err})") from None
         if not text:
-            raise self._broken(f"ended while {doing}")
+            raise self._broken(f"exited while {doing}")
         message: dict[str, Any] = json.loads(text)
         if "failed" in message:
             raise self._broken(f"failed while {doing}: {message['failed']}")
@@ -184,7 +184,7 @@ class Zygote:
 
 
 class Watch:
-    """The programs of one run, watched together until all have ended."""
+    """The programs of one run, supervised together until all have exited."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -209,7 +209,7 @@ class Watch:
     ) -> Run:
         """Start a program. ``extra`` become descriptors 5, 6; ``answers`` descriptor 4 instead of ``Run.answer``.
 
-        These are taken over: closed here once the program has them.
+        This call owns these descriptors: it closes them once the program has them.
         """
         run = Run()
         theirs: list[int] = []
@@ -228,9 +228,9 @@ class Watch:
         return run
 
     def wait(self, *, until: Run | None = None) -> None:
-        """Wait until all have ended, killing what exceeds its limits, or all others once ``until`` has ended.
+        """Wait until all have exited; kill those that exceed their limits, and all others once ``until`` has exited.
 
-        Raises SandboxFailed when a zygote ends or does not report.
+        Raises SandboxFailed when a zygote exits or does not report.
         """
         deadline = time.monotonic() + self._limits.wall_s
         while self._running or self._open:
@@ -252,10 +252,10 @@ class Watch:
         for zygote, since in self._killed_at.items():
             if now - since > _EXIT_S:
                 raise SandboxFailed(
-                    f"a program did not end within {_EXIT_S:.0f} s of being killed (slot {zygote.slot})"
+                    f"a program did not exit within {_EXIT_S:.0f} s after it was killed (slot {zygote.slot})"
                 )
         if self._open and not self._running and now - self._ended_at > _EXIT_S:
-            raise SandboxFailed(f"a pipe stayed open for {_EXIT_S:.0f} s after its program had ended")
+            raise SandboxFailed(f"a pipe stayed open for {_EXIT_S:.0f} s after its program had exited")
 
     def _end(self, zygote: Zygote) -> None:
         self._selector.unregister(zygote.channel)  # type: ignore[arg-type]
@@ -320,5 +320,5 @@ class Watch:
 
 
 def was_out_of_cpu(run: Run, limits: Limits) -> bool:
-    """Return True if the kernel ended a program for its CPU time."""
+    """Return True if the kernel killed a program at its CPU limit."""
     return run.signal == signal.SIGXCPU or (run.signal == signal.SIGKILL and run.cpu_s >= limits.cpu_s)

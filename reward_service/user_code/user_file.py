@@ -142,5 +142,5 @@ def _refuse_unfillable(file: Path, name: str, parameters: Any, style: Style) -> 
     if unknown or positional:
         raise UserFileError(
             f"{file}: {name} needs {', '.join(unknown + positional)}, which a reward service cannot give; "
-            f"{style} goes with {', '.join(_GIVEN.get(style, ('prompts', 'completions', 'the columns of the row')))}"
+            f"{style} takes {', '.join(_GIVEN.get(style, ('prompts', 'completions', 'the columns of the row')))}"
         )

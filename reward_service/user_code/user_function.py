@@ -134,7 +134,7 @@ class UserReward:
         return await result if inspect.isawaitable(result) else result
 
     def _explain(self, err: BaseException) -> str:
-        """Return what was raised, with file and line; the traceback goes to stderr once for each line."""
+        """Return the exception with file and line; the traceback is written to stderr once for each line."""
         frames = [frame for frame in traceback.extract_tb(err.__traceback__) if Path(frame.filename) == self.file]
         if not frames:
             return f"{type(err).__name__}: {err}"[:1000]

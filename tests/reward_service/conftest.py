@@ -1,4 +1,4 @@
-"""Fixtures of the reward service: replicas of it for the test's run, endpoints, and the two ends of its wire."""
+"""Fixtures of the reward service: replicas of it for the test's run, endpoints, and clients on both sides of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def shared_service(
 
 @pytest.fixture
 def start_endpoint() -> Iterator[Callable[[Behaviour], EndpointServer]]:
-    """A factory of HTTP endpoints with a behaviour, closed after the test."""
+    """A factory of HTTP endpoints with a given behaviour, closed after the test."""
     started: list[EndpointServer] = []
 
     def start(behaviour: Behaviour) -> EndpointServer:
@@ -69,7 +69,11 @@ def start_endpoint() -> Iterator[Callable[[Behaviour], EndpointServer]]:
 
 
 class Wire:
+<<<<<<< HEAD
     """The services around the reward service: the worker that announces packs, the trainer that reads rewards."""
+=======
+    """The clients of the reward service: a worker that announces packs and a trainer that reads rewards."""
+>>>>>>> words2
 
     def __init__(self, bus: Bus, blobs: Blobs, run_id: str) -> None:
         """Listen from the run's start."""
@@ -94,7 +98,11 @@ class Wire:
         self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()
 
     def take(self) -> dict[str, list[ScoredGroup]]:
+<<<<<<< HEAD
         """Read the rewards so far; returns every announcement of every group."""
+=======
+        """Receive the rewards so far; return every announcement of every group."""
+>>>>>>> words2
         for inbox in self._inboxes:
             for delivery in inbox.fetch(100, 0.1).wait():
                 delivery.ack().wait()
@@ -111,7 +119,11 @@ class Wire:
         return self.take()
 
     def wait_dead(self, *group_ids: str, deadline_s: float = 60.0) -> list[DeadLetter]:
+<<<<<<< HEAD
         """Wait until these groups are among the dead letters."""
+=======
+        """Wait until these groups are dead letters."""
+>>>>>>> words2
 
         def buried() -> bool:
             return set(group_ids) <= {group_id for letter in self.dead for group_id in letter.group_ids}
@@ -120,7 +132,7 @@ class Wire:
         return self.dead
 
     def wait_idle(self) -> None:
-        """Wait until no announced pack waits or is held any more."""
+        """Wait until no announced pack is pending or unacknowledged."""
         spec = streams.generated_consumer(self.run_id)
 
         def idle() -> bool:
@@ -132,5 +144,5 @@ class Wire:
 
 @pytest.fixture
 def wire(bus: Bus, blobs: Blobs, ring_streams: str) -> Wire:
-    """Both ends of the reward service's wire."""
+    """Clients on both sides of the reward service."""
     return Wire(bus, blobs, ring_streams)

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """The reward service as a real process, and real HTTP endpoints with the faults that a test chooses."""
+=======
+"""The reward service as a real process, and real HTTP endpoints that fail in the ways a test needs."""
+>>>>>>> words2
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ class Process:
         self._popen.send_signal(number)
 
     def wait(self, deadline_s: float = 60.0) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for its exit; return the exit code."""
         return self._popen.wait(deadline_s)
 
     def kill(self) -> None:
@@ -80,7 +84,11 @@ class Service(Process):
         environ: dict[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> None:
+<<<<<<< HEAD
         """Start it with its API on a free port; a restart in the same folder appends to the log."""
+=======
+        """Start it with its API on a free port; a restart in the same folder keeps the log."""
+>>>>>>> words2
         self._port_file = folder / "port"
         self._port_file.unlink(missing_ok=True)
         given = [
@@ -161,7 +169,11 @@ class EndpointServer:
                     self.end_headers()
                     self.wfile.write(answer)
                 except OSError:
+<<<<<<< HEAD
                     self.close_connection = True  # the caller timed out
+=======
+                    self.close_connection = True  # the client closed the connection
+>>>>>>> words2
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -184,7 +196,11 @@ class EndpointServer:
 
 
 def good(score: float = 0.5) -> Behaviour:
+<<<<<<< HEAD
     """Answer every completion with ``score``, as the contract specifies."""
+=======
+    """Answer every completion with ``score``, as the contract requires."""
+>>>>>>> words2
 
     def behave(request: dict[str, Any]) -> Answer:
         results = [

@@ -1,1 +1,1 @@
-"""The languages in which endpoints want to be asked; `spoken.py` lists them by name."""
+"""The request and response formats of endpoints; `spoken.py` lists them by name."""

@@ -1,9 +1,9 @@
-"""What a dialect is: how groups become the body of a request, and how an answer becomes scores. Pure.
+"""The base class of a dialect: build a request body from groups, and read scores from the response. Pure.
 
 A dialect is a frozen model whose fields are the options a registration may give it (``options``), so
-that an option it does not know is refused at the door. To add one: a file here with a subclass, and
-a line in `spoken.py`. Everything else is the client's: deadlines, tries, signatures, the size of an
-answer, and, after `Dialect.read`, the number of scores, their range and the parts that were promised.
+that an unknown option is refused at registration. To add one: a file here with a subclass, and
+a line in `spoken.py`. Everything else is the client's: deadlines, retries, signatures, the size limit of a
+response, and, after `Dialect.read`, checks of the number of scores, their range and the declared parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one HTTP request asks: the reward's name, an id that all tries of it share, and the groups."""
+    """The content of one HTTP request: the reward's name, an id shared by all its attempts, and the groups."""
 
     reward: str
     request_id: str
@@ -31,37 +31,37 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The body of a POST, and what kind it is."""
+    """The body of a POST and its content type."""
 
     body: bytes
     content_type: str = "application/json"
 
 
 class BadAnswer(ValueError):
-    """The answer is not what the dialect says; the text says where, for the person who wrote the endpoint."""
+    """The response does not fit the dialect; the text names the place, for the endpoint's author."""
 
 
 class Dialect(BaseModel, ABC):
-    """One way to ask an endpoint. Subclasses add their options as fields."""
+    """One request and response format. Subclasses add their options as fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     carries: ClassVar[Literal["groups", "group", "completion"]] = "groups"
-    """What fits into one request: any number of groups, one group, or one completion.
+    """The unit of one request: any number of groups, one group, or one completion.
 
-    The client cuts accordingly: with ``completion`` every call has one group with one completion,
+    The client splits accordingly: with ``completion`` every call has one group with one completion,
     and the scores are joined to their groups afterwards.
     """
 
     @abstractmethod
     def request(self, call: Call) -> Payload:
-        """Return the body that asks for the scores of the call's groups."""
+        """Return the request body for the call's groups."""
 
     @abstractmethod
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
         """Return the scores of every group of the call, in order; a score without a number carries its error.
 
-        Raises BadAnswer when the answer is not what the dialect says. Never invent a number here: what is
+        Raises BadAnswer when the response does not fit the dialect. Never invent a number here: what is
         missing is a `Score` with an ``error``.
         """
 

@@ -1,7 +1,7 @@
-"""What foreign endpoints answer, read as scores: numbers, null, objects that hold numbers. Pure.
+"""Read the responses of other libraries' endpoints as scores: numbers, null, objects that hold numbers. Pure.
 
 Libraries whose reward is a Python function let it return a number, a bool, or a dict with a number and
-more about it. As JSON these are the shapes below; every refusal names the place in the answer.
+details. As JSON these are the shapes below; every error names the place in the response.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ _MAX_PART_NAME = 64
 
 
 def parse(answer: bytes) -> JsonValue:
-    """Return an answer as JSON; raises BadAnswer."""
+    """Return a response as JSON; raises BadAnswer."""
     try:
         return _JSON.validate_json(answer)
     except ValidationError as err:
-        raise BadAnswer(f"answers what is not JSON: {err.errors()[0]['msg']}") from None
+        raise BadAnswer(f"answers with a body that is not JSON: {err.errors()[0]['msg']}") from None
 
 
 def number(value: object, where: str) -> float:
     """Return a finite number (a bool counts as 0 or 1, as in Python); raises BadAnswer naming the place."""
     if not isinstance(value, int | float):
-        raise BadAnswer(f"answers {where} = {_short(value)}, which is no number")
+        raise BadAnswer(f"answers {where} = {_short(value)}, expected a number")
     try:
         found = float(value)
     except OverflowError:
         found = math.inf
     if not math.isfinite(found):
-        raise BadAnswer(f"answers {where} = {_short(value)}, which is not finite")
+        raise BadAnswer(f"answers {where} = {_short(value)}, expected a finite number")
     return found
 
 
 def score_of(value: object, where: str, *, key: str = "score") -> Score:
-    """Return the score that is a number, null, or an object with a number under ``key`` and parts beside it.
+    """Return the score from a number, null, or an object with a number under ``key`` whose other numbers are parts.
 
-    Null means that there is no score. Raises BadAnswer for anything else.
+    Null means "not scored". Raises BadAnswer for anything else.
     """
     if value is None:
-        return Score(error=f"answers {where} = null: it does not score this completion")
+        return Score(error=f"answers {where} = null: the endpoint did not score this completion")
     if not isinstance(value, Mapping):
         return Score(score=number(value, where))
     if key not in value:
         raise BadAnswer(f"answers an object without {key!r} at {where}: its keys are {', '.join(value)[:100]}")
     if value[key] is None:
-        return Score(error=f"answers {where}.{key} = null: it does not score this completion")
+        return Score(error=f"answers {where}.{key} = null: the endpoint did not score this completion")
     return Score(score=number(value[key], f"{where}.{key}"), parts=parts_of(value, where, without=key))
 
 
 def parts_of(value: Mapping[str, Any], where: str, *, without: str = "") -> dict[str, float]:
-    """Return the numbers of an object as parts, the first of them when there are too many; texts and lists are no parts.
+    """Return the numbers of an object as parts, at most the first `MAX_PARTS`; texts and lists are ignored.
 
     Raises BadAnswer for a number that is not finite.
     """
@@ -68,14 +68,14 @@ def parts_of(value: Mapping[str, Any], where: str, *, without: str = "") -> dict
 def list_of(value: object, size: int, where: str) -> Sequence[Any]:
     """Return a list of the right length; raises BadAnswer."""
     if not isinstance(value, list):
-        raise BadAnswer(f"answers {where} = {_short(value)}, which is no list")
+        raise BadAnswer(f"answers {where} = {_short(value)}, expected a list")
     if len(value) != size:
         raise BadAnswer(f"answers {len(value)} values at {where} for {size} completions")
     return value
 
 
 def cut(scores: Sequence[Score], groups: Sequence[GroupToScore]) -> list[list[Score]]:
-    """Cut the scores of all completions in order into those of every group."""
+    """Split the scores of all completions, in order, by group."""
     rest = iter(scores)
     return [[next(rest) for _ in group.completions] for group in groups]
 

@@ -1,8 +1,8 @@
 """NeMo-Gym's ``POST /verify`` of a resources server: one completion as an OpenAI response, ``reward`` comes back.
 
 As in ``nemo_gym/base_resources_server.py`` (``BaseVerifyRequest``, ``BaseVerifyResponse``): the row's columns
-stand beside ``responses_create_params`` and ``response``, where a server's own request model reads them. Only
-servers that verify without a session (``/seed_session``) can be asked: the completion was sampled elsewhere.
+are on the same level as ``responses_create_params`` and ``response``, where a server's own request model reads
+them. Only servers that verify without a session (``/seed_session``) work: the completion was sampled elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NemoGymDialect(Dialect):
     ground_truth_key: str = Field(
         "expected_answer", min_length=1, max_length=100, description="The request's field that holds the ground truth."
     )
-    model: str = Field("policy", max_length=200, description="What the response names as its model.")
+    model: str = Field("policy", max_length=200, description="The model name in the response object.")
 
     def request(self, call: Call) -> Payload:
         """Return a verify request with one assistant message."""
@@ -42,7 +42,7 @@ class NemoGymDialect(Dialect):
         response = {
             "id": f"resp_{call.request_id}",
             "object": "response",
-            "created_at": 0.0,  # when it was sampled is not known here
+            "created_at": 0.0,  # the time of sampling is not known here
             "model": self.model,
             "output": [message],
             "parallel_tool_calls": False,

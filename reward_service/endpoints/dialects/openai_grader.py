@@ -1,8 +1,8 @@
-"""OpenAI's graders as they are run over HTTP: ``POST .../fine_tuning/alpha/graders/run``.
+"""OpenAI's HTTP API that runs a grader: ``POST .../fine_tuning/alpha/graders/run``.
 
-``{"grader": {...}, "item": {...}, "model_sample": "..."}`` goes out for every completion; ``reward`` comes back,
-``sub_rewards`` beside it, and ``metadata.errors`` with a flag for everything that can go wrong. A flag that is
-set means that there is no score, whatever ``reward`` says.
+``{"grader": {...}, "item": {...}, "model_sample": "..."}`` is sent for every completion. The response has ``reward``,
+``sub_rewards``, and ``metadata.errors`` with a flag for every kind of failure. If a flag is set there is no
+score, whatever ``reward`` is.
 """
 
 from __future__ import annotations

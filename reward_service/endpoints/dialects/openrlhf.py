@@ -1,7 +1,7 @@
 """OpenRLHF's remote reward model (``--remote_rm_url``, ``openrlhf/cli/serve_rm.py``): batches of texts.
 
-``{"query": [prompt and completion], "prompts": [...], "labels": [...]}`` goes out; ``{"rewards": [...]}``
-comes back, with ``scores`` and ``extra_logs`` beside it in newer versions. The rewards are what is trained on.
+``{"query": [prompt and completion], "prompts": [...], "labels": [...]}`` is sent; the response is
+``{"rewards": [...]}``, in newer versions with ``scores`` and ``extra_logs``. Training uses ``rewards``.
 """
 
 from __future__ import annotations

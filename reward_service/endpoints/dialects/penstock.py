@@ -1,4 +1,4 @@
-"""Our own dialect: a batch of groups in, every group's scores out, in any order."""
+"""Penstock's own dialect: send a batch of groups, receive every group's scores in any order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PenstockDialect(Dialect):
         return Payload(request.model_dump_json().encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Match the results to the groups; raises BadAnswer when they are not exactly those that were sent."""
+        """Match the results to the groups; raises BadAnswer unless their ids are exactly those that were sent."""
         response = read_json(ScoreResponse, answer)
         results = {result.group_id: result.scores for result in response.results}
         sent = [group.group_id for group in call.groups]

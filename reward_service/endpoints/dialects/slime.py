@@ -1,4 +1,4 @@
-"""slime's remote reward model: one completion in, whatever its reward is out.
+"""slime's remote reward model: send one completion, receive its reward as any JSON.
 
 slime's ``remote_rm`` (``slime/rollout/rm_hub``) posts ``{"prompt", "response", "label"}`` and takes the
 JSON that comes back as the reward: a number, or an object of which ``--reward-key`` names the number.
@@ -21,7 +21,7 @@ class SlimeDialect(Dialect):
 
     carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
 
-    reward_key: str = Field("", max_length=100, description="slime's --reward-key: which value of an object counts.")
+    reward_key: str = Field("", max_length=100, description="slime's --reward-key: the key of the score in an object.")
 
     def request(self, call: Call) -> Payload:
         """Return one sample."""
@@ -31,7 +31,7 @@ class SlimeDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read one reward; the other numbers of an object are its parts."""
+        """Read one reward; the other numbers of an object become parts."""
         value = foreign_scores.parse(answer)
         if isinstance(value, dict) and not self.reward_key:
             raise BadAnswer(f"answers an object ({', '.join(value)[:100]}); name its number with the option reward_key")

@@ -18,7 +18,7 @@ from penstock.reward_service.endpoints.dialects.verl import VerlBatchDialect, Ve
 
 
 class DialectName(StrEnum):
-    """How an endpoint wants to be asked."""
+    """The request and response format of an endpoint."""
 
     PENSTOCK = "penstock"
     VERL = "verl"

@@ -1,7 +1,7 @@
 """TRL's reward function over HTTP: its keyword arguments as a JSON object, its return value as JSON.
 
-TRL calls ``f(prompts, completions, **columns) -> list[float | None]`` and knows no wire; a server is one
-line around it. TRL also gives token ids and the trainer's state; these exist only inside its trainer.
+TRL calls ``f(prompts, completions, **columns) -> list[float | None]`` and defines no wire format; a server is
+one line around the function. TRL also gives token ids and the trainer's state; these exist only in its trainer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.reward_service.endpoints.wire import GroupToScore, Score
 
 
 class TrlDialect(Dialect):
-    """One group: prompts, completions and the row's columns, each as a list of one length."""
+    """One group: prompts, completions and the row's columns, all as lists of equal length."""
 
     carries: ClassVar[Literal["groups", "group", "completion"]] = "group"
 
@@ -31,7 +31,7 @@ class TrlDialect(Dialect):
         return Payload(json.dumps(columns_of(group, conversational=self.conversational)).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read a list of numbers; null (TRL: the function does not apply to this row) is no score."""
+        """Read a list of numbers; null (TRL: the function does not apply to this row) means "not scored"."""
         (group,) = call.groups
         found = foreign_scores.list_of(foreign_scores.parse(answer), len(group.completions), "body")
         return [[foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(found)]]
@@ -40,8 +40,8 @@ class TrlDialect(Dialect):
 def columns_of(group: GroupToScore, *, conversational: bool = False) -> dict[str, list[Any]]:
     """Return a group as TRL's keyword arguments: every value a list with one item for each completion.
 
-    The row's other columns stand under their own names, ``data_source``, ``ground_truth``, and all of them together
-    as ``extra_info``.
+    The columns of ``extra_info`` are arguments of their own, as are ``data_source`` and ``ground_truth``;
+    ``extra_info`` itself is passed too.
     """
     size = len(group.completions)
     row: dict[str, Any] = {"data_source": group.data_source, "ground_truth": group.ground_truth}

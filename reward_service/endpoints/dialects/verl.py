@@ -1,7 +1,7 @@
 """verl's ``compute_score`` over HTTP: its keyword arguments as a JSON object, its return value as JSON.
 
-verl itself calls a Python function and knows no wire; these are the arguments its reward managers give
-(``verl/workers/reward_manager``: ``naive`` and ``batch``), so that a server is one line around the function:
+verl itself calls a Python function and defines no wire format; these are the arguments its reward managers
+pass (``verl/workers/reward_manager``: ``naive`` and ``batch``), so a server is one line around the function:
 ``compute_score(**await request.json())``.
 """
 
@@ -33,7 +33,7 @@ class VerlDialect(Dialect):
         return Payload(json.dumps(body).encode())
 
     def read(self, call: Call, answer: bytes) -> list[list[Score]]:
-        """Read a number, or an object with ``score``; its other numbers are parts."""
+        """Read a number, or an object with ``score``; its other numbers become parts."""
         return [[foreign_scores.score_of(foreign_scores.parse(answer), "body")]]
 
 
@@ -41,7 +41,7 @@ class VerlBatchDialect(Dialect):
     """One ``compute_score(data_sources, solution_strs, ground_truths, extra_infos)``; it has no options."""
 
     def request(self, call: Call) -> Payload:
-        """Return the arguments for all completions of the call: four lists of one length."""
+        """Return the arguments for all completions of the call: four lists of equal length."""
         rows = [(group, text) for group in call.groups for text in group.completions]
         body = {
             "data_sources": [group.data_source for group, _ in rows],

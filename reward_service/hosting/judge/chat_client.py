@@ -1,7 +1,7 @@
-"""The adapter of an OpenAI-style chat endpoint: one question, one text, its tokens.
+"""The adapter of an OpenAI-style chat endpoint: send one question, return the text and its token counts.
 
-Tried again is what may pass by itself (no connection, 429, 5xx), with full jitter or what ``Retry-After`` says. The
-API key goes into one header and into no text.
+Transient failures (no connection, 429, 5xx) are retried, with full jitter or after ``Retry-After``. The API key is
+sent in one header and never appears in an error or log.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SHOWN = 300
 
 
 class NoVerdict(Exception):
-    """The judge gave no whole text; the text of this says why, and never shows a key."""
+    """The judge returned no complete text; the message says why, without the API key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the model said, and the tokens of question and text (0 when the endpoint does not tell)."""
+    """The model's text, and the tokens of question and text (0 when the endpoint does not report them)."""
 
     text: str
     tokens_in: int
@@ -59,18 +59,18 @@ class _Completion(BaseModel):
 
 @dataclass(slots=True)
 class Cost:
-    """What was asked so far; ``price`` in the unit of the settings' prices."""
+    """The requests and tokens so far; ``price`` in the unit of the settings' prices."""
 
     calls: int = 0
     retries: int = 0
     failures: int = 0
     tokens_in: int = 0
     tokens_out: int = 0
-    untold: int = field(default=0)  # answers whose tokens the endpoint did not tell
+    untold: int = field(default=0)  # responses without token counts
 
 
 class Chat:
-    """Asks one model; ``concurrency`` questions at once. Close it."""
+    """Send questions to one model, at most ``concurrency`` at once. Call `close` at the end."""
 
     def __init__(self, settings: JudgeSettings, api_key: str) -> None:
         """``api_key`` may be empty."""
@@ -89,11 +89,11 @@ class Chat:
         await self._http.aclose()
 
     async def ask(self, question: str) -> Said:
-        """Return what the model says to a question; raises NoVerdict."""
+        """Return the model's answer to a question; raises NoVerdict."""
         return await self.converse(self._body(question))
 
     async def converse(self, body: dict[str, Any]) -> Said:
-        """Return what comes back for a whole request body; raises NoVerdict."""
+        """Return the model's answer to a complete request body; raises NoVerdict."""
         async with self._places:
             self.cost.calls += 1
             try:
@@ -149,18 +149,18 @@ class Chat:
         except ValidationError as err:
             first = err.errors()[0]
             where = ".".join(map(str, first["loc"])) or "body"
-            raise NoVerdict(f"{self._who} answers no chat completion: {where}: {first['msg']}") from None
+            raise NoVerdict(f"{self._who} response is not a chat completion: {where}: {first['msg']}") from None
         usage = completion.usage or _Usage()
         self.cost.tokens_in += usage.prompt_tokens
         self.cost.tokens_out += usage.completion_tokens
         self.cost.untold += completion.usage is None
         if not completion.choices:
-            raise NoVerdict(f"{self._who} answers without a choice")
+            raise NoVerdict(f"{self._who} response has no choices")
         choice = completion.choices[0]
         if choice.message.refusal:
-            raise NoVerdict(f"{self._who} refuses: {choice.message.refusal[:_SHOWN]}")
+            raise NoVerdict(f"{self._who} refused: {choice.message.refusal[:_SHOWN]}")
         if choice.finish_reason == "length":
-            raise NoVerdict(f"{self._who} was cut off at its limit of tokens (max_tokens)")
+            raise NoVerdict(f"{self._who} was cut off at its token limit; raise max_tokens")
         if not choice.message.content:
-            raise NoVerdict(f"{self._who} answers without a text (finish_reason {choice.finish_reason})")
+            raise NoVerdict(f"{self._who} response has no text (finish_reason {choice.finish_reason})")
         return Said(choice.message.content, usage.prompt_tokens, usage.completion_tokens)

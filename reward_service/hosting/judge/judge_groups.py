@@ -1,7 +1,8 @@
-"""Groups in, scores out: every answer by itself, or every answer against others of its group.
+"""Score groups with a judge: each answer alone, or each answer against others of its group.
 
 Pairwise, the score of an answer is the share of its comparisons that it won, a tie counting half, so the scores of
-a group where everybody meets everybody sum to half its size. Pairs are asked in both orders: judges favour a place.
+a group whose answers are all compared with one another sum to half its size. Each pair is asked in both orders,
+because judges favour a position.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from penstock.reward_service.hosting.judge.settings import JudgeSettings
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """One question about two answers of a group, by their places; ``first`` is answer A."""
+    """One question about two answers of a group, by index; ``first`` is answer A."""
 
     first: int
     second: int
 
 
 def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[Match]:
-    """Return who meets whom: everybody everybody, or in a circle each the neighbours on both sides.
+    """Return the pairs to compare: all pairs, or for each answer its neighbours on both sides of a ring.
 
-    With ``opponents`` every answer has as many comparisons as every other one, and meets that many others or one more.
+    With ``opponents`` every answer is compared with the same number of others: ``opponents``, or one more.
     """
     reach = num // 2 if opponents is None else min((opponents + 1) // 2, num // 2)
     met = {frozenset({place, (place + step) % num}) for place in range(num) for step in range(1, reach + 1)}
@@ -37,22 +38,22 @@ def pairs(num: int, *, opponents: int | None, both_orders: bool) -> list[Match]:
     for one, other in ordered:
         if both_orders:
             matches += [Match(one, other), Match(other, one)]
-        else:  # by turns, so that nobody always stands first
+        else:  # alternate the order, so that no answer always comes first
             matches.append(Match(one, other) if (one + other) % 2 else Match(other, one))
     return matches
 
 
 class Panel:
-    """Asks a judge about groups."""
+    """Score groups by asking a judge."""
 
     def __init__(self, settings: JudgeSettings, chat: Chat) -> None:
-        """``chat`` bounds how many questions are under way."""
+        """``chat`` bounds the number of concurrent questions."""
         self._settings = settings
         self._question = settings.question
         self._chat = chat
 
     async def score(self, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        """Return the scores of every group; what the judge did not or not readably say is the error of its score."""
+        """Return the scores of every group; a missing or unreadable verdict is the error of its score."""
         one = self._pointwise if self._settings.mode == "pointwise" else self._pairwise
         return list(await asyncio.gather(*(one(group) for group in groups)))
 
@@ -82,7 +83,7 @@ class Panel:
         except (NoVerdict, judge_reply.Unreadable) as err:
             return [Score(error=str(err))] * len(texts)
         finally:
-            for task in asked:  # one comparison is missing: the others would be paid for nothing
+            for task in asked:  # one comparison failed, so the others are not needed
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         won, met = [0.0] * len(texts), [0] * len(texts)
@@ -110,7 +111,7 @@ class Panel:
     async def _ask(self, group: GroupToScore, **answers: str) -> Said:
         longest = max(map(len, answers.values()))
         if longest > self._settings.max_answer_chars:
-            raise NoVerdict(f"an answer of {longest} characters is longer than max_answer_chars")
+            raise NoVerdict(f"an answer of {longest} characters exceeds max_answer_chars")
         values: dict[str, Any] = {
             "prompt": group.prompt,
             "ground_truth": group.ground_truth,
@@ -123,5 +124,5 @@ class Panel:
         try:
             question = self._question.fill(values)
         except KeyError as err:
-            raise NoVerdict(f"the row has no column {err.args[0]!r}, which the template asks for") from None
+            raise NoVerdict(f"the row has no column {err.args[0]!r}that the template uses") from None
         return await self._chat.ask(question)

@@ -1,4 +1,4 @@
-"""What a judge said, read as a number or a winner; pure. What cannot be read is an error, never a score."""
+"""Read a judge's text as a number or a winner; pure. Text that cannot be read is an error, never a score."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SHOWN = 160
 
 
 class Unreadable(ValueError):
-    """The judge's text holds no verdict where one has to be; the text shows its end."""
+    """The judge's text does not end in a verdict; the message shows its end."""
 
 
 def read_score(text: str, *, lowest: float, highest: float) -> float:
     """Return the number of the last line ``SCORE: 7`` (``7/10`` too, if that is the scale); raises Unreadable."""
     found = _SCORE.fullmatch(_last_line(text))
     if found is None:
-        raise Unreadable(f"the judge's last line is not SCORE: number, it says {_end(text)!r}")
+        raise Unreadable(f"the judge's last line must be SCORE: number, got {_end(text)!r}")
     if found.group(2) and float(found.group(2).strip(" /")) != highest:
-        raise Unreadable(f"the judge scored out of {found.group(2).strip(' /')}, the scale ends at {highest:g}")
+        raise Unreadable(f"the judge scored out of {found.group(2).strip(' /')}, expected out of {highest:g}")
     score = float(found.group(1))
     if not math.isfinite(score) or not lowest <= score <= highest:
         raise Unreadable(f"the judge's score {found.group(1)[:20]} is outside [{lowest:g}, {highest:g}]")
@@ -36,10 +36,10 @@ def read_score(text: str, *, lowest: float, highest: float) -> float:
 
 
 def read_winner(text: str) -> Winner:
-    """Return who won by the last line ``WINNER: A``; raises Unreadable."""
+    """Return the winner named in the last line ``WINNER: A``; raises Unreadable."""
     found = _WINNER.fullmatch(_last_line(text))
     if found is None:
-        raise Unreadable(f"the judge's last line is not WINNER: A, B or TIE, it says {_end(text)!r}")
+        raise Unreadable(f"the judge's last line must be WINNER: A, B or TIE, got {_end(text)!r}")
     match found.group(1).lower():
         case "a":
             return "a"

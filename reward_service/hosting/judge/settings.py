@@ -1,4 +1,4 @@
-"""What a judge is told: the file of ``penstock reward serve-judge``."""
+"""The settings file of ``penstock reward serve-judge``."""
 
 from __future__ import annotations
 
@@ -17,55 +17,56 @@ Mode = Literal["pointwise", "pairwise"]
 
 
 class JudgeSettings(Section):
-    """A judge over any endpoint that speaks OpenAI's chat completions."""
+    """A judge model behind any endpoint with OpenAI's chat completions API."""
 
     base_url: str = Field(
         min_length=1,
-        description="Where /chat/completions is, e.g. http://127.0.0.1:30000/v1 or https://api.openai.com/v1.",
+        description="Base URL of /chat/completions, e.g. http://127.0.0.1:30000/v1 or https://api.openai.com/v1.",
     )
-    model: str = Field(min_length=1, description="Name of the model that judges.")
+    model: str = Field(min_length=1, description="Name of the judge model.")
     mode: Mode = Field(
         default="pointwise",
         description="pointwise: a score for every answer; pairwise: the share of its comparisons an answer wins in its group.",
     )
     system: str = Field(default=SYSTEM, description="The system message; empty for none.")
-    template: str = Field(default="", description="The question put to it; empty for the built-in one of the mode.")
-    min_score: float = Field(default=0.0, allow_inf_nan=False, description="Pointwise: the lowest score it may give.")
-    max_score: float = Field(default=10.0, allow_inf_nan=False, description="Pointwise: the highest score it may give.")
-    scale: bool = Field(default=True, description="Pointwise: bring scores to 0..1 by min_score and max_score.")
+    template: str = Field(default="", description="The question to the judge; empty for the built-in one of the mode.")
+    min_score: float = Field(default=0.0, allow_inf_nan=False, description="Pointwise: the lowest score allowed.")
+    max_score: float = Field(default=10.0, allow_inf_nan=False, description="Pointwise: the highest score allowed.")
+    scale: bool = Field(default=True, description="Pointwise: scale scores from min_score..max_score to 0..1.")
     opponents: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="Pairwise: answers each is compared with; every other one unless given.",
+        description="Pairwise: number of other answers each answer is compared with; default: all.",
     )
     both_orders: bool = Field(
-        default=True, description="Pairwise: ask every pair twice, either answer first, since judges favour a place."
+        default=True, description="Pairwise: ask about every pair in both orders, since judges favour a position."
     )
-    temperature: float = Field(default=0.0, ge=0, le=2, description="0 for verdicts that repeat.")
-    seed: int | None = Field(default=0, description="Sent along for servers that know it; omitted when null.")
+    temperature: float = Field(default=0.0, ge=0, le=2, description="Sampling temperature; 0 for repeatable verdicts.")
+    seed: int | None = Field(default=0, description="Sampling seed for servers that support it; omitted when null.")
     max_tokens: int = Field(
-        default=1024, ge=1, le=1_000_000, description="Longest verdict; one that is cut off is an error."
+        default=1024, ge=1, le=1_000_000, description="Token limit of a verdict; a verdict that is cut off is an error."
     )
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = Field(
-        default="max_tokens", description="What the endpoint calls it; OpenAI's reasoning models want the second."
+        default="max_tokens",
+        description="The endpoint's name for the token limit; OpenAI's reasoning models require the second.",
     )
-    concurrency: int = Field(default=16, ge=1, le=4096, description="Questions under way at the same time.")
+    concurrency: int = Field(default=16, ge=1, le=4096, description="Number of concurrent questions.")
     timeout_s: float = Field(
-        default=120.0, gt=0, le=3600, description="Longest one question may take, its tries included."
+        default=120.0, gt=0, le=3600, description="Deadline of one question in seconds, retries included."
     )
-    retries: int = Field(default=3, ge=0, le=20, description="Further tries after no connection, 429 or 5xx.")
+    retries: int = Field(default=3, ge=0, le=20, description="Retries after a failed connection, 429 or 5xx.")
     max_answer_chars: int = Field(
         default=60_000,
         ge=1,
-        description="Longer answers are not judged but are errors, so that none is judged in part.",
+        description="Longer answers are errors; no answer is judged in part.",
     )
     api_key_env: str = Field(default="", description="Environment variable that holds the API key.")
     api_key_file: Path | None = Field(
-        default=None, description="File that holds the API key, as a secret mount gives it."
+        default=None, description="File that holds the API key, for example a mounted secret."
     )
-    price_in: float = Field(default=0.0, ge=0, description="Price of a million prompt tokens, for the cost figure.")
-    price_out: float = Field(default=0.0, ge=0, description="Price of a million tokens of its verdicts.")
+    price_in: float = Field(default=0.0, ge=0, description="Price of a million prompt tokens, for the reported cost.")
+    price_out: float = Field(default=0.0, ge=0, description="Price of a million completion tokens.")
 
     @field_validator("base_url")
     @classmethod
@@ -93,11 +94,11 @@ class JudgeSettings(Section):
         return Template.read(self.template or default, needed=needed)
 
     def api_key(self) -> str:
-        """Return the key, or nothing when none is named; raises ConfigError when it is not where it should be."""
+        """Return the API key, or "" if none is configured; raises ConfigError if it cannot be read."""
         if self.api_key_env:
             key = os.environ.get(self.api_key_env, "").strip()
             if not key:
-                raise ConfigError(f"api_key_env = {self.api_key_env!r}: no such environment variable, or it is empty")
+                raise ConfigError(f"api_key_env = {self.api_key_env!r}: the environment variable is missing or empty")
             return key
         if self.api_key_file is None:
             return ""

@@ -1,10 +1,9 @@
-"""The question put to a judge, with places for the row and the answer; pure.
+"""The question to a judge, with placeholders for the row and the answer; pure.
 
-Whatever comes from the policy or the data stands between marks that its author cannot know: they carry a hash of all
-the texts put in, so no answer can close its own marks and go on as if it were the judge's instructions. The
-system message says that what stands between marks is to be judged and never obeyed. That lowers the risk that
-a policy learns to talk its judge into high scores; it does not end it: watch rewards that rise while a second,
-different judge does not see why.
+Text from the policy or the data is put between marks that its author cannot guess: they contain a hash of all inserted
+texts, so no answer can close its own marks and continue as instructions to the judge. The system message says that
+text between marks is graded and never obeyed. This lowers the risk that a policy learns to manipulate its judge; it
+does not remove it: compare with a second, different judge when rewards rise.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ Reason briefly. Their order means nothing. Then write, as the last line and noth
 WINNER: A, B or TIE"""
 
 _PLACE = re.compile(r"\{\{\s*([A-Za-z0-9_.-]*)\s*\}\}")
-_FIXED = frozenset({"min_score", "max_score"})  # ours, not the data's: they need no marks
+_FIXED = frozenset({"min_score", "max_score"})  # settings, not data: they need no marks
 _KNOWN = frozenset({"prompt", "ground_truth", "data_source", "answer", "answer_a", "answer_b", *_FIXED})
 _EXTRA = "extra_info."
 
@@ -67,22 +66,22 @@ class Template:
 
     @classmethod
     def read(cls, text: str, *, needed: Set[str]) -> Template:
-        """Check a template; raises ValueError for places that are unknown, and for ``needed`` ones that it lacks."""
+        """Return a checked template; raises ValueError for unknown placeholders and for missing ``needed`` ones."""
         places = frozenset(_PLACE.findall(text))
         answers = {place for place in _KNOWN if place.startswith("answer")}
         known = (_KNOWN - answers) | needed
         unknown = sorted(place for place in places if place not in known and not _is_extra(place))
         if unknown:
             raise ValueError(
-                f"template: unknown places {', '.join(f'{{{{{place}}}}}' for place in unknown)}; "
-                f"there are {', '.join(sorted(known))} and {_EXTRA}COLUMN"
+                f"template: unknown placeholders {', '.join(f'{{{{{place}}}}}' for place in unknown)}; "
+                f"known are {', '.join(sorted(known))} and {_EXTRA}COLUMN"
             )
         if missing := sorted(needed - places):
-            raise ValueError(f"template: {', '.join(f'{{{{{place}}}}}' for place in missing)} must be in it")
+            raise ValueError(f"template: {', '.join(f'{{{{{place}}}}}' for place in missing)} is missing; add it")
         return cls(text, places)
 
     def fill(self, values: Mapping[str, Any]) -> str:
-        """Return the question; raises KeyError naming a column that the row does not have."""
+        """Return the question; raises KeyError naming a column that is missing in the row."""
         given = {place: _text(_look_up(values, place)) for place in self.places}
         mark = hashlib.sha256(json.dumps(sorted(given.items())).encode()).hexdigest()[:12]
 

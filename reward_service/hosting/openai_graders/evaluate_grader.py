@@ -1,8 +1,7 @@
-"""A grader, a row and an answer in; a score with its parts out, or an error.
+"""Evaluate a grader on a row and an answer: return a score with its parts, or an error.
 
-What the answer itself lacks (a grader looks into ``sample.output_json`` and the answer is not JSON, or has no such key) is the
-policy's own doing: that grader gives its lowest score, with the part ``sample_unfit`` = 1. Everything else that goes wrong
-is an error.
+If a grader reads ``sample.output_json`` and the answer is not JSON or lacks the key, the policy caused it: that grader
+gives its lowest score, with the part ``sample_unfit`` = 1. Every other failure is an error.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ async def _ask(grader: ScoreModel, item: Mapping[str, Any], answer: str, chat: C
     try:
         value = json.loads(said.text)["result"]
     except (ValueError, KeyError, TypeError):
-        raise NoVerdict(f"score_model says no JSON with 'result' but {said.text[:160]!r}") from None
+        raise NoVerdict(f"score_model answered {said.text[:160]!r}, expected JSON with 'result'") from None
     lowest, highest = grader.range
     if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
-        raise NoVerdict(f"score_model says result = {str(value)[:40]}, outside [{lowest:g}, {highest:g}]")
+        raise NoVerdict(f"score_model answered result = {str(value)[:40]}, outside [{lowest:g}, {highest:g}]")
     return float(value)

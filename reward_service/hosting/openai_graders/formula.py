@@ -33,11 +33,11 @@ def check(text: str, names: Collection[str]) -> None:
     try:
         tree = _parsed(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"calculate_output {text[:80]!r} is no formula") from None
+        raise ValueError(f"calculate_output {text[:80]!r} is not an arithmetic expression") from None
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and id(node) not in called and node.id not in names:
-            raise ValueError(f"calculate_output: there is no grader {node.id!r}; there are {', '.join(names)}")
+            raise ValueError(f"calculate_output: there is no grader {node.id!r}; the graders are {', '.join(names)}")
         if not _allowed(node):
             raise ValueError(
                 f"calculate_output: {type(node).__name__} is not allowed; it takes graders, numbers, + - * / ^ and "
@@ -46,7 +46,7 @@ def check(text: str, names: Collection[str]) -> None:
 
 
 def _parsed(text: str) -> ast.Expression:
-    """Return the tree; the guide writes powers as ^, which Python binds otherwise."""
+    """Return the syntax tree; OpenAI's guide writes powers as ^, which has another precedence in Python."""
     return ast.parse(text.strip().replace("^", "**"), mode="eval")
 
 
@@ -67,13 +67,13 @@ def _allowed(node: ast.AST) -> bool:
 
 
 def compute(text: str, scores: Mapping[str, float]) -> float:
-    """Return the value of a checked formula; raises ValueError when it has none (division by zero, overflow)."""
+    """Return the value of a checked formula; raises ValueError when it is undefined (division by zero, overflow)."""
     try:
         value = float(_value(_parsed(text).body, scores))
     except (ArithmeticError, ValueError, TypeError) as err:
         raise ValueError(f"calculate_output has no value: {err}") from None
     if not math.isfinite(value):
-        raise ValueError(f"calculate_output is {value}")
+        raise ValueError(f"calculate_output is {value}, expected a finite number")
     return value
 
 
@@ -91,4 +91,4 @@ def _value(node: ast.expr, scores: Mapping[str, float]) -> float:
         case ast.Call(func=ast.Name(id=name)):
             values = [_value(one, scores) for one in node.args]
             return _FUNCTIONS[name](values) if name not in _ONE_ARGUMENT else _FUNCTIONS[name](*values)
-    raise TypeError(f"{type(node).__name__} is no arithmetic")
+    raise TypeError(f"{type(node).__name__} is not arithmetic")

@@ -1,6 +1,6 @@
-"""Graders as OpenAI writes them in JSON; what cannot be evaluated here is refused with the reason when it is read.
+"""Graders in OpenAI's JSON form; a grader that cannot be evaluated here is refused, with the reason, when it is read.
 
-Source of the shapes: the graders guide and API reference at developers.openai.com, and the types of its SDKs.
+Source of the models:  the graders guide and API reference at developers.openai.com, and the types of its SDKs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Grader(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
-    pass_threshold: float | None = None  # OpenAI's evals decide by it; the reward is the score itself
+    pass_threshold: float | None = None  # used by OpenAI's evals; the reward is the score itself
 
 
 class _Compares(_Grader):
@@ -42,21 +42,21 @@ class _Compares(_Grader):
 
 
 class StringCheck(_Compares):
-    """1 or 0: equal, not equal, contains, contains whatever the case."""
+    """1 or 0: equal, not equal, contains, contains without regard to case."""
 
     type: Literal["string_check"]
     operation: Literal["eq", "ne", "like", "ilike"]
 
 
 class TextSimilarity(_Compares):
-    """How near two texts are, 0 to 1."""
+    """The similarity of two texts, 0 to 1."""
 
     type: Literal["text_similarity"]
     evaluation_metric: Literal["fuzzy_match", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
 
 
 class Message(BaseModel):
-    """One message of a question."""
+    """One message to the grading model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,7 +71,7 @@ class Message(BaseModel):
 
 
 class Sampling(BaseModel):
-    """How the model that grades is sampled."""
+    """Sampling parameters of the grading model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -83,7 +83,7 @@ class Sampling(BaseModel):
 
 
 class ScoreModel(_Grader):
-    """A number that a language model gives."""
+    """A score given by a language model."""
 
     type: Literal["score_model"]
     model: str = Field(min_length=1)
@@ -102,7 +102,7 @@ Single = Annotated[StringCheck | TextSimilarity | ScoreModel, Field(discriminato
 
 
 class Multi(_Grader):
-    """Several graders by name, and a formula over their scores."""
+    """Several named graders and a formula over their scores."""
 
     type: Literal["multi"]
     graders: dict[str, Single] = Field(min_length=1, max_length=32)
@@ -119,7 +119,7 @@ _GRADER: TypeAdapter[Grader] = TypeAdapter(Annotated[Grader, Field(discriminator
 
 
 def load(file: Path) -> Grader:
-    """Read a grader's JSON file; raises ConfigError naming the file and the place."""
+    """Read a grader's JSON file; raises ConfigError naming the file and the field."""
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
     except OSError as err:
@@ -133,7 +133,7 @@ def load(file: Path) -> Grader:
 
 
 def read(given: Any) -> Grader:
-    """Return a grader; raises ValueError naming the place that does not fit."""
+    """Return a grader; raises ValueError naming the invalid field."""
     for where, kind in _kinds(given):
         if kind in _REFUSED:
             raise ValueError(f"{where}: {_REFUSED[kind]}")

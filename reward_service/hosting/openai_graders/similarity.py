@@ -1,4 +1,4 @@
-"""How near two texts are, from 0 to 1; pure.
+"""The similarity of two texts, from 0 to 1; pure.
 
 ``fuzzy_match`` is rapidfuzz's ratio (OpenAI names the library, not which of its functions). ``rouge_n`` and ``rouge_l`` are F1 over words
 (Lin 2004, https://aclanthology.org/W04-1013); ``gleu`` is the smaller of precision and recall over n-grams of 1 to 4
@@ -19,7 +19,10 @@ _LONGEST = 4
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """Return the similarity of two texts by a metric of `TextSimilarity`; two texts without words are equal or not."""
+    """Return the similarity of two texts by a metric of `TextSimilarity`.
+
+    Except for ``fuzzy_match``, a text without words gives 1 if the other has none either, else 0.
+    """
     if metric == "fuzzy_match":
         return fuzz.ratio(text, reference) / 100.0
     words, wanted = _words(text), _words(reference)

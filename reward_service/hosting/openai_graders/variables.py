@@ -15,20 +15,20 @@ _NO_VALUE = object()
 
 
 class NoSuchVariable(Exception):
-    """The row has no such column: the grader does not fit the data."""
+    """The row lacks a column that the grader uses."""
 
 
 class SampleUnfit(Exception):
-    """The answer is no JSON, or lacks what the grader looks for in it: the policy's own doing."""
+    """The answer is not JSON, or lacks a key that the grader reads; caused by the policy."""
 
 
 def check(text: str) -> None:
-    """Raise ValueError for a variable that no row could have."""
+    """Raise ValueError for a variable that cannot exist in any row."""
     for name in _VARIABLE.findall(text):
         path = _PATH.fullmatch(name)
         if path is None:
             raise ValueError(
-                f"{{{{{name}}}}} is no variable: write item.COLUMN, sample.output_text or sample.output_json.KEY"
+                f"{{{{{name}}}}} is not a variable; write item.COLUMN, sample.output_text or sample.output_json.KEY"
             )
         first = _STEP.match(path.group(2))
         if path.group(1) == "sample" and (first is None or first.group(1) not in _SAMPLE):
@@ -36,7 +36,7 @@ def check(text: str) -> None:
 
 
 def fill(text: str, item: Mapping[str, Any], answer: str) -> str:
-    """Return a text with its variables' values; values that are no texts stand there as JSON.
+    """Return a text with its variables replaced; values that are not texts are inserted as JSON.
 
     Raises NoSuchVariable and SampleUnfit.
     """

@@ -1,7 +1,7 @@
-r"""Where a completion's final answer stands: in ``\boxed{}``, in tags, after ``####`` or a phrase, or at its end.
+r"""Find a completion's final answer: in ``\boxed{}``, in tags, after ``####`` or a phrase, or at its end.
 
-Every way is one or two passes over the text, whatever a policy writes. An answer that is found is text without
-white space around it; None says that there is none, an empty text that its place is empty.
+Every search is one or two passes over the text, whatever its content. An answer is returned without surrounding
+white space; None means that there is none, an empty text that its place is empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKDOWN = "*_` \t"
 
 
 def find(text: str, where: Where) -> str | None:
-    """Return the answer that stands there; ``auto`` is the first of the ways, in their order, that finds one."""
+    """Return the answer at a place; ``auto`` takes the first place, in order, that has one."""
     match where:
         case "boxed":
             return latex.last_boxed(text)
@@ -41,14 +41,14 @@ def find(text: str, where: Where) -> str | None:
 
 
 def in_tags(text: str) -> str | None:
-    """Return what stands between the last ``<answer>`` and its ``</answer>``."""
+    """Return the text between the last ``<answer>`` and its ``</answer>``."""
     end = text.rfind(_CLOSE)
     start = text.rfind(_OPEN, 0, end) if end >= 0 else -1
     return None if start < 0 else text[start + len(_OPEN) : end].strip()
 
 
 def after_hashes(text: str) -> str | None:
-    """Return the rest of the line after the last ``####``, or the next line when nothing follows on its own."""
+    """Return the rest of the line after the last ``####``, or the next line if nothing follows on the same line."""
     start = text.rfind("####")
     return None if start < 0 else _first_line(text[start + 4 :].lstrip())
 

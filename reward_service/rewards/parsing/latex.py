@@ -1,4 +1,4 @@
-"""Reading the final answer out of a LaTeX solution, and telling plain cases apart without a solver."""
+"""Read the final answer from a LaTeX solution, and compare simple answers without a solver."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Value(NamedTuple):
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what stands in the last ``\boxed{}`` (or ``\fbox{}``) whose braces balance, else None.
+    r"""Return the content of the last ``\boxed{}`` (or ``\fbox{}``) whose braces balance, else None.
 
-    Of nested boxes the inner one counts, as it begins last. One pass, linear in the text.
+    Of nested boxes the inner one counts, because it begins last. One pass, linear in the text.
     """
     open_boxes: list[int | None] = []  # where a box's content starts, None for any other brace
     best: tuple[int, str] | None = None
@@ -51,7 +51,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    r"""Write an answer in one way: no spacing, ``\frac`` and ``\sqrt`` with braces, no units of degree or money."""
+    r"""Return an answer in normal form: no spacing, ``\frac`` and ``\sqrt`` with braces, no degree or money units."""
     answer = answer.strip().replace("{,}", ",").replace(",\\!", ",").replace("−", "-")
     answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
     answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
@@ -65,19 +65,19 @@ def normalise(answer: str) -> str:
 
 
 def plain_text(answer: str) -> str:
-    r"""Return an answer without the LaTeX that only dresses words: ``\\text{}`` and its like, spacing, dollar signs."""
+    r"""Return an answer without LaTeX formatting:  ``\\text{}`` and its like, spacing, dollar signs."""
     return _SPACING.sub(" ", _TEXT.sub(r"\1", answer)).strip().strip("$").strip()
 
 
 def braced_fractions(text: str) -> str:
-    r"""Write ``\frac12``, ``\dfrac 1 2`` and the like with braces."""
+    r"""Rewrite ``\frac12``, ``\dfrac 1 2`` and the like with braces."""
     return _SHORT_FRACTION.sub(_braced, re.sub(r"\\[dtc]frac", r"\\frac", text))
 
 
 def plainly_equal(gold: str, answer: str) -> bool | None:
-    """Say whether two answers are equal where no algebra is needed; None where it is.
+    """Return True or False if two answers can be compared without algebra, else None.
 
-    A percentage equals the same number with or without its sign, and the fraction it stands for.
+    A percentage equals the same number with or without its sign, and the fraction it denotes.
     """
     if not answer.strip():
         return False

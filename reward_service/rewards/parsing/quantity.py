@@ -1,8 +1,8 @@
-"""Reading a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings.
+"""Parse a number with its unit, exactly: thousands, mixed fractions, powers of ten, percent, other spellings.
 
-What is refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full
-width, powers other than of ten (``9**9**9`` is no number anybody writes as an answer), and numbers beyond
-`MAX_EXPONENT` digits. No float decides anything.
+Refused on purpose: a decimal comma (``1,5`` may be a list), digits of other scripts than Latin and full
+width, powers other than of ten (``9**9**9`` is not written as an answer), and numbers beyond
+`MAX_EXPONENT` digits. Values are never compared as floats.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VULGAR = re.compile("[¼-¾⅐-⅞]")
 
 
 class Quantity(NamedTuple):
-    """A number, whether it is of percent, and the text of what it counts."""
+    """A number, whether it has a percent sign, and the text of its unit."""
 
     number: Fraction
     is_percent: bool
@@ -68,7 +68,7 @@ def last(text: str) -> Quantity | None:
 
 
 def _plain(text: str) -> str:
-    """Spell a number in one way. Superscripts become powers before they could be taken for digits."""
+    """Return a number in one spelling. Superscripts become powers first, so that they are not read as digits."""
     text = text.strip()[: 4 * MAX_NUMBER_CHARS]
     text = _SUPERSCRIPTS.sub(lambda found: "^" + found[0].translate(_PLAIN_SCRIPT), text)
     text = _VULGAR.sub(lambda found: " " + unicodedata.normalize("NFKC", found[0]), text).replace("⁄", "/")

@@ -1,4 +1,4 @@
-"""Units that answers come in, and what they are worth in each other; exact."""
+"""The units of answers and their exact conversion factors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _TABLE: dict[str, tuple[tuple[str, Fraction], ...]] = {
 
 
 class Unit(NamedTuple):
-    """What is measured, and how much of its base unit this one is."""
+    """The measured dimension and the factor to its base unit."""
 
     dimension: str
     factor: Fraction
@@ -72,6 +72,6 @@ _UNITS = {
 
 
 def read(text: str) -> Unit | None:
-    """Return the unit a text names, alone; None for one that is not in the table."""
+    """Return the unit that a text consists of; None for one that is not in the table."""
     plain = text.strip().rstrip(".")
     return _UNITS.get(plain) or _UNITS.get(plain.casefold())

@@ -1,6 +1,6 @@
 """The irrevocable restrictions of a program. The order matters: each step needs rights that a later one removes.
 
-1. A session of its own, and no descriptors but its pipes.
+1. A session of its own, and no file descriptors except its pipes.
 2. Limits: CPU time, address space, files, processes, no core dumps.
 3. Another user, when started by root, and no capabilities.
 4. Landlock (unless bubblewrap built a file system of its own), then the filter over system calls.
@@ -30,7 +30,7 @@ _OPEN_FILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use; the service enforces wall time and output itself."""
+    """The limits of one program; the service enforces those on wall time and output itself."""
 
     cpu_s: float
     memory_bytes: int
@@ -41,7 +41,7 @@ class Confinement:
     """The restrictions of all programs of a zygote, prepared once."""
 
     def __init__(self, *, readable: Sequence[str], uid: int | None, landlocked: bool) -> None:
-        """``uid`` is the user to become, None to stay. Raises OSError where the kernel lacks something."""
+        """``uid`` is the user to switch to, None to keep the current one. Raises OSError if the kernel lacks a feature."""
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._machine = seccomp.machine()
         self._uid = uid
@@ -57,7 +57,7 @@ class Confinement:
         """Confine this process to ``pipes``, which become descriptors 0, 1, 2, ...; raises OSError."""
         os.setsid()
         self._keep_only(pipes)
-        # the kernel counts tasks by user: one of its own has no others
+        # the kernel counts tasks per user; a dedicated user has no others
         _limit(limits, others=0 if self._uid is not None else _visible_tasks() + self._unseen)
         if self._uid is not None:
             self._become(self._uid)
@@ -116,9 +116,9 @@ def _limit(limits: Limits, *, others: int) -> None:
 
 
 def _unseen_tasks() -> int:
-    """Return at least how many tasks of this user /proc does not show: those of other containers count as well.
+    """Return a lower bound of this user's tasks that /proc does not show, such as those of other containers.
 
-    Found by trying, with limits that grow until a fork is let through.
+    Found by raising the limit until a fork succeeds.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     try:
@@ -140,7 +140,7 @@ def _unseen_tasks() -> int:
 
 
 def _visible_tasks() -> int:
-    """Count the threads of this user that /proc shows; none where there is no /proc."""
+    """Count the threads of this user that /proc shows; 0 if there is no /proc."""
     own, count = os.getuid(), 0
     try:
         pids = [name for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 no pathlib in here
@@ -151,7 +151,7 @@ def _visible_tasks() -> int:
             if os.stat(f"/proc/{pid}").st_uid == own:  # noqa: PTH116
                 count += len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208
         except OSError:
-            continue  # it has ended
+            continue  # it has exited
     return count
 
 

@@ -1,7 +1,7 @@
-"""The file system rights of a program, by Landlock: some folders to read, and nothing to write.
+"""Landlock rules of a program: it may read some folders and write nothing.
 
-Also without effect on others: TCP (ABI 4), ioctl on devices (5), abstract sockets and signals (6), where the kernel
-knows them; the filter over system calls (`seccomp`) refuses the same on every kernel.
+Where the kernel supports it, TCP (ABI 4), ioctl on devices (5), abstract sockets and signals (6) are refused too;
+the system call filter (`seccomp`) refuses the same on every kernel.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same numbers on every architectu
 _VERSION = 1
 _PATH_BENEATH = 1
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
-_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # what each ABI can restrict
+_FILE_RIGHTS = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF, 4: 0x7FFF, 5: 0xFFFF}  # the rights that each ABI can restrict
 _LATEST = 5
 _TCP = 0b11  # bind, connect
 _SCOPES = 0b11  # abstract sockets, signals
 
 
 def version(libc: ctypes.CDLL) -> int:
-    """Return the kernel's Landlock ABI, 0 where it has none."""
+    """Return the kernel's Landlock ABI, 0 if it has none."""
     return max(0, int(libc.syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION)))
 
 
@@ -30,7 +30,7 @@ def ruleset(libc: ctypes.CDLL, readable: Sequence[str], writable: Sequence[str])
     """Return a ruleset's descriptor: read beneath ``readable``, write the files ``writable``. Raises OSError."""
     abi = version(libc)
     if abi < 1:
-        raise OSError("this kernel has no Landlock (5.13 and later have, unless it is left out or switched off)")
+        raise OSError("this kernel has no Landlock; use Linux 5.13 or later with Landlock enabled")
     rights = struct.pack("=QQQ", _FILE_RIGHTS[min(abi, _LATEST)], _TCP * (abi >= 4), _SCOPES * (abi >= 6))
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     rules = libc.syscall(_CREATE, rights[:size], ctypes.c_size_t(size), 0)

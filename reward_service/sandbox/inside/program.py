@@ -1,10 +1,10 @@
-"""The program's side of a sandbox. Its output is untrusted, because the program may have written it.
+"""The process that runs a program. All its output is untrusted, because the program may have written it.
 
 Descriptors: 0 to 2 the standard ones, 3 the job (JSON), 4 answers, 5 calls. Modes:
 
 - ``stdin``: run the program as ``__main__``; its output is the answer.
 - ``function``: define the program, call one function with JSON arguments, write the JSON result to 4.
-- ``serve``: define the program, then answer the calls of a test process, one JSON text a line (`values`).
+- ``serve``: define the program, then answer the calls of a test process, one JSON text per line (`values`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILE = "program.py"
 
 
 def run(mode: str) -> int:
-    """Run the job that comes over descriptor 3; returns the exit code."""
+    """Run the job read from descriptor 3; return the exit code."""
     code = 0
     try:
         with os.fdopen(JOB, "rb") as pipe:
@@ -33,7 +33,7 @@ def run(mode: str) -> int:
         {"stdin": _stdin, "function": _function, "serve": _serve}[mode](job)
     except SystemExit as end:
         code = _exit_code(end.code)
-    except BaseException:  # it is reported, by its traceback
+    except BaseException:  # reported with its traceback
         code = 1
         _report()
     return _finish(code)
@@ -58,11 +58,11 @@ def _function(job: dict[str, Any]) -> None:
 
 
 def _find(names: dict[str, Any], function: str) -> Any:
-    """Return the function, or the method of that name of the class ``Solution``."""
+    """Return the function, or the method of class ``Solution``, with this name."""
     if function in names:
         return names[function]
     if "Solution" not in names:
-        raise NameError(f"the program defines no {function}")
+        raise NameError(f"the program does not define {function}")
     return getattr(names["Solution"](), function)
 
 
@@ -122,7 +122,7 @@ def _report() -> None:
 
 
 def _finish(code: int) -> int:
-    """Run the exit handlers of the interpreter, without its teardown."""
+    """Run the interpreter's exit handlers, without its finalization."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

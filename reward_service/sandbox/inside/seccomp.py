@@ -1,4 +1,4 @@
-"""The seccomp filter of a program: a classic BPF program, assembled here.
+"""Build the seccomp filter of a program, in classic BPF.
 
 Allowed calls pass; those in `syscalls.CONDITIONAL` pass with harmless arguments; those in `syscalls.FATAL` kill the
 process (SIGSYS); every other call fails with EPERM. There is no fork, no exec and no socket, so a program stays one
@@ -22,7 +22,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000
-_THREAD_FLAGS = (0x3D0F00, 0x7D0F00)  # what pthread_create of glibc and musl asks of clone
+_THREAD_FLAGS = (0x3D0F00, 0x7D0F00)  # the flags that pthread_create of glibc and musl passes to clone
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # duplicate, flags and locks; not F_SETOWN, which sends signals
 _PRCTLS = (15, 16, 0x53564D41)  # names of threads and mappings
@@ -33,10 +33,10 @@ _Line = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 def machine() -> str:
-    """Return the machine's name as the tables know it; raises OSError for one they do not know."""
+    """Return the machine's name in the tables; raises OSError if they do not have it."""
     name = os.uname().machine
     if name not in ARCHITECTURES or sys.maxsize < 2**32:
-        raise OSError(f"no table of system calls for {name}; there are: {', '.join(ARCHITECTURES)}")
+        raise OSError(f"no table of system calls for {name}; supported: {', '.join(ARCHITECTURES)}")
     return name
 
 
@@ -64,7 +64,7 @@ def program(name: str, pid: int) -> bytes:
 
 
 def _conditions(pid: int) -> dict[str, list[tuple[int, int, tuple[int, ...], bool]]]:
-    """Return for each call what its arguments must be: (argument, mask, values, whether it must be one of them)."""
+    """Return the conditions on the arguments of each call: (argument, mask, values, whether it must be one of them)."""
     own = (0, 0xFFFFFFFF, (pid,), True)
     return {
         "kill": [own, (1, 0xFFFFFFFF, (_SIGKILL,), False)],
@@ -74,27 +74,30 @@ def _conditions(pid: int) -> dict[str, list[tuple[int, int, tuple[int, ...], boo
         "fcntl": [(1, 0xFFFFFFFF, _FCNTLS, True)],
         "prctl": [(0, 0xFFFFFFFF, _PRCTLS, True)],
         "prlimit64": [(0, 0xFFFFFFFF, (0, pid), True)],
-        "socketpair": [(0, 0xFFFFFFFF, (_AF_UNIX,), True), (1, 0xF, (_SOCK_STREAM,), True)],  # asyncio wakes itself so
+        "socketpair": [
+            (0, 0xFFFFFFFF, (_AF_UNIX,), True),
+            (1, 0xF, (_SOCK_STREAM,), True),
+        ],  # used by asyncio to wake its loop
     }
 
 
 def _block(checks: list[tuple[int, int, tuple[int, ...], bool]]) -> list[_Line]:
-    """Return lines that allow a call when all checks hold and end it with EPERM otherwise."""
+    """Return the lines that allow a call if all checks hold and fail it with EPERM otherwise."""
     refuse: _Line = (_RETURN, 0, 0, _ERRNO | _EPERM)
     lines: list[_Line] = []
     for argument, mask, values, wanted in checks:
         lines += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_MASK, 0, 0, mask)]
         rest = len(values)
-        if wanted:  # a hit jumps over the other comparisons and the refusal
+        if wanted:  # a match skips the other comparisons and the refusal
             lines += [(_EQUAL, rest - place, 0, value) for place, value in enumerate(values)]
-        else:  # a hit falls to the refusal, a miss of all jumps over it
+        else:  # a match reaches the refusal; if none matches, it is skipped
             lines += [(_EQUAL, rest - 1 - place, int(place == rest - 1), value) for place, value in enumerate(values)]
         lines.append(refuse)
     return [*lines, (_RETURN, 0, 0, _ALLOW)]
 
 
 def apply(libc: ctypes.CDLL, name: str) -> None:
-    """Put this process under the filter for good; needs no_new_privs. Raises OSError."""
+    """Apply the filter to this process, irrevocably; needs no_new_privs. Raises OSError."""
     code = program(name, os.getpid())
     lines = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: unsigned short len, then an aligned pointer

@@ -1,6 +1,6 @@
-"""Which system calls a program may make, as data: ``name:x86_64:aarch64``, ``-`` where a machine has no such call.
+"""The system calls that a program may make: ``name:x86_64:aarch64``, ``-`` if a machine does not have the call.
 
-The numbers are the kernel's own (asm/unistd_64.h, asm-generic/unistd.h). What is in no list is answered with EPERM.
+The numbers are from the kernel (asm/unistd_64.h, asm-generic/unistd.h). Calls in no list fail with EPERM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONDITIONAL = """
     socketpair:53:199 clone3:435:435
 """
 
-# no program that solves a task makes these calls: whoever does is killed at once
+# programs that solve a task do not make these calls: a process that does is killed at once
 FATAL = """
     ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 process_madvise:440:440 kcmp:312:272
     bpf:321:280 perf_event_open:298:241 userfaultfd:323:282 io_uring_setup:425:425 io_uring_enter:426:426
@@ -49,7 +49,7 @@ FATAL = """
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the calls of a table by name, as numbered on ``machine`` (``x86_64`` or ``aarch64``)."""
+    """Return the call numbers of a table by name, for ``machine`` (``x86_64`` or ``aarch64``)."""
     column = {"x86_64": 1, "aarch64": 2}[machine]
     rows = (entry.split(":") for entry in table.split())
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}

@@ -1,7 +1,7 @@
-"""The tests' side of a sandbox: runs a data set's test code against a program that lives in another process.
+"""The process that runs a data set's test code against a program in another process.
 
-The program never sees the test code, the expected values or this process: a call is sent to it as JSON, and only plain
-values come back (`values`). So it cannot override a comparison, catch an assertion, print a verdict or end the tests.
+The program cannot read the test code, the expected values or this process: calls are sent to it as JSON, and only plain
+values are returned (`values`). So it cannot override a comparison, catch an assertion, print a verdict or end the tests.
 
 Descriptors: 3 the job (JSON), 4 verdicts, 5 answers of the program, 6 calls to it.
 """
@@ -23,21 +23,21 @@ from penstock.reward_service.sandbox.inside import values
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
 _MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
-_LARGE = 16 * 1024  # from here on an answer may be made to exhaust this process, which is then the program's fault
-# Raised out of a called function these end a loop or the tests instead of failing them.
+_LARGE = 16 * 1024  # a larger answer may exhaust this process, which then counts as the program's failure
+# If a called function raises one of these, it would end a loop or the tests instead of failing them.
 _SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 class ProgramFailed(Exception):
-    """The program raised what no test catches, answered nonsense, or is gone."""
+    """The program raised an exception that tests do not catch, sent an invalid answer, or exited."""
 
 
 class Unsendable(Exception):
-    """A test hands the program something that cannot leave this process: the tests are to blame."""
+    """A test passes the program a value that cannot be sent to another process; an error of the tests."""
 
 
 def run() -> int:
-    """Run the tests of the job that comes over descriptor 3; returns the exit code."""
+    """Run the tests of the job read from descriptor 3; return the exit code."""
     with os.fdopen(JOB, "rb") as pipe:
         job = json.load(pipe)
     with os.fdopen(ANSWERS, "rb") as answers, os.fdopen(CALLS, "wb", buffering=0) as calls:
@@ -47,7 +47,7 @@ def run() -> int:
                 if program.unsendable:
                     raise Unsendable(program.unsendable)
                 _say(verdict)
-        except BaseException as err:  # test code that does not compile, a setup that raises: no program is to blame
+        except BaseException as err:  # test code that does not compile or a setup that raises: an error of the tests
             _say({"broken": f"{type(err).__name__}: {err}"[:1000]})
             return 1
     _say({"done": True})
@@ -55,7 +55,7 @@ def run() -> int:
 
 
 def _verdicts(job: dict[str, Any], program: _Program) -> Iterator[dict[str, Any]]:
-    """Run each piece of test code, in one namespace after ``setup``; yields what became of every test."""
+    """Run each piece of test code, in one namespace after ``setup``; yields the result of every test."""
     names: dict[str, Any] = {"__name__": "tests"}
     pieces = [compile(text, f"test {place}", "exec", dont_inherit=True) for place, text in enumerate(job["tests"])]
     exec(compile(job["setup"], "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
@@ -78,10 +78,10 @@ def _verdicts(job: dict[str, Any], program: _Program) -> Iterator[dict[str, Any]
 
 
 def _borrow(job: dict[str, Any], names: dict[str, Any], program: _Program) -> list[str]:
-    """Give the tests the program's functions they need; returns the names of these.
+    """Give the tests the program's functions that they use; returns their names.
 
-    Without named entry points they are whatever the tests use and nobody here defines. A module of the standard library
-    is imported here: the program's would be in its hands.
+    Without named entry points they are the names that the tests use and do not define. A module of the standard library
+    is imported here, because the program could have altered its own.
     """
     missing = [name for name in _free_names(job["tests"]) if name not in names and not hasattr(builtins, name)]
     modules = [name for name in missing if name in sys.stdlib_module_names]
@@ -91,14 +91,16 @@ def _borrow(job: dict[str, Any], names: dict[str, Any], program: _Program) -> li
             names[name] = importlib.import_module(name)
     foreign = sorted(set(missing) - set(modules) - set(entry_points))
     if foreign:
-        raise Unsendable(f"the tests use {', '.join(foreign)}, which neither they, their setup nor entry_point name")
+        raise Unsendable(
+            f"the tests use {', '.join(foreign)}, which is neither defined there, in the setup nor an entry_point"
+        )
     for name in entry_points:
         names[name] = _Remote(program, name=name)
     return entry_points
 
 
 def _free_names(tests: list[str]) -> list[str]:
-    """Return the names that test code reads and does not define anywhere, in order of appearance."""
+    """Return the names that test code reads and does not define, in order of appearance."""
     read: dict[str, None] = {}
     defined: set[str] = set()
     for text in tests:
@@ -120,7 +122,7 @@ def _free_names(tests: list[str]) -> list[str]:
 
 
 def _attempt(test: Any) -> str:
-    """Run one test; returns why it failed, empty when it did not."""
+    """Run one test; return why it failed, "" if it passed."""
     try:
         test()
     except BaseException as err:
@@ -144,7 +146,7 @@ def _unittests(place: int, suites: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Program:
-    """The program in the other process, asked by one line and answered by one."""
+    """The channel to the program in the other process: one line for a call, one for its answer."""
 
     def __init__(self, answers: io.BufferedReader, calls: Any) -> None:
         self._answers = answers
@@ -168,7 +170,7 @@ class _Program:
     def _handle_of(self, thing: Any) -> int:
         if isinstance(thing, _Remote) and thing._handle >= 0:
             return thing._handle
-        self.unsendable = f"a test hands the program a {type(thing).__name__}, which cannot leave the test process"
+        self.unsendable = f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process"
         raise Unsendable(self.unsendable)
 
     def _exchange(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -178,9 +180,9 @@ class _Program:
                 text = text[self._calls.write(text) :]
             line = self._answers.readline(_MAX_ANSWER)
         except OSError as err:
-            raise ProgramFailed(f"the program is gone ({err.strerror})") from None
+            raise ProgramFailed(f"the program exited ({err.strerror})") from None
         if not line.endswith(b"\n"):
-            raise ProgramFailed("the program is gone, or its answer is too long")
+            raise ProgramFailed("the program exited, or its answer is too long")
         if len(line) > _LARGE and not self._said_large:
             self._said_large = True
             _say({"large": True})
@@ -189,7 +191,7 @@ class _Program:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise ProgramFailed("the program wrote into the channel of its answers")
+            raise ProgramFailed("the program wrote to the descriptor of its answers")
         return answer
 
     def _value(self, answer: dict[str, Any]) -> Any:
@@ -201,11 +203,11 @@ class _Program:
         try:
             return values.decode(form, lambda number: _Remote(self, handle=number))
         except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError, AttributeError) as err:
-            raise ProgramFailed(f"the program's answer is no value: {type(err).__name__}") from None
+            raise ProgramFailed(f"the program's answer is not a value: {type(err).__name__}") from None
 
 
 class _Remote:
-    """Something of the program's that stays there: call it, or read its attributes. Equal to itself alone."""
+    """A proxy of an object in the program's process: call it, or read its attributes. Equal only to itself."""
 
     def __init__(self, program: _Program, *, name: str = "", handle: int = -1) -> None:
         self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
@@ -226,7 +228,7 @@ class _Remote:
 
 
 def _update(argument: Any, now: Any) -> None:
-    """Let the tests see what a function did to its arguments."""
+    """Copy a function's changes of its arguments into the tests' objects."""
     if type(argument) is not type(now):
         return
     if isinstance(argument, list):
@@ -241,7 +243,7 @@ def _exception(name: str, text: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _SILENT):
         try:
             return kind(text)
-        except TypeError:  # UnicodeDecodeError wants five arguments
+        except TypeError:  # UnicodeDecodeError requires five arguments
             pass
     return ProgramFailed(f"{name}: {text}")
 

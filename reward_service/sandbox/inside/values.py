@@ -1,8 +1,8 @@
-"""Python values as JSON that keeps their types: what a test process and a program say to one another.
+"""Python values as JSON that keeps their types, for messages between a test process and a program.
 
-Lists, texts, numbers of moderate size, True, False and None stand for themselves; everything else is ``{"~": kind, "v": ...}``.
-What has no such form (an object of the program's own class) stays where it is and travels as a handle. Only plain values
-come out of `decode`: no class of the program's, and so none of its methods, reaches the other side.
+Lists, texts, numbers of moderate size, True, False and None are plain JSON; everything else is ``{"~": kind, "v": ...}``.
+A value without such a form (an object of the program's own class) stays in its process and is sent as a handle. `decode`
+returns only plain values: no class of the program, and so none of its methods, reaches the other process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_DRAWN = 100_000  # items taken from an iterator
 
 
 def encode(value: Any, keep: Callable[[Any], int]) -> Any:
-    """Return a value's JSON form; ``keep`` gives the number of a handle for what has none, or raises."""
+    """Return a value's JSON form; ``keep`` returns a handle's number for a value without one, or raises."""
     if value is None or value is True or value is False:
         return value
     for kinds, form in _FORMS:
@@ -29,7 +29,7 @@ def encode(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def decode(form: Any, handle: Callable[[int], Any]) -> Any:
-    """Return the value of a JSON form; raises ValueError, KeyError or TypeError for what `encode` never makes."""
+    """Return the value of a JSON form; raises ValueError, KeyError or TypeError for JSON that `encode` never produces."""
     if isinstance(form, list):
         return [decode(item, handle) for item in form]
     if not isinstance(form, dict):

@@ -1,11 +1,11 @@
-"""The zygote: the process that programs are forked from, with common modules imported. It never reads a program, test or output.
+"""The zygote: programs are forked from this process, which has common modules imported. It reads no program, test or output.
 
     service ── socket: limits as JSON, with the pipes' descriptors ──▶ zygote ── fork ──▶ program, confined
             ◀── {"pid"}, then {"status", "cpu_s"} ──
 
-A fork of a warm interpreter costs a tenth of a start, and inherits nothing but this module's state: the program comes
-through a pipe that only the child reads, after it has been confined. One program at a time; any message meanwhile,
-and the end of the socket, kill it.
+Forking takes a tenth of the time of starting an interpreter, and the child inherits only this module's state: the
+program is read from a pipe by the child, after it is confined. One program runs at a time; any message meanwhile, or
+the end of the socket, kills it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.reward_service.sandbox.inside import confine, program, tests
 WARM = (
     "array bisect collections copy datetime decimal fractions functools heapq io itertools json math operator random re "
     "statistics string threading time typing"
-)  # what programs import most, so that it is loaded already
+)  # the modules that programs import most, imported in advance
 _MAX_DESCRIPTORS = 16
 _MAX_MESSAGE = 4096
 
@@ -44,7 +44,7 @@ def main(descriptor: int, settings: str) -> None:
         message, pipes, _, _ = socket.recv_fds(line, _MAX_MESSAGE, _MAX_DESCRIPTORS)
         if not message:
             return
-        if pipes:  # else a kill after the program had ended
+        if pipes:  # without pipes it is a kill that arrived after the program had exited
             _serve(line, confinement, message, pipes)
 
 
@@ -69,7 +69,7 @@ def _serve(line: socket.socket, confinement: confine.Confinement, message: bytes
     os.close(watch)
     ended = {"status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024}
     if problem != b"confined":
-        ended["failed"] = problem.decode(errors="replace") or "the process ended before it was confined"
+        ended["failed"] = problem.decode(errors="replace") or "the process exited before it was confined"
     line.send(json.dumps(ended).encode())
 
 
@@ -82,7 +82,7 @@ def _child(confinement: confine.Confinement, request: dict[str, object], pipes: 
         confinement.enter(confine.Limits(**request), pipes)  # type: ignore[arg-type]
         os.write(confirm, b"confined")
     except BaseException as err:
-        for fd in (pipes[confirm], confirm):  # before and after its move
+        for fd in (pipes[confirm], confirm):  # its number before and after `enter`
             with contextlib.suppress(OSError):
                 os.write(fd, f"{type(err).__name__}: {err}".encode())
         os._exit(1)

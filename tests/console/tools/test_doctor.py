@@ -98,7 +98,7 @@ def test_a_program_that_does_not_start_is_a_failure(tmp_path: Path, monkeypatch:
 def test_the_sandbox_of_code_rewards_is_named(monkeypatch: pytest.MonkeyPatch):
     """The doctor names the sandbox, found by attacking it; when the probe cannot run, it warns."""
     found = checks.sandbox()
-    assert (found.level, "programs are run in" in found.detail) == ("ok", True), found
+    assert (found.level, "programs run in" in found.detail) == ("ok", True), found
     monkeypatch.setattr("penstock.console.tools.checks.sys.executable", "/nonexistent")
     assert checks.sandbox().level == "warn"
 

@@ -1,4 +1,4 @@
-"""Every foreign dialect against a server as that library's users write it, over real HTTP through the service's client."""
+"""Every foreign dialect against a typical server of that library's users, over real HTTP through the service's client."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def parts(outcome: Outcome) -> dict[str, tuple[float, ...]]:
 
 
 async def test_verl_functions_behind_one_line_of_http() -> None:
-    """``compute_score(**body)`` gets verl's four arguments; a number, a bool and a dict with ``score`` are answers."""
+    """``compute_score(**body)`` gets verl's four arguments; a number, a bool and a dict with ``score`` are accepted as responses."""
 
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
         if data_source != "sums":
@@ -144,7 +144,11 @@ async def test_verl_batch_functions_get_four_lists() -> None:
 
 
 async def test_trl_functions_get_prompts_completions_and_columns() -> None:
+<<<<<<< HEAD
     """The function gets lists of one length, the row's columns by name; None means that it does not apply."""
+=======
+    """The function sees lists of one length, the row's columns by name; None means that it does not apply."""
+>>>>>>> words2
 
     def reward_func(prompts: Any, completions: Any, level: Any = None, **kwargs: Any) -> list[float | None]:
         assert len(prompts) == len(completions) == len(kwargs["ground_truth"])
@@ -211,7 +215,11 @@ async def test_openrlhf_servers_answer_batches() -> None:
 
 
 async def test_nemo_gym_servers_verify_a_response() -> None:
+<<<<<<< HEAD
     """A resources server gets the row's columns and an OpenAI response, and answers the request with ``reward``."""
+=======
+    """A resources server gets the row's columns and an OpenAI response, and answers with ``reward``."""
+>>>>>>> words2
     app = FastAPI()
 
     @app.post("/verify")
@@ -228,7 +236,11 @@ async def test_nemo_gym_servers_verify_a_response() -> None:
 
 
 async def test_openai_graders_are_run_once_a_completion() -> None:
+<<<<<<< HEAD
     """The grader, the row as item and the sample are sent; a flagged error is no score, even with a reward."""
+=======
+    """The grader, the row as item and the sample are sent; a flagged error means no score, whatever the reward is."""
+>>>>>>> words2
     app = FastAPI()
 
     @app.post("/v1/fine_tuning/alpha/graders/run")
@@ -257,22 +269,22 @@ async def test_openai_graders_are_run_once_a_completion() -> None:
 
 MALFORMED = [
     ("verl", "yes", "not JSON"),
-    ("verl", '"1.0"', "body = '1.0', which is no number"),
+    ("verl", '"1.0"', "body = '1.0', expected a number"),
     ("verl", '{"acc": 1}', "without 'score' at body"),
-    ("verl", '{"score": 1, "acc": NaN}', "body.acc = nan, which is not finite"),
-    ("verl", "1e999", "body = inf, which is not finite"),
+    ("verl", '{"score": 1, "acc": NaN}', "body.acc = nan, expected a finite number"),
+    ("verl", "1e999", "body = inf, expected a finite number"),
     ("verl", "null", "body = null"),
     ("verl-batch", "[1]", "1 values at body for 2 completions"),
-    ("verl-batch", '[1, "x"]', "body[1] = 'x', which is no number"),
-    ("trl", "1.0", "body = 1.0, which is no list"),
+    ("verl-batch", '[1, "x"]', "body[1] = 'x', expected a number"),
+    ("trl", "1.0", "body = 1.0, expected a list"),
     ("trl", "[1, null]", "body[1] = null"),
-    ("slime", "[1]", "body = [1], which is no number"),
+    ("slime", "[1]", "body = [1], expected a number"),
     ("openrlhf", '{"scores": [1, 1]}', "no object with 'rewards'"),
     ("openrlhf", '{"rewards": [1, 2, 3]}', "3 values at rewards for 2 completions"),
     ("openrlhf", '{"rewards": [1, 2], "scores": [1]}', "1 values at scores"),
     ("openrlhf", '{"rewards": [1, 2], "extra_logs": {"n": [1]}}', "1 values at extra_logs.n"),
     ("nemo-gym", '{"score": 1}', "no object with 'reward'"),
-    ("nemo-gym", '{"reward": "high"}', "reward = 'high', which is no number"),
+    ("nemo-gym", '{"reward": "high"}', "reward = 'high', expected a number"),
     ("openai-grader", "[]", "no object with 'reward'"),
     ("openai-grader", '{"reward": null}', "reward = null"),
 ]
@@ -280,7 +292,11 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("dialect", "said", "place"), MALFORMED)
 async def test_a_malformed_answer_is_an_error_that_names_the_place(dialect: str, said: str, place: str) -> None:
+<<<<<<< HEAD
     """No dialect turns invalid values, null or a short list into a reward; the error names position and dialect."""
+=======
+    """No dialect turns malformed values, null or a short list into a reward; the error names the place and the dialect."""
+>>>>>>> words2
     server = EndpointServer(raw(said))
     options = {"grader": {"type": "string_check"}} if dialect == "openai-grader" else {}
     try:

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Faulty endpoints: a group waits, is redelivered, and is scored once or dead-lettered with its reason; never a 0."""
+=======
+"""Endpoints that fail: a group waits, is retried, and is scored once or dead-lettered with its reason; never a 0."""
+>>>>>>> words2
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
 }
 
 
-def test_nothing_an_endpoint_gets_wrong_becomes_a_reward(
+def test_no_failure_of_an_endpoint_becomes_a_reward(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Every kind of failure is retried and then dead-lettered with a reason that names the endpoint."""
@@ -99,7 +103,11 @@ def test_nothing_an_endpoint_gets_wrong_becomes_a_reward(
 def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
+<<<<<<< HEAD
     """While the endpoint fails the group is redelivered; after its recovery it is scored exactly once."""
+=======
+    """While the endpoint fails the group is retried; once it works the group is scored exactly once."""
+>>>>>>> words2
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(raw("starting", 400))
     name = f"flaky-{wire.run_id}"
@@ -119,7 +127,7 @@ def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     assert len(set(endpoint.keys)) == len(endpoint.requests), "another delivery is another call"
 
 
-def test_passing_troubles_are_retried_within_one_delivery(
+def test_transient_failures_are_retried_within_one_delivery(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """429 and 5xx are retried immediately with the same idempotency key, without a redelivery."""
@@ -193,10 +201,17 @@ def test_an_unregistered_endpoint_may_come_back(
     assert not wire.dead
 
 
+<<<<<<< HEAD
 def test_a_reward_with_too_many_parts_is_dead_lettered_and_the_others_are_scored(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Rewards too large for a message are dead letters; a pack that is too large is announced in pieces."""
+=======
+def test_a_reward_with_too_many_parts_is_dead_lettered_and_others_are_scored(
+    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
+) -> None:
+    """Rewards too large for any message are dead letters; a pack that is too large is announced in pieces."""
+>>>>>>> words2
 
     def wordy(request: dict[str, Any]) -> Answer:
         score = {"score": 1.0, "parts": {f"part-{i}": 0.1 for i in range(30)}}
@@ -220,10 +235,14 @@ def service_delete(service: Service, name: str) -> int:
     return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
+<<<<<<< HEAD
 def test_an_endpoint_is_found_by_name_and_gets_its_name(
+=======
+def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(
+>>>>>>> words2
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-    """A host name is resolved, its checked address is called, and the Host header still carries the name."""
+    """A host name is resolved, its checked address is called, and the Host header still has the name."""
     service = start_service('reward_service.allowed_targets=["localhost"]')
     endpoint = start_endpoint(good(0.5))
     name = f"named-{wire.run_id}"

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Allowed addresses of endpoints: allow-listed networks and hosts, and addresses that are always refused."""
+=======
+"""Addresses that endpoints may have: allow-listed networks and hosts, and addresses that are always refused."""
+>>>>>>> words2
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def test_loopback_and_private_addresses_are_allowed_by_default(address: str) -> 
     "address", ["8.8.8.8", "172.32.0.1", "2001:4860:4860::8888", "::ffff:8.8.8.8", "2002:808:808::1"]
 )
 def test_public_addresses_need_to_be_listed(address: str) -> None:
-    """A public address is refused, also in IPv6 dress, until its network or host name is listed."""
+    """A public address is refused, also as mapped IPv6, until its network or host name is listed."""
     with pytest.raises(EndpointRefused, match="allowed_targets"):
         TargetPolicy(PRIVATE_TARGETS).check_address("host.example", address, 80)
     TargetPolicy(["host.example"]).check_address("Host.Example.", address, 80)
@@ -56,7 +60,11 @@ def test_public_addresses_need_to_be_listed(address: str) -> None:
     ],
 )
 def test_metadata_and_link_local_addresses_are_never_called(address: str) -> None:
+<<<<<<< HEAD
     """No allow-list allows the metadata addresses with a machine's credentials."""
+=======
+    """No allow-list permits the addresses of a machine's credentials."""
+>>>>>>> words2
     with pytest.raises(EndpointRefused, match="never called"):
         TargetPolicy(["0.0.0.0/0", "::/0", "metadata.example"]).check_address("metadata.example", address, 80)
 
@@ -83,7 +91,11 @@ def test_an_entry_that_is_neither_network_nor_host_is_refused(entry: str) -> Non
     ],
 )
 def test_the_runs_own_servers_are_never_endpoints(host: str, address: str, port: int, *, refused: bool) -> None:
+<<<<<<< HEAD
     """NATS and S3 are refused by every name and address they have here; other ports of the same hosts are not."""
+=======
+    """NATS and S3 are refused by every name and address they have here, other ports of the same hosts are not."""
+>>>>>>> words2
     nats = OwnServer("NATS", "localhost", 4222, frozenset({ipaddress.ip_address("127.0.0.1")}))
     store = OwnServer("the object store", "store.example", 9000, frozenset({ipaddress.ip_address("10.0.0.7")}))
     policy = TargetPolicy(PRIVATE_TARGETS, [nats, store])

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Grader processes: whether the answer or the grader failed when one does not finish."""
+=======
+"""Grader processes: the cause of a failure when one does not finish."""
+>>>>>>> words2
 
 from __future__ import annotations
 
@@ -19,14 +23,19 @@ BOMB = "10^{10^{10}}"
 
 @pytest.fixture
 async def pool() -> AsyncIterator[GraderPool]:
-    """Two graders that grant an answer half a second of CPU time."""
+    """Two graders with half a second of CPU time for an answer."""
     pool = GraderPool(2, cpu_s=0.5)
     yield pool
     await pool.close()
 
 
+<<<<<<< HEAD
 async def test_an_answer_that_exhausts_the_grader_is_wrong_with_a_reason(pool: GraderPool) -> None:
     """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; other answers are graded."""
+=======
+async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: GraderPool) -> None:
+    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others continue."""
+>>>>>>> words2
     completions = (f"\\boxed{{{BOMB}}}", "\\boxed{x+1}", "\\boxed{x}")
     verdicts = await math_answer.judge(completions, "1+x", pool.equal)
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
@@ -39,8 +48,13 @@ async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) ->
         await math_answer.judge(("\\boxed{x+1}",), BOMB, pool.equal)
 
 
+<<<<<<< HEAD
 async def test_an_external_kill_of_a_grader_is_no_verdict(pool: GraderPool) -> None:
     """A grader that exits for another reason is replaced; a second exit is an error, never a 0."""
+=======
+async def test_a_grader_killed_from_outside_is_an_error(pool: GraderPool) -> None:
+    """A grader that exits for another reason is replaced; if that happens twice it is an error, never a 0."""
+>>>>>>> words2
     assert await pool.equal("x+1", "1+x") is Graded.RIGHT
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)
@@ -60,7 +74,7 @@ async def test_an_external_kill_of_a_grader_is_no_verdict(pool: GraderPool) -> N
 
 
 async def test_a_cancelled_question_leaves_no_grader_behind(pool: GraderPool) -> None:
-    """Cancelling in mid-answer kills that grader, so that its late answer belongs to no other question."""
+    """Cancelling a request kills its grader, so that a late answer is not taken for another request's."""
     await pool.equal("x+1", "1+x")
     asking = asyncio.create_task(pool.equal("5", BOMB))
     await asyncio.sleep(0)
@@ -77,7 +91,7 @@ async def test_a_truth_that_does_not_parse_is_reported(pool: GraderPool) -> None
 
 
 async def test_graders_end_with_their_pool() -> None:
-    """Closing a pool leaves no process behind."""
+    """Closing a pool leaves no process running."""
     pool = GraderPool(1, cpu_s=5.0)
     await pool.equal("x+1", "1+x")
     (pid,) = pool.pids

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """OpenAI's graders, evaluated locally: results, refusals, and the cause reported for a missing value."""
+=======
+"""OpenAI's graders, evaluated here: their scores, what they refuse, and the cause of a missing value."""
+>>>>>>> words2
 
 from __future__ import annotations
 
@@ -47,7 +51,11 @@ async def score(given: dict[str, Any], answer: str, chat: Chat | None = None) ->
     ("operation", "scores"),
     [("eq", (1, 0, 0, 0)), ("ne", (0, 1, 1, 1)), ("like", (1, 1, 0, 0)), ("ilike", (1, 1, 1, 0))],
 )
+<<<<<<< HEAD
 async def test_strings_are_checked_as_in_the_guide(operation: str, scores: tuple[int, ...]) -> None:
+=======
+async def test_strings_are_checked_by_openais_guide(operation: str, scores: tuple[int, ...]) -> None:
+>>>>>>> words2
     """Eq and ne compare whole texts, like and ilike look for the reference inside the input."""
     answers = ("Paris", "It is Paris.", "PARIS", "Rome")
     found = [(await score({**CHECK, "operation": operation}, answer)).score for answer in answers]
@@ -85,7 +93,7 @@ async def test_a_multi_grader_computes_from_its_parts() -> None:
 
 
 def test_formulas_are_arithmetic_and_nothing_else() -> None:
-    """Operators, parentheses and the guide's functions; calls, attributes, comprehensions and foreign names are refused."""
+    """Operators, parentheses and the guide's functions; calls, attributes, comprehensions and unknown names are refused."""
     names = {"a": 0.25, "b": 4.0}
     for text, value in {
         "a + b * 2 - 1": 7.25,
@@ -130,7 +138,7 @@ def test_formulas_are_arithmetic_and_nothing_else() -> None:
 
 
 async def test_a_row_without_the_column_is_an_error_an_answer_without_the_key_is_not() -> None:
-    """A grader that does not fit the data must not train; an answer that is no JSON is the policy's own doing."""
+    """A grader that does not fit the data is an error; an answer that is not JSON scores lowest, as caused by the policy."""
     missing = await score({**CHECK, "reference": "{{item.absent}}"}, "x")
     assert missing.score is None
     assert "no item.absent" in (missing.error or "")
@@ -148,7 +156,7 @@ REFUSED = [
     ({"type": "label_model"}, "label_model"),
     ({**CHECK, "operation": "starts_with"}, "operation"),
     ({**CHECK, "input": "{{sample.output_tools[0]}}"}, "output_tools"),
-    ({**CHECK, "input": "{{answer}}"}, "is no variable"),
+    ({**CHECK, "input": "{{answer}}"}, "is not a variable"),
     ({**CHECK, "colour": 1}, "colour"),
     ({**CHECK, "type": "text_similarity", "evaluation_metric": "cosine"}, "evaluation_metric"),
     ({"type": "multi", "graders": {"c": CHECK}, "calculate_output": "c + d"}, "no grader 'd'"),
@@ -183,7 +191,7 @@ async def test_a_model_scores_by_the_guides_response_format(
     try:
         assert (await score(ASK, "Rome", chat)).score == 7.5
         for _ in range(4):
-            assert "score_model says" in ((await score(ASK, "Rome", chat)).error or "")
+            assert "score_model answered" in ((await score(ASK, "Rome", chat)).error or "")
     finally:
         await chat.close()
     body = server.requests[0]
@@ -192,7 +200,11 @@ async def test_a_model_scores_by_the_guides_response_format(
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["steps", "result"]
 
 
+<<<<<<< HEAD
 def test_a_model_grader_needs_a_judge(tmp_path: Path) -> None:
+=======
+def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
+>>>>>>> words2
     """Without --base-url a grader that asks a model is refused at the start."""
     (tmp_path / "g.json").write_text(json.dumps(ASK))
     with pytest.raises(ConfigError, match="--base-url"):

@@ -115,8 +115,8 @@ def test_a_registration_that_is_refused_ends_the_command(
     assert wire.run_id
 
 
-def test_a_second_signal_ends_a_function_that_never_returns(tmp_path: Path, serve: Callable[..., Process]) -> None:
-    """The user's endless loop does not outlive two Ctrl-C."""
+def test_a_second_signal_exits_while_a_function_never_returns(tmp_path: Path, serve: Callable[..., Process]) -> None:
+    """Two Ctrl-C end the process even during an endless loop of the user."""
     file, seen = tmp_path / "endless.py", tmp_path / "seen"
     file.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

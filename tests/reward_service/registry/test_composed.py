@@ -64,7 +64,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     start_endpoint: Callable[[Behaviour], EndpointServer],
     tmp_path: Path,
 ) -> None:
-    """Built-ins and an endpoint add up, gates hold, every part is kept; a part without a score leaves no reward."""
+    """Built-ins and an endpoint are summed, gates apply, every part is kept; a part without a score means no reward."""
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("RUN", wire.run_id))
     service = start_service(str(tmp_path / "run.toml"), "reward_service.endpoint_attempts=1")
     endpoint = start_endpoint(good(0.5))
@@ -84,7 +84,7 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert own.parts["length.length"] == tuple(map(float, own.generated.completion_tokens))
     letters = {name: letter for letter in wire.wait_dead("truthless", "early") for name in letter.group_ids}
     assert (letters["truthless"].reason, letters["early"].reason) == ("BadGroundTruth", "UnknownReward")
-    assert letters["truthless"].detail.startswith("part correct: numeric compares numbers")
+    assert letters["truthless"].detail.startswith("part correct: numeric: the row's ground_truth must be a number")
     assert "did you mean" in letters["early"].detail or "There are:" in letters["early"].detail
 
     assert service.register(f"judge-{wire.run_id}", endpoint.url, version="2").status_code == 201
@@ -112,8 +112,13 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert taken.status_code in {409, 422}
 
 
+<<<<<<< HEAD
 def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_path: Path) -> None:
     """Wrong parameters are reported together on stderr; no server is contacted."""
+=======
+def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> None:
+    """Wrong parameters are one text on stderr with every error; no server is contacted."""
+>>>>>>> words2
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
     command = [
         sys.executable,
@@ -133,10 +138,10 @@ def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_p
 
 
 def test_parameters_are_listed_by_name() -> None:
-    """`rewards NAME` shows what may be set of a reward; an unknown name is an error with the nearest one."""
+    """`rewards NAME` shows a reward's parameters; an unknown name is an error with the nearest one."""
     command = [sys.executable, "-m", "penstock.reward_service", "rewards"]
     shown = subprocess.run([*command, "overlong"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "longest      required: At this length the punishment is whole." in shown
+    assert "longest      required: Length at which the full punishment is reached." in shown
     failed = subprocess.run([*command, "nummeric"], capture_output=True, text=True, timeout=60, check=False)
     assert failed.returncode == 1
     assert "did you mean numeric" in failed.stderr
@@ -158,8 +163,8 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
             {"reward": "numeric", "parameters": {"units": "sane"}},
             r"parameters\.units: expected 'ignore', 'same' or 'convert'",
         ),
-        ({"reward": "regex", "parameters": {"pattern": "("}}, "not an expression of Python's re"),
-        ({"reward": "json_schema", "parameters": {"schema_text": '{"type": "objct"}'}}, "no valid schema"),
+        ({"reward": "regex", "parameters": {"pattern": "("}}, "not a regular expression of Python's re"),
+        ({"reward": "json_schema", "parameters": {"schema_text": '{"type": "objct"}'}}, "not a valid schema"),
         ({"reward": "json_schema", "parameters": {"schema_file": "nowhere.json"}}, "cannot be read"),
         ({"reward": "tags", "parameters": {"tags": ["<think>"]}}, "write think, not <think>"),
         ({"reward": "tags", "parameters": {"tags": ["a", "a"]}}, "a tag is named twice"),
@@ -173,26 +178,35 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
         ({"reward": "gsm8k", "parameters": {"a": 1}}, "there are: none"),
     ],
 )
+<<<<<<< HEAD
 def test_a_part_that_cannot_be_meant_is_named(part: dict[str, Any], text: str) -> None:
     """Every error names the part, the reward and the expected value."""
+=======
+def test_an_invalid_part_is_named(part: dict[str, Any], text: str) -> None:
+    """Every error names the reward and the part, and what is valid."""
+>>>>>>> words2
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
     assert "reward.define.mine.parts.one" in str(refused.value)
 
 
 def test_a_definition_does_not_take_a_built_ins_name() -> None:
-    """What gsm8k means does not change from run file to run file."""
+    """A run file cannot redefine gsm8k."""
     with pytest.raises(ConfigError, match="gsm8k is a built-in reward"):
         definitions.check({"gsm8k": _define(one={"reward": "tags"})["mine"]})
 
 
 class Scripted:
+<<<<<<< HEAD
     """A scorer with the results set by the test."""
+=======
+    """A scorer with a scripted outcome."""
+>>>>>>> words2
 
     slow = False
 
     def __init__(self, outcome: Outcome) -> None:
-        """Give this outcome to every group."""
+        """``outcome`` is returned for every group."""
         self.outcome = outcome
 
     async def score(self, groups: Any, *, attempt: int) -> list[Outcome]:
@@ -209,8 +223,13 @@ class Scripted:
         (EndpointBusy("busy", retry_in_s=3.0), GroupScores((1.0,), "x"), "part a: busy"),
     ],
 )
+<<<<<<< HEAD
 async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
     """A permanent failure takes precedence over a temporary one, and a failure over a wait; kind and wait are kept."""
+=======
+async def test_the_most_severe_error_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
+    """A permanent error takes precedence over a transient one, and a failure over a wait; kind and wait are kept."""
+>>>>>>> words2
     definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
 
     async def nobody(request: RewardRequest) -> Scripted:

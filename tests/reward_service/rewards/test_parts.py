@@ -58,7 +58,11 @@ def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, ring_streams: str)
 
 
 def test_the_wait_of_groups_that_were_not_called_grows_and_has_jitter() -> None:
+<<<<<<< HEAD
     """A group that is rejected repeatedly is redelivered with growing, jittered delays."""
+=======
+    """A group that is requeued repeatedly waits longer each time, with jitter."""
+>>>>>>> words2
     policy = RetryPolicy(attempts=5, delay_s=2.0, not_called_limit_s=600.0)
     waits = [policy.delay_not_called(EndpointBusy("busy", retry_in_s=0.5), excused) for excused in range(20)]
     assert 0.3 <= waits[0] <= 0.7
@@ -95,7 +99,7 @@ def test_quantiles_are_of_the_recent_calls_only() -> None:
 
 
 def test_parts_become_columns() -> None:
-    """A part that one completion lacks counts 0.0 for it."""
+    """A part that a completion lacks is 0.0 for it."""
     scores = GroupScores.of([Verdict(1.0, {"a": 2.0}), Verdict(0.0, {"b": 3.0})], "me")
     assert scores.rewards == (1.0, 0.0)
     assert scores.parts == {"a": (2.0, 0.0), "b": (0.0, 3.0)}

@@ -26,7 +26,7 @@ FORGIVEN = {"#### $18", "#### 3.0", "####42", "#### 42.", "#### 1/2"}
         for (text, truth), score in zip(CASE["inputs"]["pairs"], CASE["outputs"]["scores"], strict=True)
     ],
 )
-def test_gsm8k_equals_verls_strict_rule_or_forgives(text: str, truth: str, score: float) -> None:
+def test_gsm8k_equals_verls_strict_rule_or_accepts_more(text: str, truth: str, score: float) -> None:
     """The same verdict, except that a right number in an unusual spelling is right."""
     ours = gsm8k.judge((text,), truth)[0].reward
     assert ours == (1.0 if text in FORGIVEN else float(score == 1.0))
@@ -40,7 +40,7 @@ def recorded(case_id: str) -> dict:
 FORGIVEN_ANYWHERE = {"#### 1,234", "#### 3.0", "the answer is 42.", "#### 42.", "#### 1/2"}
 
 
-def test_gsm8k_flexible_equals_verls_or_forgives() -> None:
+def test_gsm8k_flexible_equals_verls_or_accepts_more() -> None:
     """The last number anywhere, by value."""
     case = recorded("verl/reward/gsm8k-flexible")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"]["scores"], strict=True):
@@ -50,7 +50,11 @@ def test_gsm8k_flexible_equals_verls_or_forgives() -> None:
 
 @pytest.mark.parametrize(("judge", "output"), [("judge_exact", "em"), ("judge_inside", "subem")])
 def test_question_answering_equals_verls(judge: str, output: str) -> None:
+<<<<<<< HEAD
     """Right where verl gives 1; its 0.1 for a wrong answer in tags is Penstock's part has_answer."""
+=======
+    """Right where verl gives 1; instead of its 0.1 for a wrong answer in tags there is the part has_answer."""
+>>>>>>> words2
     case = recorded("verl/reward/qa_em")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
         found = getattr(question_answer, judge)(question_answer.Parameters(), (text,), truth)[0]
@@ -58,7 +62,7 @@ def test_question_answering_equals_verls(judge: str, output: str) -> None:
 
 
 def test_words_are_normalised_as_verl_does() -> None:
-    """Case, punctuation, articles and spaces aside."""
+    """Case, punctuation, articles and spaces are ignored."""
     case = recorded("verl/reward/normalize_answer")
     assert [question_answer.words(text) for text in case["inputs"]["strings"]] == case["outputs"]["normalized"]
 
@@ -89,7 +93,7 @@ OTHER_SIDE = {
 
 
 @pytest.mark.parametrize("case_id", OTHER_SIDE)
-async def test_math_equals_the_others_but_where_it_takes_a_side(case_id: str) -> None:
+async def test_math_equals_the_others_except_for_listed_texts(case_id: str) -> None:
     """The same verdict on every recorded pair, except on those listed, where it is the opposite."""
     case = recorded(case_id)
     verdicts = next(iter(case["outputs"].values()))
@@ -133,5 +137,5 @@ async def test_the_answer_line_equals_verls() -> None:
     ],
 )
 def test_which_answer_a_line_gives(text: str, answer: str | None) -> None:
-    """The last line counts, emphasis and a unit aside; a box on it, or without a line the last box."""
+    """The last line counts, without emphasis and unit; a box on it counts, or without such a line the last box."""
     assert answer_line.last_answer(text) == answer

@@ -138,14 +138,14 @@ async def test_math_verdicts(grader: GraderPool) -> None:
 
 @pytest.mark.parametrize("truth", [None, "", "no number", ["1", "2"], {"a": 1}, True, "#### none"])
 def test_gsm8k_refuses_a_truth_that_is_no_number(truth: Any) -> None:
-    """A row that cannot be compared with is an error of the data, not a wrong answer."""
+    """A ground truth that cannot be compared is an error of the data, not a wrong answer."""
     with pytest.raises(BadGroundTruth, match="gsm8k"):
         gsm8k.judge(("#### 42",), truth)
 
 
 @pytest.mark.parametrize("truth", [None, "", "  ", ["1"], "\\boxed{", "1+" * 3000])
 async def test_math_refuses_a_truth_that_is_no_answer(truth: Any) -> None:
-    """A row without an answer is an error of the data, not a wrong answer; no grader is bothered."""
+    """A row without an answer is an error of the data, not a wrong answer; no grader is called."""
 
     async def nobody(gold: str, answer: str) -> math_answer.Graded:
         raise AssertionError(f"{gold} and {answer} went to a grader")
@@ -168,13 +168,13 @@ async def test_math_refuses_a_truth_that_is_no_answer(truth: Any) -> None:
     ],
 )
 def test_exact_match_compares_without_the_white_space_around(completion: str, truth: Any, reward: float) -> None:
-    """Only the white space at both ends is forgiven; a list of truths holds alternatives."""
+    """Only white space at both ends is ignored; a list of truths has alternatives."""
     assert exact_match.judge((completion,), truth) == [Verdict(reward)]
 
 
 @pytest.mark.parametrize("truth", [None, [], {}, [None], True])
 def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
-    """Nothing to compare with is an error of the data."""
+    """A missing truth is an error of the data."""
     with pytest.raises(BadGroundTruth, match="exact_match"):
         exact_match.judge(("x",), truth)
 
@@ -198,7 +198,7 @@ def test_exact_match_refuses_a_row_without_truth(truth: Any) -> None:
         ("", 0),
     ],
 )
-def test_format_wants_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
+def test_format_requires_each_tag_once_and_nothing_outside(completion: str, reward: float) -> None:
     """The form is thinking, then an answer that is not empty, and nothing else."""
     assert format.judge((completion,), None) == [Verdict(reward)]
 
@@ -216,7 +216,7 @@ def test_format_wants_each_tag_once_and_nothing_outside(completion: str, reward:
         "\\frac" * 200_000,
     ],
 )
-def test_no_completion_costs_more_than_its_length(attack: str) -> None:
+def test_every_completion_is_judged_in_linear_time(attack: str) -> None:
     """Hostile completions of half a million characters are judged in linear time."""
     began = time.process_time()
     gsm8k.judge((attack,), "42")
@@ -228,7 +228,7 @@ def test_no_completion_costs_more_than_its_length(attack: str) -> None:
 
 @given(st.fractions(max_denominator=10**6))
 def test_every_fraction_is_read_back(value: Any) -> None:
-    """Reading what was written gives the same number, for gsm8k and math alike."""
+    """A written fraction is read back as the same number, for gsm8k and math alike."""
     written = f"{value.numerator}/{value.denominator}"
     assert read_number(written) == value
     assert gsm8k.judge((f"#### {written}",), written)[0].reward == 1.0
@@ -238,8 +238,13 @@ def test_every_fraction_is_read_back(value: Any) -> None:
 
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
+<<<<<<< HEAD
 def test_no_text_breaks_a_reward(completion: str, latexish: str) -> None:
     """For any text of a policy a reward gives a finite verdict."""
+=======
+def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> None:
+    """A reward gives a finite verdict on any text."""
+>>>>>>> words2
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
         assert format.judge((text,), None)[0].reward in {0.0, 1.0}

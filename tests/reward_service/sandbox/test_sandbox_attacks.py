@@ -1,4 +1,4 @@
-"""Hostile programs in both sandboxes: contained, seen from outside, and reported as what they are."""
+"""Hostile programs in both sandboxes: contained, detected from outside, and reported with the right reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2, output_bytes=1024**2, tas
 IMPATIENT = replace(LIMITS, wall_factor=0.0, wall_min_s=0.5)  # for programs that only wait
 SECRET = "the-secret-of-another-process"
 ANSWER = "an-answer-that-no-program-is-told"
-OTHER_CALLS = {  # calls that are in no list: x86_64, aarch64
+OTHER_CALLS = {  # calls in no list: x86_64, aarch64
     "socket": (41, 198), "shmget": (29, 194), "mq_open": (240, 180), "tkill": (200, 130), "seccomp": (317, 277),
     "setresuid": (117, 147), "capset": (126, 91), "mlock": (149, 228),
 }  # fmt: skip
@@ -32,7 +32,11 @@ PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/", str(Path.cwd()))
 
 
 class World:
+<<<<<<< HEAD
     """Files and processes outside of the sandbox that would show a trace of an escape."""
+=======
+    """Files, listeners and processes outside the sandbox that would show an escape."""
+>>>>>>> words2
 
     def __init__(self, folder: Path, uid: int) -> None:
         folder.chmod(0o777)
@@ -52,7 +56,7 @@ class World:
         }
         for path in ("s", "d"):
             (folder / path).chmod(0o777)
-        # Of the user that programs become: only the sandbox is between them.
+        # Of the same user as programs, so that only the sandbox protects it.
         self.victim = subprocess.Popen(
             ["sleep", "600"], user=uid if os.geteuid() == 0 else None, env={"SECRET": SECRET}, start_new_session=True
         )
@@ -73,7 +77,11 @@ class World:
         }
 
     def assert_untouched(self) -> None:
+<<<<<<< HEAD
         """No connection, no file written, no process killed, no process left."""
+=======
+        """Assert that nothing connected, nothing was written, no process was signalled and none is left."""
+>>>>>>> words2
         for name, listener in self.sockets.items():
             with pytest.raises(BlockingIOError):
                 listener.recv(1) if "datagram" in name or name == "udp4" else listener.accept()
@@ -119,7 +127,7 @@ def _processes_of(uid: int) -> list[int]:
 
 
 class Place:
-    """A slot of one kind of sandbox, with the world around it."""
+    """A slot of one kind of sandbox, with the targets outside it."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         launch = Launch(kind)
@@ -135,7 +143,11 @@ class Place:
         self.prelude = f"{attacks.PRELUDE}\nN = {numbers!r}\nW = {described!r}\nREVERSED_ANSWER = {ANSWER[::-1]!r}\n"
 
     def run(self, statement: str, limits: Limits = LIMITS) -> Reason:
+<<<<<<< HEAD
         """Run an attack; returns the reason of its failure, ``WRONG`` for one that finished."""
+=======
+        """Run an attack; returns the reason of its failure, ``WRONG`` if it finished."""
+>>>>>>> words2
         run = run_program(self.slot.programs, self.prelude + statement, limits)
         said = run.output + run.errors
         assert b"ESCAPED" not in run.output, said[-1000:]
@@ -145,7 +157,7 @@ class Place:
 
 @pytest.fixture(scope="module", params=list(Kind), ids=lambda kind: kind.value)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """Each sandbox that holds on this machine."""
+    """Each sandbox that works on this machine."""
     problem = canary.attack(request.param)
     if problem:
         pytest.skip(f"{request.param} does not hold on this machine: {problem}")
@@ -172,7 +184,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("name", attacks.EVERYTHING_THAT_FAILS)
 def test_an_attack_fails_and_is_reported(place: Place, name: str) -> None:
-    """The call that would reach out of the sandbox raises or ends the program, and nothing outside changes."""
+    """A call that would leave the sandbox raises or ends the program, and nothing outside changes."""
     statement = attacks.EVERYTHING_THAT_FAILS[name]
     zygote = place.slot.programs.pid
     reason = place.run(statement + "\nprint('ESCAPED')")
@@ -183,7 +195,11 @@ def test_an_attack_fails_and_is_reported(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", attacks.EXCESSES)
 def test_an_excess_is_stopped_and_reported(place: Place, name: str) -> None:
+<<<<<<< HEAD
     """A program that exceeds a limit, crashes or forges a result gets the reason for it, and leaves nothing behind."""
+=======
+    """A program that exceeds a limit, crashes or forges output gets the reason, and leaves no process or file."""
+>>>>>>> words2
     statement, reasons = attacks.EXCESSES[name]
     zygote = place.slot.programs.pid
     if Reason.CPU_TIME in reasons:  # on a machine that gives it little, the clock runs out first
@@ -195,14 +211,18 @@ def test_an_excess_is_stopped_and_reported(place: Place, name: str) -> None:
 
 @pytest.mark.skipif(seccomp.machine() != "x86_64", reason="machine code of x86_64")
 @pytest.mark.parametrize("name", attacks.ONLY_ON_X86)
-def test_calls_by_another_numbering_are_fatal(place: Place, name: str) -> None:
-    """The numbers of 32-bit and x32 programs, which mean other calls, pass no filter."""
+def test_system_calls_of_another_abi_are_fatal(place: Place, name: str) -> None:
+    """The call numbers of the 32-bit and x32 ABIs pass no filter."""
     assert place.run(attacks.ONLY_ON_X86[name] + "\nprint('ESCAPED')") in (Reason.FORBIDDEN, Reason.CRASHED)
 
 
 @pytest.mark.parametrize("name", attacks.FORGERIES)
 def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> None:
+<<<<<<< HEAD
     """No action of a program during its tests passes an answer that it does not know."""
+=======
+    """No behaviour of a program in the calls of its tests passes a test whose answer it does not compute."""
+>>>>>>> words2
     program = attacks.FORGERIES[name]
     tests = Assertions(
         (
@@ -222,6 +242,11 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
     place.world.assert_untouched()
 
 
+<<<<<<< HEAD
 def test_the_attacks_are_many() -> None:
     """There are more than sixty kinds of attack, each run in each sandbox available on this machine."""
+=======
+def test_there_are_over_sixty_kinds_of_attack() -> None:
+    """There are more than sixty kinds of attack, each run in each sandbox that works here."""
+>>>>>>> words2
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

@@ -1,4 +1,4 @@
-"""Rewards by import path and file: run in processes of their own, recorded with a digest, never a 0 when they fail."""
+"""Rewards by import path and file: run in worker processes, recorded with a digest, an error and never a 0 when they fail."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_code_of_the_run_file_scores_and_its_digest_is_recorded(
     assert "the run file of this reward service does not name" in refused["detail"]
 
 
-def test_code_that_fails_is_an_error_of_its_group_and_of_nothing_else(
+def test_code_that_fails_is_an_error_of_its_group_only(
     wire: Wire, start_service: Callable[..., Service], code: Path
 ) -> None:
     """A call that hangs, ends its process or raises is dead-lettered with its reason; other groups are scored."""
@@ -159,8 +159,8 @@ def test_code_that_fails_is_an_error_of_its_group_and_of_nothing_else(
     assert service.alive()
 
 
-def test_no_worker_outlives_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
-    """SIGKILL for the service ends its worker processes."""
+def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[..., Service], code: Path) -> None:
+    """SIGKILL of the service ends its worker processes."""
     service = start_service(str(code / "run.toml"), cwd=code)
     wire.announce([asking("file", "my_rewards.py:tilted", "4")])
     (scored,) = wire.wait_scored("file")["file"]
@@ -184,7 +184,11 @@ def test_no_worker_outlives_a_killed_service(wire: Wire, start_service: Callable
 async def test_code_that_cannot_be_used_is_refused_at_the_start(
     code: Path, monkeypatch: pytest.MonkeyPatch, reward: str, parameters: str, expected: str
 ) -> None:
+<<<<<<< HEAD
     """The check names the reward and the error; the process that tried to load it has exited."""
+=======
+    """The check names the reward and what is wrong; the process that tried to load it has exited."""
+>>>>>>> words2
     monkeypatch.chdir(code)
     text = f'[define.mine.parts.one]\nreward = "{reward}"\n{parameters}\n'
     user = UserRewards(RewardSettings.model_validate(tomllib.loads(text)), num_workers=1, timeout_s=5.0)
@@ -197,7 +201,7 @@ async def test_code_that_cannot_be_used_is_refused_at_the_start(
 def test_the_service_does_not_start_with_code_that_cannot_be_loaded(
     wire: Wire, start_service: Callable[..., Service], code: Path
 ) -> None:
-    """A broken file ends the service with one text and exit code 1."""
+    """With a broken file the service exits with one text and code 1."""
     (code / "my_module.py").write_text("1 / 0\n")
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         start_service(str(code / "run.toml"), cwd=code)
@@ -228,7 +232,11 @@ def test_an_entry_point_is_a_reward_by_its_name(code: Path, monkeypatch: pytest.
 
 
 async def test_a_worker_that_is_killed_is_replaced(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+<<<<<<< HEAD
     """Its group is an error; the next one gets a new process, which loads the code again."""
+=======
+    """The group in progress is an error; the next one gets a new process, which reloads the code."""
+>>>>>>> words2
     monkeypatch.chdir(code)
     pool = WorkerPool("my_rewards.py:tilted", {}, num_workers=1, timeout_s=20.0)
     group = GroupToScore(completions=["4"], ground_truth="4")
