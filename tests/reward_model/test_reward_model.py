@@ -67,11 +67,7 @@ def load(folder: Path, **changes: Any) -> Classifier:
 
 
 def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
-<<<<<<< HEAD
-    """The score of transformers for each text alone: no padding, so that its end is unambiguous."""
-=======
     """Return transformers' output for each text alone, without padding."""
->>>>>>> words2
     tokenizer = AutoTokenizer.from_pretrained(folder)
     found = []
     for text in texts:
@@ -84,13 +80,8 @@ def alone(model: Any, folder: Path, texts: Sequence[str]) -> list[list[float]]:
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("padding", ["own", "none", "end of text"])
-<<<<<<< HEAD
-def test_a_batch_gives_the_same_scores_as_single_texts(kind: str, padding: str, tmp_path: Path) -> None:
-    """Padding changes no score with any padding token, also the token that ends texts."""
-=======
 def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tmp_path: Path) -> None:
     """Padding changes no number, whichever token pads, even the end-of-text token."""
->>>>>>> words2
     settings = {"own": {}, "none": {"pad_token": None}, "end of text": {"pad_token": "<|im_end|>"}}[padding]
     model = build(tmp_path, kind, **settings)
     texts = [text + ending for text in TEXTS if text for ending in ("", "<|im_end|>")]
@@ -101,11 +92,7 @@ def test_batches_give_what_each_text_gives_by_itself(kind: str, padding: str, tm
     assert len({round(one.value or 0.0, 4) for one in scored}) > 5
 
 
-<<<<<<< HEAD
-def test_a_text_that_does_not_fit_is_an_error_and_no_half_score(tmp_path: Path) -> None:
-=======
 def test_a_text_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
->>>>>>> words2
     """Empty and over-long texts have errors that name the limit; the other texts are scored."""
     build(tmp_path)
     scored = load(tmp_path, max_length=20).score(["hello", "", "x" * 40], special_tokens=True)
@@ -139,11 +126,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_reward_model_is_refused(tmp_path: Path) -> None:
-<<<<<<< HEAD
-    """No folder, no head (transformers would make one at random) and a length beyond the model are errors at the start."""
-=======
     """No folder, no head (transformers would initialise one at random) and a length beyond the model are errors at the start."""
->>>>>>> words2
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load(tmp_path / "absent")
     build_model(tmp_path / "policy")

@@ -69,11 +69,7 @@ def start_endpoint() -> Iterator[Callable[[Behaviour], EndpointServer]]:
 
 
 class Wire:
-<<<<<<< HEAD
-    """The services around the reward service: the worker that announces packs, the trainer that reads rewards."""
-=======
     """The clients of the reward service: a worker that announces packs and a trainer that reads rewards."""
->>>>>>> words2
 
     def __init__(self, bus: Bus, blobs: Blobs, run_id: str) -> None:
         """Listen from the run's start."""
@@ -98,11 +94,7 @@ class Wire:
         self.bus.publish(subject, generated, msg_id=f"g:{generated.pack_id}").wait()
 
     def take(self) -> dict[str, list[ScoredGroup]]:
-<<<<<<< HEAD
-        """Read the rewards so far; returns every announcement of every group."""
-=======
         """Receive the rewards so far; return every announcement of every group."""
->>>>>>> words2
         for inbox in self._inboxes:
             for delivery in inbox.fetch(100, 0.1).wait():
                 delivery.ack().wait()
@@ -119,11 +111,7 @@ class Wire:
         return self.take()
 
     def wait_dead(self, *group_ids: str, deadline_s: float = 60.0) -> list[DeadLetter]:
-<<<<<<< HEAD
-        """Wait until these groups are among the dead letters."""
-=======
         """Wait until these groups are dead letters."""
->>>>>>> words2
 
         def buried() -> bool:
             return set(group_ids) <= {group_id for letter in self.dead for group_id in letter.group_ids}

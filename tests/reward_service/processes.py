@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The reward service as a real process, and real HTTP endpoints with the faults that a test chooses."""
-=======
 """The reward service as a real process, and real HTTP endpoints that fail in the ways a test needs."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -84,11 +80,7 @@ class Service(Process):
         environ: dict[str, str] | None = None,
         cwd: Path = ROOT,
     ) -> None:
-<<<<<<< HEAD
-        """Start it with its API on a free port; a restart in the same folder appends to the log."""
-=======
         """Start it with its API on a free port; a restart in the same folder keeps the log."""
->>>>>>> words2
         self._port_file = folder / "port"
         self._port_file.unlink(missing_ok=True)
         given = [
@@ -169,11 +161,7 @@ class EndpointServer:
                     self.end_headers()
                     self.wfile.write(answer)
                 except OSError:
-<<<<<<< HEAD
-                    self.close_connection = True  # the caller timed out
-=======
                     self.close_connection = True  # the client closed the connection
->>>>>>> words2
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -196,11 +184,7 @@ class EndpointServer:
 
 
 def good(score: float = 0.5) -> Behaviour:
-<<<<<<< HEAD
-    """Answer every completion with ``score``, as the contract specifies."""
-=======
     """Answer every completion with ``score``, as the contract requires."""
->>>>>>> words2
 
     def behave(request: dict[str, Any]) -> Answer:
         results = [

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The service as a process: packs in, rewards out, with kills in between."""
-=======
 """The service as a process: packs in, rewards out, whichever process is killed in between."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -69,11 +65,7 @@ def test_groups_of_both_splits_go_to_their_own_readers(wire: Wire, start_service
     assert sorted(len(fact.groups) for fact in wire.scored) == [1, 1]
 
 
-<<<<<<< HEAD
-def test_unscorable_groups_are_dead_lettered_at_once_and_the_rest_is_scored(
-=======
 def test_groups_that_can_never_be_scored_are_dead_lettered_and_others_scored(
->>>>>>> words2
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """An unknown reward and a missing ground truth are dead letters that name only their groups, with the reason."""
@@ -99,11 +91,7 @@ def test_groups_that_can_never_be_scored_are_dead_lettered_and_others_scored(
     wait_for(lambda: len([event for event in wire.events if event.kind == "dead"]) == 3, "events of the dead letters")
 
 
-<<<<<<< HEAD
-def test_a_pack_that_differs_from_its_message_is_dead_lettered_at_once(
-=======
 def test_a_pack_that_differs_from_its_message_is_dead_lettered(
->>>>>>> words2
     wire: Wire, start_service: Callable[..., Service]
 ) -> None:
     """A missing, altered or foreign object is a dead letter with its reason, and no group of it gets a reward."""
@@ -131,13 +119,8 @@ def test_a_pack_that_differs_from_its_message_is_dead_lettered(
     wire.wait_idle()
 
 
-<<<<<<< HEAD
-def test_a_hostile_ground_truth_fails_its_group_alone(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """JSON nested too deeply is dead-lettered without retries; the service continues with other packs."""
-=======
 def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: Callable[..., Service]) -> None:
     """Too deeply nested JSON is a dead letter at once; the service continues with other packs."""
->>>>>>> words2
     service = start_service()
     deep = RewardRequest.model_construct(
         name="exact_match", data_source="", ground_truth="[" * 100_000, extra_info="{}"
@@ -153,13 +136,8 @@ def test_a_hostile_ground_truth_fails_only_its_group(wire: Wire, start_service: 
     assert service.alive()
 
 
-<<<<<<< HEAD
-async def test_a_built_in_reward_that_raises_fails_its_group_alone() -> None:
-    """An unexpected exception is an error of its group only, with the reward's name."""
-=======
 async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
     """An unexpected exception is an error of its group, with the reward's name."""
->>>>>>> words2
 
     def judge(completions: tuple[str, ...], truth: object) -> list[Verdict]:
         if truth == "bad":
@@ -182,13 +160,8 @@ async def test_a_built_in_reward_that_raises_fails_only_its_group() -> None:
     assert "ours raised ZeroDivisionError: nobody foresaw this (group bad)" in str(bad)
 
 
-<<<<<<< HEAD
-def test_a_stepping_wall_clock_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time since the last request is monotonic while the wall clock is set back by an hour."""
-=======
 def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait without a call is measured in seconds even while the wall clock is set back an hour."""
->>>>>>> words2
     before, wall = pack_progress.now(), time.time()
     monkeypatch.setattr(time, "time", lambda: wall - 3600.0)
     assert before <= pack_progress.now() < before + 60.0
@@ -197,11 +170,7 @@ def test_a_wall_clock_step_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) 
 def test_a_killed_service_loses_no_group(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-<<<<<<< HEAD
-    """SIGKILL during scoring: the pack is redelivered and scored after the restart, which restores the endpoint."""
-=======
     """SIGKILL in the middle of scoring: the pack is redelivered and scored by the restarted service, which knows the endpoint."""
->>>>>>> words2
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     asked, answer = threading.Event(), threading.Event()
 
@@ -229,11 +198,7 @@ def test_a_killed_service_loses_no_group(
 def test_packs_wait_while_s3_is_unreachable(
     bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
 ) -> None:
-<<<<<<< HEAD
-    """An outage of the store does not count as an attempt: the pack waits through any number of deliveries, and is scored later."""
-=======
     """An unreachable store does not count as an attempt: the pack waits over any number of deliveries and is scored later."""
->>>>>>> words2
     store = own_s3()
     wire = Wire(bus, Blobs(store.settings), ring_streams)
     service = Service(
@@ -283,11 +248,7 @@ def test_sigterm_finishes_packs_in_progress(
 def test_sigterm_requeues_unfinished_packs(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-<<<<<<< HEAD
-    """A pack that hangs beyond the drain time is requeued immediately, for another replica."""
-=======
     """A pack that hangs beyond the drain time is requeued at once, for another replica."""
->>>>>>> words2
     asked, answer = threading.Event(), threading.Event()
 
     def slow(request: dict) -> tuple[int, dict[str, str], bytes]:
@@ -333,11 +294,7 @@ def test_replicas_share_the_work(wire: Wire, start_service: Callable[..., Servic
 def test_every_replica_offers_its_rewards_in_the_registry(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-<<<<<<< HEAD
-    """The registry bucket lists the names that a run may use, including endpoints registered at another replica."""
-=======
     """The registry bucket has the reward names available to a run, including endpoints registered at another replica."""
->>>>>>> words2
     first, _ = start_service(replica="r0"), start_service(replica="r1")
     name = f"mine-{wire.run_id}"
     first.register(name, start_endpoint(good()).url)
@@ -352,11 +309,7 @@ def test_every_replica_offers_its_rewards_in_the_registry(
 
 
 def test_the_record_of_a_replica_killed_long_ago_is_deleted(wire: Wire, start_service: Callable[..., Service]) -> None:
-<<<<<<< HEAD
-    """A starting replica deletes expired offers, so that the shared bucket does not grow for ever."""
-=======
     """A starting replica deletes the offers of replicas killed long ago, so that the shared bucket stays bounded."""
->>>>>>> words2
     registry = wire.bus.key_value(streams.registry_bucket().bucket).wait()
     key = rewards_offered.key(f"dead-{wire.run_id}")
     record = rewards_offered.RewardsOffered(run_id=wire.run_id, replica="dead", at=time.time() - 3600, names=("x",))
@@ -386,22 +339,14 @@ def test_a_port_that_is_taken_is_named(
 def test_a_run_that_was_not_bootstrapped_is_refused_with_the_fix(
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str, wire: Wire
 ) -> None:
-<<<<<<< HEAD
-    """Without the run's streams the service exits with an error that explains how to create them."""
-=======
     """Without the run's streams the service exits at once and says how to create them."""
->>>>>>> words2
     service = Service(f"{run_id}-absent", nats_settings, s3_settings, tmp_path)
     assert service.wait(60) == 1
     assert "python -m penstock.deploy.bootstrap" in service.output
     assert "Traceback" not in service.output
 
 
-<<<<<<< HEAD
-def test_health_and_metrics_count_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
-=======
 def test_health_and_metrics_report_scored_groups(wire: Wire, start_service: Callable[..., Service]) -> None:
->>>>>>> words2
     """/healthz answers without a token, /metrics counts groups by scorer in Prometheus' text format."""
     service = start_service("reward_service.token=secret")
     wire.announce([make_group("e0.p0.a0", size=4, texts=TEXTS)])

@@ -25,11 +25,7 @@ from penstock.protocol.transport.bus import Bus
 def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-<<<<<<< HEAD
-    """The states of a registration, as seen with curl."""
-=======
     """An endpoint is registered, shown, tested and unregistered over HTTP."""
->>>>>>> words2
     service = start_service()
     endpoint = start_endpoint(good(0.5))
     name = f"mine-{wire.run_id}"
@@ -77,17 +73,10 @@ def test_an_endpoint_is_registered_shown_tested_and_unregistered(
     assert httpx.post(f"{url}/test", json={}, timeout=60).status_code == 404
 
 
-<<<<<<< HEAD
-def test_the_test_of_an_endpoint_reports_its_failure(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
-) -> None:
-    """Testing a broken endpoint shows the same reason as its dead letter would."""
-=======
 def test_the_test_of_a_failing_endpoint_shows_the_reason(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Testing a broken endpoint shows the same reason as a dead letter."""
->>>>>>> words2
     service = start_service()
     name = f"broken-{wire.run_id}"
     service.register(name, start_endpoint(raw("nonsense")).url)
@@ -173,11 +162,7 @@ def test_scoring_by_hand_gives_what_the_run_gets(shared_service: Service) -> Non
 
 
 def test_rewards_are_listed_with_their_data_sets(shared_service: Service) -> None:
-<<<<<<< HEAD
-    """GET /v1/rewards names every reward a task may use and the reward of each data set."""
-=======
     """GET /v1/rewards names every available reward and the reward of each data set."""
->>>>>>> words2
     answer = shared_service.get("/v1/rewards")
     assert {"auto", "exact_match", "format", "gsm8k", "math"} <= {row["name"] for row in answer["rewards"]}
     assert answer["by_source"]["openai/gsm8k"] == "gsm8k"
@@ -207,11 +192,7 @@ def test_a_token_guards_every_call_but_health(
     assert allowed.status_code == 200
 
 
-<<<<<<< HEAD
-def test_an_api_open_to_other_hosts_needs_a_token(
-=======
 def test_listening_beyond_loopback_needs_a_token(
->>>>>>> words2
     nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
     """Listening on another address than loopback without a token is refused at the start."""
@@ -220,13 +201,8 @@ def test_listening_beyond_loopback_needs_a_token(
     assert "reward_service.token_file" in service.output
 
 
-<<<<<<< HEAD
-def test_concurrent_registrations_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
-    """Concurrent registrations at two replicas lose no endpoint."""
-=======
 def test_registrations_at_the_same_moment_are_all_kept(wire: Wire, start_service: Callable[..., Service]) -> None:
     """Concurrent registrations at two replicas are all kept."""
->>>>>>> words2
     services = [start_service(replica="r0"), start_service(replica="r1")]
     names = [f"many{i}-{wire.run_id}" for i in range(12)]
 
@@ -256,11 +232,7 @@ def test_registrations_survive_a_restart_of_the_service(wire: Wire, start_servic
 def test_health_is_503_while_nats_is_unreachable(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-<<<<<<< HEAD
-    """/healthz answers 503 while NATS is unreachable, and 200 again after its restart; the service keeps running."""
-=======
     """/healthz answers 503 while NATS is unreachable and 200 afterwards; the service keeps running."""
->>>>>>> words2
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)

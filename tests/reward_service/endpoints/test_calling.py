@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The parts of a robust call, each in isolation: breaker, rate, signature, leases, tokens."""
-=======
 """The parts of a robust call, one at a time: breaker, rate, signature, leases, tokens."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -30,11 +26,7 @@ def tripped(now: float = 0.0) -> Breaker:
 
 
 def test_a_breaker_opens_only_when_most_of_enough_calls_failed() -> None:
-<<<<<<< HEAD
-    """Five failures open it, four do not; nor does a third of failures among many calls."""
-=======
     """Four failures do not open it, five do; a third of many calls does not."""
->>>>>>> words2
     breaker = Breaker()
     assert [breaker.record(0.0, failed=True) for _ in range(MIN_CALLS)] == [False] * (MIN_CALLS - 1) + [True]
     assert breaker.state(0.0) is BreakerState.OPEN
@@ -64,11 +56,7 @@ def test_a_half_open_breaker_lets_one_call_through() -> None:
     assert breaker.retry_in_s(now) == 0.0
 
 
-<<<<<<< HEAD
-def test_earlier_calls_do_not_change_an_open_breaker() -> None:
-=======
 def test_answers_to_earlier_calls_do_not_change_an_open_breaker() -> None:
->>>>>>> words2
     """Answers of calls in progress when it opened neither close nor prolong it."""
     breaker = tripped()
     breaker.record(0.1, failed=False)
@@ -79,11 +67,7 @@ def test_answers_to_earlier_calls_do_not_change_an_open_breaker() -> None:
 
 @given(st.floats(0.5, 100.0), st.lists(st.floats(0.0, 0.5), min_size=1, max_size=200))
 def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None:
-<<<<<<< HEAD
-    """For any pattern of requests, no more than the rate plus one second's burst are allowed."""
-=======
     """For any timing of calls, at most the rate plus one second's worth go through."""
->>>>>>> words2
     bucket, now, passed = TokenBucket(rate, 0.0), 0.0, 0
     for pause in pauses:
         now += pause
@@ -94,11 +78,7 @@ def test_a_token_bucket_keeps_its_rate(rate: float, pauses: list[float]) -> None
 
 
 def test_a_signature_is_the_specifications_own() -> None:
-<<<<<<< HEAD
-    """The known answer of the Standard Webhooks reference implementations, alone and together with a second key's."""
-=======
     """The signature of the Standard Webhooks reference implementations is produced, with one key and with two."""
->>>>>>> words2
     secret, body = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", b'{"test": 2432232314}'
     given = {"message_id": "msg_p5jXN8AQM9LWM0D4loKWxJek", "timestamp": 1614265330, "body": body}
     expected = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
@@ -114,24 +94,15 @@ def test_a_signature_is_the_specifications_own() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_%%%", "whsec_c2hvcnQ="])
-<<<<<<< HEAD
-def test_a_signing_secret_that_is_none_is_refused_without_showing_it(secret: str) -> None:
-    """The error describes the format of a secret and does not repeat the given value."""
-=======
 def test_an_invalid_signing_secret_is_refused_without_showing_it(secret: str) -> None:
     """The text says what a secret looks like, and does not repeat what was given."""
->>>>>>> words2
     with pytest.raises(ValueError, match="whsec_ and the base64 of 24 to 64") as err:
         Registration.model_validate({"name": "x", "url": "http://127.0.0.1/", "secrets": [secret]})
     assert not secret or f"input_value='{secret}" not in str(err.value)
 
 
 def test_a_lease_expires_by_the_readers_clock() -> None:
-<<<<<<< HEAD
-    """A lease expires when its revision is unchanged for its duration; a new or first seen revision restarts it."""
-=======
     """A lease expires when its revision is unchanged for its duration; a new revision, or a first read, restarts it."""
->>>>>>> words2
     endpoint = Endpoint(name="x", url="http://127.0.0.1/", lease_s=5)
     leases = Leases()
     assert leases.expired_for_s(endpoint, 1.0) > 0, "never seen"
@@ -148,11 +119,7 @@ def test_a_lease_expires_by_the_readers_clock() -> None:
 
 
 def test_tokens_have_names_and_roles() -> None:
-<<<<<<< HEAD
-    """A token allows what its role may do; an unknown token nothing; without configured tokens everything is allowed."""
-=======
     """A token allows the actions of its role; an unknown token none; without any tokens all actions are allowed."""
->>>>>>> words2
     access = Access(
         read_tokens(
             "# ours\n\nann admin aaaaaaaaaaaaaaaa\n  bob register bbbbbbbbbbbbbbbb\neve READ cccccccccccccccc\n"

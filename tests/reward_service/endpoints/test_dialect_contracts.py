@@ -144,11 +144,7 @@ async def test_verl_batch_functions_get_four_lists() -> None:
 
 
 async def test_trl_functions_get_prompts_completions_and_columns() -> None:
-<<<<<<< HEAD
-    """The function gets lists of one length, the row's columns by name; None means that it does not apply."""
-=======
     """The function sees lists of one length, the row's columns by name; None means that it does not apply."""
->>>>>>> words2
 
     def reward_func(prompts: Any, completions: Any, level: Any = None, **kwargs: Any) -> list[float | None]:
         assert len(prompts) == len(completions) == len(kwargs["ground_truth"])
@@ -215,11 +211,7 @@ async def test_openrlhf_servers_answer_batches() -> None:
 
 
 async def test_nemo_gym_servers_verify_a_response() -> None:
-<<<<<<< HEAD
-    """A resources server gets the row's columns and an OpenAI response, and answers the request with ``reward``."""
-=======
     """A resources server gets the row's columns and an OpenAI response, and answers with ``reward``."""
->>>>>>> words2
     app = FastAPI()
 
     @app.post("/verify")
@@ -236,11 +228,7 @@ async def test_nemo_gym_servers_verify_a_response() -> None:
 
 
 async def test_openai_graders_are_run_once_a_completion() -> None:
-<<<<<<< HEAD
-    """The grader, the row as item and the sample are sent; a flagged error is no score, even with a reward."""
-=======
     """The grader, the row as item and the sample are sent; a flagged error means no score, whatever the reward is."""
->>>>>>> words2
     app = FastAPI()
 
     @app.post("/v1/fine_tuning/alpha/graders/run")
@@ -292,11 +280,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("dialect", "said", "place"), MALFORMED)
 async def test_a_malformed_answer_is_an_error_that_names_the_place(dialect: str, said: str, place: str) -> None:
-<<<<<<< HEAD
-    """No dialect turns invalid values, null or a short list into a reward; the error names position and dialect."""
-=======
     """No dialect turns malformed values, null or a short list into a reward; the error names the place and the dialect."""
->>>>>>> words2
     server = EndpointServer(raw(said))
     options = {"grader": {"type": "string_check"}} if dialect == "openai-grader" else {}
     try:

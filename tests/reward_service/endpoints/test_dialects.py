@@ -43,31 +43,19 @@ def test_our_own_dialect_matches_results_by_group() -> None:
     [b"", b"[]", b"{}", answer(("a", [])), answer(("a", []), ("a", []), ("b", [])), answer(("a", []), ("c", []))],
 )
 def test_an_answer_for_other_groups_is_refused(wrong: bytes) -> None:
-<<<<<<< HEAD
-    """Missing, duplicate and foreign groups, and invalid JSON, are bad answers."""
-=======
     """Missing, duplicate and unknown groups, and text that is not JSON, are bad answers."""
->>>>>>> words2
     with pytest.raises(BadAnswer):
         PenstockDialect().read(Call("mine", "id-1", GROUPS), wrong)
 
 
 def test_unknown_options_of_a_dialect_are_refused() -> None:
-<<<<<<< HEAD
-    """A registration with an option that its dialect does not read is refused."""
-=======
     """A registration with an unknown option is refused."""
->>>>>>> words2
     with pytest.raises(ValueError, match="options of dialect penstock: temperature"):
         Endpoint(name="x", url="http://127.0.0.1:1/", options={"temperature": 1})
 
 
 class LengthDialect(Dialect):
-<<<<<<< HEAD
-    """Requests one number at a time, as many reward servers expect."""
-=======
     """One number per request, like many reward servers."""
->>>>>>> words2
 
     carries: ClassVar[Literal["groups", "group", "completion"]] = "completion"
 
@@ -80,15 +68,8 @@ class LengthDialect(Dialect):
         return [[Score(score=float(answer))]]
 
 
-<<<<<<< HEAD
-async def test_a_dialect_for_single_completions_sends_each_and_joins_the_scores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The client splits groups into completions, sends a request for each, and joins the scores in their order."""
-=======
 async def test_a_dialect_for_single_completions_is_asked_for_each_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client splits groups into completions, sends one request for each, and joins the scores in their order."""
->>>>>>> words2
     monkeypatch.setitem(spoken._DIALECTS, spoken.DialectName.PENSTOCK, LengthDialect)
     server = EndpointServer(lambda body: (200, {}, str(len(body["response"])).encode()))
     try:

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Endpoints are registered, hang, are replaced, drained and lost; the run gets every reward exactly once."""
-=======
 """Endpoints are registered, hang, are replaced, drained and lost during a run: no group is lost or scored twice."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -38,11 +34,7 @@ def blocking(score: float) -> tuple[Behaviour, threading.Event, threading.Event]
     return behave, asked, release
 
 
-<<<<<<< HEAD
-def test_an_endpoint_that_hangs_does_not_slow_others(
-=======
 def test_a_hung_endpoint_slows_no_other_pack(
->>>>>>> words2
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """With one slot and a dozen packs stuck at a hung endpoint, other packs are scored, by endpoints and built-ins."""
@@ -73,11 +65,7 @@ def test_a_hung_endpoint_slows_no_other_pack(
 def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-<<<<<<< HEAD
-    """Running calls end at the old version, waiting ones go to the new; each group is scored once and names its version."""
-=======
     """Calls in progress finish at the old version, waiting groups go to the new; each is scored once and records its scorer."""
->>>>>>> words2
     service = start_service()
     behave, asked, release = blocking(0.25)
     name = f"mine-{wire.run_id}"
@@ -109,17 +97,10 @@ def test_a_new_version_in_the_middle_of_a_run_scores_what_the_old_one_did_not(
     assert live()["finishing"] == {}
 
 
-<<<<<<< HEAD
-def test_an_endpoint_is_removed_when_its_lease_expires(
-    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
-) -> None:
-    """Not renewed, it is out of service and out of the offers, and its groups wait; renewed, it scores them."""
-=======
 def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Not renewed, it is out of service and not offered, and its groups wait; renewed, it scores them."""
->>>>>>> words2
     service = start_service("reward_service.endpoint_attempts=1")
     endpoint, name = start_endpoint(good(0.5)), f"leased-{wire.run_id}"
     service.register(name, endpoint.url, lease_s=1)
@@ -146,17 +127,10 @@ def test_an_endpoint_is_in_service_while_its_lease_is_renewed(
     assert service.post(f"/v1/endpoints/absent-{wire.run_id}/lease", other).status_code == 404
 
 
-<<<<<<< HEAD
-def test_a_drained_endpoint_gets_no_requests_until_it_is_resumed(
-    wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
-) -> None:
-    """Drained at one replica it is drained at all; its groups wait; resumed, they are scored; the wait is bounded."""
-=======
 def test_a_drained_endpoint_gets_no_calls_until_it_is_resumed(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
     """Drained at one replica it is drained at all; its groups wait, for a bounded time; resumed, they are scored."""
->>>>>>> words2
     service = start_service("reward_service.patience_s=3")
     endpoint, name = start_endpoint(good(0.5)), f"drained-{wire.run_id}"
     service.register(name, endpoint.url)
@@ -203,11 +177,7 @@ def test_a_pack_that_one_replica_scored_in_part_is_not_scored_again_by_another(
 def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint
 ) -> None:
-<<<<<<< HEAD
-    """SIGKILL during scoring: every group is scored; duplicates have the same id, which a trainer drops."""
-=======
     """SIGKILL while scoring: every group is scored; a duplicate has the same id, so a trainer drops it."""
->>>>>>> words2
     wire.bus.ensure_consumer(streams.generated_consumer(wire.run_id, StreamLimits(ack_wait_s=1.0))).wait()
     victim, survivor = start_service(replica="r0"), start_service(replica="r1")
     asked, release = threading.Event(), threading.Event()
@@ -238,11 +208,7 @@ def test_of_two_replicas_one_is_killed_and_nothing_is_lost(
         assert len({scored.generated.group_id for scored in times}) == 1
 
 
-<<<<<<< HEAD
-def test_secrets_are_write_only(
-=======
 def test_secrets_are_used_and_never_shown(
->>>>>>> words2
     wire: Wire, start_service: StartService, start_endpoint: StartEndpoint, tmp_path: Path
 ) -> None:
     """A registration's secrets are used by every replica, after a restart too, and shown by no call, log or registry."""
@@ -292,11 +258,7 @@ def test_secrets_are_used_and_never_shown(
 
 
 def test_without_tokens_secrets_and_requests_of_web_pages_are_refused(wire: Wire, shared_service: Service) -> None:
-<<<<<<< HEAD
-    """On loopback without tokens all is open but secrets, and only to requests that name this machine."""
-=======
     """On loopback without tokens everything but secrets is allowed, and only to requests whose Host is this machine."""
->>>>>>> words2
     key = "whsec_" + base64.b64encode(b"s" * 32).decode()
     answer = shared_service.register(f"x-{wire.run_id}", "http://127.0.0.1:9/", secrets=[key])
     assert answer.status_code == 422

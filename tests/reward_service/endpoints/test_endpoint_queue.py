@@ -82,11 +82,7 @@ def rewards(outcomes: list[Outcome]) -> list[tuple[float, ...]]:
 async def test_groups_of_many_packs_share_a_call_when_the_endpoint_is_slow(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-<<<<<<< HEAD
-    """While one call is running, groups wait, and are then sent in one call, from any pack."""
-=======
     """Groups of any pack that arrive during a call wait and then go together in one call."""
->>>>>>> words2
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -111,11 +107,7 @@ async def test_groups_of_many_packs_share_a_call_when_the_endpoint_is_slow(
 async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-<<<<<<< HEAD
-    """An endpoint that fails with sixteen concurrent groups soon gets fewer, and later more again."""
-=======
     """An endpoint that cannot take sixteen groups at once soon gets fewer, and later more again."""
->>>>>>> words2
 
     def small(request: dict[str, Any]) -> Answer:
         return raw("too large", 413)(request) if len(request["groups"]) > 4 else good(0.5)(request)
@@ -128,11 +120,7 @@ async def test_a_batch_shrinks_when_calls_fail_and_grows_when_they_succeed(
 
 
 async def test_a_full_queue_refuses_groups(serve: Callable[[Behaviour], EndpointServer], line: MakeLine) -> None:
-<<<<<<< HEAD
-    """Groups that do not fit into the queue are refused immediately, which does not count as a failure of the endpoint."""
-=======
     """A group that does not fit into the queue is refused at once, which is no failure of the endpoint."""
->>>>>>> words2
     release = threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -173,11 +161,7 @@ async def test_a_hedge_wins_over_a_slow_answer(serve: Callable[[Behaviour], Endp
 async def test_a_failing_endpoint_is_paused_and_tried_again(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
-<<<<<<< HEAD
-    """After five failed calls groups are refused immediately; after the pause one group probes it, and calls resume."""
-=======
     """After five failed calls groups are refused at once; after the pause one group tries it, then all are sent again."""
->>>>>>> words2
     server = serve(raw("out of order", 500))
     one = line(server, concurrency=8, batch_size=1, retries=0)
     outcomes = await one.score_groups(groups(MIN_CALLS), attempt=1)
@@ -198,17 +182,10 @@ async def test_a_failing_endpoint_is_paused_and_tried_again(
     assert one.metrics().breaker_opened == 1
 
 
-<<<<<<< HEAD
-async def test_health_checks_block_and_allow_requests(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
-) -> None:
-    """An endpoint whose health check fails gets no requests until one passes."""
-=======
 async def test_health_checks_open_and_close_the_breaker(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """An endpoint whose health check fails gets no calls until a check passes."""
->>>>>>> words2
     one = line(serve(good(0.5)))
     one.unhealthy("HTTP 503")
     (refused,) = await one.score_groups(groups(1), attempt=1)
@@ -249,17 +226,10 @@ async def test_requests_are_signed_and_carry_the_api_key(
     assert server.keys[0] == server.keys[1]
 
 
-<<<<<<< HEAD
-async def test_answers_are_checked_against_what_the_endpoint_declared(
-    serve: Callable[[Behaviour], EndpointServer], line: MakeLine
-) -> None:
-    """A row without ground truth is refused without a call; a score without a declared part is invalid."""
-=======
 async def test_answers_are_checked_against_the_registration(
     serve: Callable[[Behaviour], EndpointServer], line: MakeLine
 ) -> None:
     """A row without ground truth is refused without a call; a score without a declared part is a malformed answer."""
->>>>>>> words2
     server = serve(good(0.5))
     (refused,) = await line(server, needs_ground_truth=True).score_groups(groups(1), attempt=1)
     assert isinstance(refused, BadGroundTruth)
@@ -271,17 +241,10 @@ async def test_answers_are_checked_against_the_registration(
     assert "missing: style" in str(nonsense)
 
 
-<<<<<<< HEAD
-async def test_a_new_version_gets_waiting_groups_and_the_old_one_ends_its_calls(
-    serve: Callable[[Behaviour], EndpointServer],
-) -> None:
-    """Replaced during scoring: the running call is scored by the old version, the queue by the new; each group once."""
-=======
 async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_calls(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """Replaced while scoring: the call in progress is scored by the old version, the queue by the new; each group once."""
->>>>>>> words2
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:
@@ -308,17 +271,10 @@ async def test_a_new_version_takes_queued_groups_and_the_old_one_finishes_its_ca
         assert client.metrics(second).finishing == {}
 
 
-<<<<<<< HEAD
-async def test_groups_that_wait_for_an_unregistered_endpoint_are_refused(
-    serve: Callable[[Behaviour], EndpointServer],
-) -> None:
-    """The running call may end; queued groups are redelivered."""
-=======
 async def test_queued_groups_of_an_unregistered_endpoint_are_retried(
     serve: Callable[[Behaviour], EndpointServer],
 ) -> None:
     """The call in progress finishes; queued groups are retried."""
->>>>>>> words2
     started, release = threading.Event(), threading.Event()
 
     def slow(request: dict[str, Any]) -> Answer:

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Faulty endpoints: a group waits, is redelivered, and is scored once or dead-lettered with its reason; never a 0."""
-=======
 """Endpoints that fail: a group waits, is retried, and is scored once or dead-lettered with its reason; never a 0."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -103,11 +99,7 @@ def test_no_failure_of_an_endpoint_becomes_a_reward(
 def test_a_group_waits_for_its_endpoint_and_is_scored_once(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
-<<<<<<< HEAD
-    """While the endpoint fails the group is redelivered; after its recovery it is scored exactly once."""
-=======
     """While the endpoint fails the group is retried; once it works the group is scored exactly once."""
->>>>>>> words2
     service = start_service("reward_service.endpoint_attempts=50")
     endpoint = start_endpoint(raw("starting", 400))
     name = f"flaky-{wire.run_id}"
@@ -201,17 +193,10 @@ def test_an_unregistered_endpoint_may_come_back(
     assert not wire.dead
 
 
-<<<<<<< HEAD
-def test_a_reward_with_too_many_parts_is_dead_lettered_and_the_others_are_scored(
-    wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
-) -> None:
-    """Rewards too large for a message are dead letters; a pack that is too large is announced in pieces."""
-=======
 def test_a_reward_with_too_many_parts_is_dead_lettered_and_others_are_scored(
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """Rewards too large for any message are dead letters; a pack that is too large is announced in pieces."""
->>>>>>> words2
 
     def wordy(request: dict[str, Any]) -> Answer:
         score = {"score": 1.0, "parts": {f"part-{i}": 0.1 for i in range(30)}}
@@ -235,11 +220,7 @@ def service_delete(service: Service, name: str) -> int:
     return httpx.delete(f"{service.url}/v1/endpoints/{name}", timeout=60).status_code
 
 
-<<<<<<< HEAD
-def test_an_endpoint_is_found_by_name_and_gets_its_name(
-=======
 def test_an_endpoint_is_resolved_by_name_and_gets_its_host_header(
->>>>>>> words2
     wire: Wire, start_service: Callable[..., Service], start_endpoint: Callable[[Behaviour], EndpointServer]
 ) -> None:
     """A host name is resolved, its checked address is called, and the Host header still has the name."""

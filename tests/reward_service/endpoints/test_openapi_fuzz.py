@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Schemathesis sends requests that the API's description allows, and ones that it forbids."""
-=======
 """Schemathesis sends requests that the OpenAPI description allows and ones that it forbids."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -29,11 +25,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 def test_nothing_that_the_description_allows_or_forbids_breaks_the_api(
     own_nats: Callable[[], NatsServer], s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-<<<<<<< HEAD
-    """No request gets a 500, answers match the OpenAPI description, and every route requires a token."""
-=======
     """No request gets a 500, responses match the description, and no route answers without a token."""
->>>>>>> words2
     server = own_nats()
     with Bus.connect(server.settings, name="test") as bus:
         bootstrap(bus, Blobs(s3_settings), run_id)

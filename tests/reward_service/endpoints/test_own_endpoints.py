@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Endpoints written by users: the kit, the examples in Python and Node, served files with a signing key, draining."""
-=======
 """Users' own endpoints: the kit, the examples in Python and Node, served files with a signing key, draining."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -64,13 +60,8 @@ def test_the_kit_reads_signed_requests_and_writes_valid_answers() -> None:
     ],
     ids=["none", "foreign", "altered", "old", "future", "no time", "another id", "nonsense"],
 )
-<<<<<<< HEAD
-def test_a_request_that_differs_from_its_signature_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
-    """Missing, foreign, altered, old and future signatures are refused, and no error contains the key."""
-=======
 def test_a_request_that_was_not_signed_as_it_came_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
     """A missing, foreign, altered, old or future signature is refused, and no text shows the key."""
->>>>>>> words2
     headers = sign()  # now, not when the tests were collected, which may be long ago
     with pytest.raises(endpoint_kit.BadSignature, match=text) as refused:
         endpoint_kit.read(BODY, headers, [SECRET])
@@ -165,11 +156,7 @@ def test_an_example_registers_itself_and_scores_signed_requests(
 def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
     wire: Wire, start_service: Callable[..., Service], tmp_path: Path
 ) -> None:
-<<<<<<< HEAD
-    """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint, and its last call is still answered."""
-=======
     """With --secret-file unsigned requests get 401; Ctrl-C unregisters the endpoint at once and its last call is answered."""
->>>>>>> words2
     service = start_service("reward_service.token=right")
     (tmp_path / "token").write_text("right\n")
     (tmp_path / "secret").write_text(SECRET + "\n")

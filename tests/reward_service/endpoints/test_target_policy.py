@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Allowed addresses of endpoints: allow-listed networks and hosts, and addresses that are always refused."""
-=======
 """Addresses that endpoints may have: allow-listed networks and hosts, and addresses that are always refused."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -60,11 +56,7 @@ def test_public_addresses_need_to_be_listed(address: str) -> None:
     ],
 )
 def test_metadata_and_link_local_addresses_are_never_called(address: str) -> None:
-<<<<<<< HEAD
-    """No allow-list allows the metadata addresses with a machine's credentials."""
-=======
     """No allow-list permits the addresses of a machine's credentials."""
->>>>>>> words2
     with pytest.raises(EndpointRefused, match="never called"):
         TargetPolicy(["0.0.0.0/0", "::/0", "metadata.example"]).check_address("metadata.example", address, 80)
 
@@ -91,11 +83,7 @@ def test_an_entry_that_is_neither_network_nor_host_is_refused(entry: str) -> Non
     ],
 )
 def test_the_runs_own_servers_are_never_endpoints(host: str, address: str, port: int, *, refused: bool) -> None:
-<<<<<<< HEAD
-    """NATS and S3 are refused by every name and address they have here; other ports of the same hosts are not."""
-=======
     """NATS and S3 are refused by every name and address they have here, other ports of the same hosts are not."""
->>>>>>> words2
     nats = OwnServer("NATS", "localhost", 4222, frozenset({ipaddress.ip_address("127.0.0.1")}))
     store = OwnServer("the object store", "store.example", 9000, frozenset({ipaddress.ip_address("10.0.0.7")}))
     policy = TargetPolicy(PRIVATE_TARGETS, [nats, store])

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Grader processes: whether the answer or the grader failed when one does not finish."""
-=======
 """Grader processes: the cause of a failure when one does not finish."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -29,13 +25,8 @@ async def pool() -> AsyncIterator[GraderPool]:
     await pool.close()
 
 
-<<<<<<< HEAD
-async def test_an_answer_that_exhausts_the_grader_is_wrong_with_a_reason(pool: GraderPool) -> None:
-    """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; other answers are graded."""
-=======
 async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: GraderPool) -> None:
     """An answer that runs out of CPU time twice, after the truth parsed, is wrong with part timeout; others continue."""
->>>>>>> words2
     completions = (f"\\boxed{{{BOMB}}}", "\\boxed{x+1}", "\\boxed{x}")
     verdicts = await math_answer.judge(completions, "1+x", pool.equal)
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
@@ -48,13 +39,8 @@ async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) ->
         await math_answer.judge(("\\boxed{x+1}",), BOMB, pool.equal)
 
 
-<<<<<<< HEAD
-async def test_an_external_kill_of_a_grader_is_no_verdict(pool: GraderPool) -> None:
-    """A grader that exits for another reason is replaced; a second exit is an error, never a 0."""
-=======
 async def test_a_grader_killed_from_outside_is_an_error(pool: GraderPool) -> None:
     """A grader that exits for another reason is replaced; if that happens twice it is an error, never a 0."""
->>>>>>> words2
     assert await pool.equal("x+1", "1+x") is Graded.RIGHT
     (pid,) = pool.pids
     os.kill(pid, signal.SIGKILL)

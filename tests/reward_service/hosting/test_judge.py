@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The judge on real HTTP servers: its prompts, the parsing of its verdicts, its costs."""
-=======
 """The judge's requests, verdicts and cost, against real HTTP servers."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -44,11 +40,7 @@ def said(text: str | None, *, finish: str = "stop", **message: Any) -> Answer:
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[[Behaviour], EndpointServer]]:
-<<<<<<< HEAD
-    """A factory of chat servers that answer as scripted by a test."""
-=======
     """A factory of chat servers with scripted answers."""
->>>>>>> words2
     started: list[EndpointServer] = []
 
     def start(behaviour: Behaviour) -> EndpointServer:
@@ -114,13 +106,7 @@ UNREADABLE: dict[str, tuple[Answer, str]] = {
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-<<<<<<< HEAD
-async def test_an_answer_without_a_verdict_is_an_error(
-    case: str, scripted: Callable[[Behaviour], EndpointServer]
-) -> None:
-=======
 async def test_a_missing_verdict_is_an_error(case: str, scripted: Callable[[Behaviour], EndpointServer]) -> None:
->>>>>>> words2
     """Prose, another scale, a cut-off, a refusal, a filter and an HTTP error are errors, and none shows the key."""
     answer, text = UNREADABLE[case]
     (scores,) = await judge(scripted(lambda _: answer).url, key="sk-secret")
@@ -130,11 +116,7 @@ async def test_a_missing_verdict_is_an_error(case: str, scripted: Callable[[Beha
         assert "sk-secret" not in (score.error or "")
 
 
-<<<<<<< HEAD
-async def test_a_request_to_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointServer]) -> None:
-=======
 async def test_a_busy_judge_is_retried(scripted: Callable[[Behaviour], EndpointServer]) -> None:
->>>>>>> words2
     """429 and 5xx are retried; the number of concurrent questions is bounded."""
     calls, busy, most = [0], [0], [0]
 
@@ -173,11 +155,7 @@ def test_scores_are_read_in_the_forms_models_write_them() -> None:
 
 @pytest.mark.parametrize("num", [2, 3, 4, 5, 8])
 def test_pairs_are_compared_equally_often_and_in_both_orders(num: int) -> None:
-<<<<<<< HEAD
-    """Every pair is compared in both orders; with few opponents every answer still has as many comparisons."""
-=======
     """All pairs are compared in both orders; with fewer opponents every answer has the same number of comparisons."""
->>>>>>> words2
     full = pairs(num, opponents=None, both_orders=True)
     assert len(full) == num * (num - 1)
     assert len(set(full)) == len(full)
@@ -291,13 +269,8 @@ def test_keys_come_from_outside_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert JudgeSettings(**base).api_key() == ""
 
 
-<<<<<<< HEAD
-async def test_the_embedded_engine_can_be_a_judge(tmp_path: Path) -> None:
-    """Penstock's chat endpoint accepts the request; the output of an untrained model is no verdict, and its tokens are counted."""
-=======
 async def test_the_embedded_engine_is_asked_as_a_judge(tmp_path: Path) -> None:
     """Our own chat endpoint accepts the request; an untrained model's text is not a verdict, and its tokens are counted."""
->>>>>>> words2
     build_model(tmp_path / "model")
     with embedded_engine(tmp_path / "model", tmp_path, "--weight-version", "0") as engine:
         settings = JudgeSettings(

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""OpenAI's graders, evaluated locally: results, refusals, and the cause reported for a missing value."""
-=======
 """OpenAI's graders, evaluated here: their scores, what they refuse, and the cause of a missing value."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -51,11 +47,7 @@ async def score(given: dict[str, Any], answer: str, chat: Chat | None = None) ->
     ("operation", "scores"),
     [("eq", (1, 0, 0, 0)), ("ne", (0, 1, 1, 1)), ("like", (1, 1, 0, 0)), ("ilike", (1, 1, 1, 0))],
 )
-<<<<<<< HEAD
-async def test_strings_are_checked_as_in_the_guide(operation: str, scores: tuple[int, ...]) -> None:
-=======
 async def test_strings_are_checked_by_openais_guide(operation: str, scores: tuple[int, ...]) -> None:
->>>>>>> words2
     """Eq and ne compare whole texts, like and ilike look for the reference inside the input."""
     answers = ("Paris", "It is Paris.", "PARIS", "Rome")
     found = [(await score({**CHECK, "operation": operation}, answer)).score for answer in answers]
@@ -200,11 +192,7 @@ async def test_a_model_scores_by_the_guides_response_format(
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["steps", "result"]
 
 
-<<<<<<< HEAD
-def test_a_model_grader_needs_a_judge(tmp_path: Path) -> None:
-=======
 def test_a_model_grader_needs_a_chat_endpoint(tmp_path: Path) -> None:
->>>>>>> words2
     """Without --base-url a grader that asks a model is refused at the start."""
     (tmp_path / "g.json").write_text(json.dumps(ASK))
     with pytest.raises(ConfigError, match="--base-url"):

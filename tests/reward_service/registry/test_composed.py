@@ -112,13 +112,8 @@ def test_parts_are_stored_with_their_sum_and_an_error_in_one_is_the_groups(
     assert taken.status_code in {409, 422}
 
 
-<<<<<<< HEAD
-def test_a_run_file_that_cannot_be_meant_ends_the_service_before_it_starts(tmp_path: Path) -> None:
-    """Wrong parameters are reported together on stderr; no server is contacted."""
-=======
 def test_an_invalid_run_file_stops_the_service_at_the_start(tmp_path: Path) -> None:
     """Wrong parameters are one text on stderr with every error; no server is contacted."""
->>>>>>> words2
     (tmp_path / "run.toml").write_text(RUN_FILE.replace("relative", "relativ").replace("buffer = 50", "buffer = 500"))
     command = [
         sys.executable,
@@ -178,13 +173,8 @@ def _define(**parts: dict[str, Any]) -> dict[str, RewardDefinition]:
         ({"reward": "gsm8k", "parameters": {"a": 1}}, "there are: none"),
     ],
 )
-<<<<<<< HEAD
-def test_a_part_that_cannot_be_meant_is_named(part: dict[str, Any], text: str) -> None:
-    """Every error names the part, the reward and the expected value."""
-=======
 def test_an_invalid_part_is_named(part: dict[str, Any], text: str) -> None:
     """Every error names the reward and the part, and what is valid."""
->>>>>>> words2
     with pytest.raises(ConfigError, match=text) as refused:
         definitions.check(_define(one=part))
     assert "reward.define.mine.parts.one" in str(refused.value)
@@ -197,11 +187,7 @@ def test_a_definition_does_not_take_a_built_ins_name() -> None:
 
 
 class Scripted:
-<<<<<<< HEAD
-    """A scorer with the results set by the test."""
-=======
     """A scorer with a scripted outcome."""
->>>>>>> words2
 
     slow = False
 
@@ -223,13 +209,8 @@ class Scripted:
         (EndpointBusy("busy", retry_in_s=3.0), GroupScores((1.0,), "x"), "part a: busy"),
     ],
 )
-<<<<<<< HEAD
-async def test_the_error_that_matters_most_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
-    """A permanent failure takes precedence over a temporary one, and a failure over a wait; kind and wait are kept."""
-=======
 async def test_the_most_severe_error_is_the_groups(first: Outcome, second: Outcome, decides: str) -> None:
     """A permanent error takes precedence over a transient one, and a failure over a wait; kind and wait are kept."""
->>>>>>> words2
     definition = _define(a={"reward": "x"}, b={"reward": "y"})["mine"]
 
     async def nobody(request: RewardRequest) -> Scripted:

@@ -21,21 +21,13 @@ def _rows(heading: str) -> list[list[str]]:
     ]
 
 
-<<<<<<< HEAD
-def test_the_tables_match_the_registry() -> None:
-=======
 def test_the_tables_equal_the_registry() -> None:
->>>>>>> words2
     """The generated tables are up to date; the command in their markers renews them."""
     assert reward_table.update(TEXT) == TEXT, "run: python -m penstock.reward_service rewards --write docs/graders.md"
 
 
 def test_every_reward_and_parameter_is_in_the_table() -> None:
-<<<<<<< HEAD
-    """No built-in is missing, none is invented, and every parameter is named in its row."""
-=======
     """The table has exactly the built-in rewards, and each row names every parameter."""
->>>>>>> words2
     listed = {name: row for row in _rows("The table") for name in re.findall(r"`(\w+)`", row[0])}
     assert listed.keys() == BUILT_INS.keys()
     for name, built_in in BUILT_INS.items():
@@ -51,11 +43,7 @@ def test_the_example_is_a_run_file() -> None:
 
 
 def test_every_data_set_is_listed_with_its_reward() -> None:
-<<<<<<< HEAD
-    """Each data set of the code is in one row, that of its reward, and the page states the right number of answers."""
-=======
     """Each data set of the code is in one row, that of its reward, and the page has the right number of answers."""
->>>>>>> words2
     listed = {
         source: rewards.strip("`")
         for rewards, sources in _rows("Data sets")

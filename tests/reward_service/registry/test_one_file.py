@@ -57,11 +57,7 @@ parameters.factor = 4.0
 
 
 def copy_of_the_package(folder: Path) -> Path:
-<<<<<<< HEAD
-    """Copy what the reward service needs below ``folder``; returns the entry for PYTHONPATH."""
-=======
     """Copy the packages that the reward service needs below ``folder``; return the entry for PYTHONPATH."""
->>>>>>> words2
     package = folder / "site" / "penstock"
     for name in ("protocol", "reward_service"):
         shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -71,11 +67,7 @@ def copy_of_the_package(folder: Path) -> Path:
 
 
 def test_one_new_file_is_a_reward(wire: Wire, start_service: Callable[..., Service], tmp_path: Path) -> None:
-<<<<<<< HEAD
-    """Only the file is added: it is listed with its parameters, used for its data set, and usable in definitions."""
-=======
     """With only the file added, the reward is listed with its parameters, fits its data set, and can be a part of definitions."""
->>>>>>> words2
     site = copy_of_the_package(tmp_path)
     (site / "penstock" / "reward_service" / "rewards" / "capitals.py").write_text(NEW_REWARD)
     environ = {"PYTHONPATH": str(site)}

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The table of answers (tests/data/answers.jsonl): the score of every built-in reward for each, with a source or a reason."""
-=======
 """The table of answers (tests/data/answers.jsonl): every built-in reward's verdict on them, each with a source or a reason."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -52,11 +48,7 @@ def test_the_table_is_large_and_gives_reasons() -> None:
 
 
 async def test_every_answer_gets_its_verdict(graders: Graders) -> None:
-<<<<<<< HEAD
-    """Verdicts do not depend on the cost of an answer: exhausted graders are bounded and score it as wrong."""
-=======
     """Every answer gets its listed verdict; one that exhausts a grader takes bounded time and is wrong."""
->>>>>>> words2
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in TABLE:
         groups.setdefault(json.dumps([row["reward"], row.get("parameters", {})]), []).append(row)
@@ -126,11 +118,7 @@ def _truth(name: str) -> str:
 
 
 async def _grade(gold: str, answer: str) -> Graded:
-<<<<<<< HEAD
-    """Replace a grader process, whose limits are tested separately."""
-=======
     """Replace a grader process, whose limits have tests of their own."""
->>>>>>> words2
     return Graded.WRONG
 
 
@@ -153,13 +141,8 @@ async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) ->
 
 
 @given(st.text(max_size=60), st.text(alphabet="0123456789,./%$ -+^x×{}\\fracboxed()eE½⁵", max_size=40))
-<<<<<<< HEAD
-def test_no_text_breaks_the_reading_of_numbers_letters_and_labels(text: str, number: str) -> None:
-    """For any text of a policy the pure rules give a verdict; a parsed number is finite."""
-=======
 def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, number: str) -> None:
     """The pure rules give a verdict on any text, and any number they read is finite."""
->>>>>>> words2
     for completion in (text, number, f"<answer>{number}</answer>", f"The answer is {number}", f"\\boxed{{{text}}}"):
         for parameters in (
             numeric.Parameters(),
@@ -176,11 +159,7 @@ def test_every_text_gets_a_verdict_on_numbers_letters_and_labels(text: str, numb
     st.fractions(max_denominator=10**6), st.sampled_from(["{0}/{1}", "\\frac{{{0}}}{{{1}}}", "$\\dfrac{{{0}}}{{{1}}}$"])
 )
 def test_a_fraction_is_read_in_every_spelling(value: Fraction, form: str) -> None:
-<<<<<<< HEAD
-    """A written number is parsed exactly, and the next fraction is another number."""
-=======
     """A fraction is read back exactly in every spelling, and the next fraction differs from it."""
->>>>>>> words2
     written = form.format(value.numerator, value.denominator)
     read = quantity.read(written)
     assert read is not None

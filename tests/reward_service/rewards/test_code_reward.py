@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The code reward: extraction of program and tests, verdicts, and the cause of failures."""
-=======
 """The code reward: finding the program and the tests, comparing outputs, and attributing failures."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -36,11 +32,7 @@ GOOD = "print(2 * int(input()))"
 
 @pytest.fixture
 async def pool() -> AsyncIterator[SandboxPool]:
-<<<<<<< HEAD
-    """Two slots in the sandbox available on this machine; a machine without any fails, it does not skip."""
-=======
     """Two slots in the sandbox that works here; a machine without one fails the tests instead of skipping them."""
->>>>>>> words2
     found = canary.probe("auto")
     assert found.kind is not None, found
     pool = SandboxPool(Launch(found.kind), 2, LIMITS)
@@ -160,11 +152,7 @@ def test_rows_without_tests_are_refused(truth: Any, extra: Any) -> None:
 
 
 async def test_share_and_all(pool: SandboxPool) -> None:
-<<<<<<< HEAD
-    """The reward is the fraction of passed tests, or 1 only for all of them; the parts give the number and the reasons."""
-=======
     """The reward is the share of passed tests, or 1 only for all of them; the parts give the number and the reason of failure."""
->>>>>>> words2
     half = "n = int(input())\nprint(2 * n if n < 3 else 0)"
     truth = {"inputs": list(DOUBLE.inputs), "outputs": list(DOUBLE.outputs)}
     completions = (f"```python\n{GOOD}\n```", half, "I do not know", "```rust\nfn main() {}\n```", GOOD)
@@ -219,24 +207,14 @@ async def test_test_code_sees_plain_values(pool: SandboxPool, program: str, piec
         Assertions(("assert f(1)",), setup="import no_such_module"),
     ],
 )
-<<<<<<< HEAD
-async def test_tests_that_cannot_be_run_are_the_row_s_fault(pool: SandboxPool, tests: Assertions) -> None:
-    """Test code that does not compile, returns functions, or uses undefined names is no verdict."""
-=======
 async def test_tests_that_cannot_be_run_are_an_error_of_the_row(pool: SandboxPool, tests: Assertions) -> None:
     """Test code that does not compile, passes functions, or uses undefined names is an error of the row."""
->>>>>>> words2
     with pytest.raises(BadGroundTruth):
         await pool.grade("def f(x): return 1", tests)
 
 
-<<<<<<< HEAD
-async def test_helpers_of_the_tests_cannot_be_given_by_the_program(pool: SandboxPool) -> None:
-    """A name defined by setup refers to the data set's object, even if the program defines the same name."""
-=======
 async def test_the_program_cannot_replace_functions_of_the_tests(pool: SandboxPool) -> None:
     """A name that setup defines is the data set's, even if the program defines it too."""
->>>>>>> words2
     tests = Assertions(("assert close(f(1), 2)",), setup="def close(a, b): return a == b", entry_points=("f",))
     assert (await pool.grade("def close(a, b): return True\ndef f(x): return 1", tests)).passed == 0
 
@@ -260,13 +238,8 @@ async def test_ordinary_programs_work_in_the_sandbox(pool: SandboxPool) -> None:
         assert (await pool.grade(program, StdinTests(("1",), ("2",)))).reason is None, program
 
 
-<<<<<<< HEAD
-async def test_an_external_kill_of_a_program_is_an_error(pool: SandboxPool) -> None:
-    """A SIGKILL from outside (the memory of the machine ran out) is never a 0, and the next program is graded."""
-=======
 async def test_a_program_killed_from_outside_is_an_error(pool: SandboxPool) -> None:
     """A SIGKILL from outside (as when the machine is out of memory) is never a 0, and the next program is graded."""
->>>>>>> words2
     task = asyncio.create_task(pool.grade("import time; time.sleep(60)", DOUBLE))
     killed = 0
     while killed < 2:  # the pool tries twice
@@ -284,11 +257,7 @@ async def test_a_program_killed_from_outside_is_an_error(pool: SandboxPool) -> N
 
 
 async def test_a_killed_zygote_is_replaced(pool: SandboxPool) -> None:
-<<<<<<< HEAD
-    """A killed zygote is started again and does not affect a verdict."""
-=======
     """After a zygote was killed a new one grades the program."""
->>>>>>> words2
     assert (await pool.grade(GOOD, DOUBLE)).passed == 3
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
@@ -336,11 +305,7 @@ def test_zygotes_and_programs_exit_with_a_killed_service(kind: Kind) -> None:
 
 
 def test_a_machine_without_a_sandbox_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-<<<<<<< HEAD
-    """If no sandbox starts, none is used: the probe gives a reason for each, and never runs a program unconfined."""
-=======
     """If no sandbox starts, the probe gives the reason for each kind and never runs a program unconfined."""
->>>>>>> words2
     monkeypatch.setenv("PATH", "/nonexistent")
     found = canary.probe("bubblewrap")
     assert found.kind is None
@@ -363,11 +328,7 @@ def test_the_service_reports_its_sandbox(shared_service: Service) -> None:
 
 
 def test_a_service_without_a_sandbox_offers_no_code(start_service: Any) -> None:
-<<<<<<< HEAD
-    """With the sandbox switched off the reward is not offered, and requests for it get the reason."""
-=======
     """With the sandbox switched off the reward is not offered, and requesting it gives the reason."""
->>>>>>> words2
     service = start_service("reward_service.code_sandbox=off")
     group = {"completions": [GOOD], "ground_truth": {"inputs": ["4"], "outputs": ["8"]}}
     answer = httpx.post(f"{service.url}/v1/score", json={"reward": "code", "groups": [group]}, timeout=60.0).json()
@@ -388,11 +349,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _is_sleeping_program(pid: int) -> bool:
-<<<<<<< HEAD
-    """Return True if a process is confined, and so a program and not a zygote."""
-=======
     """Return True if a process is confined: a program, not a zygote."""
->>>>>>> words2
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -58,11 +58,7 @@ def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, ring_streams: str)
 
 
 def test_the_wait_of_groups_that_were_not_called_grows_and_has_jitter() -> None:
-<<<<<<< HEAD
-    """A group that is rejected repeatedly is redelivered with growing, jittered delays."""
-=======
     """A group that is requeued repeatedly waits longer each time, with jitter."""
->>>>>>> words2
     policy = RetryPolicy(attempts=5, delay_s=2.0, not_called_limit_s=600.0)
     waits = [policy.delay_not_called(EndpointBusy("busy", retry_in_s=0.5), excused) for excused in range(20)]
     assert 0.3 <= waits[0] <= 0.7

@@ -50,11 +50,7 @@ def test_gsm8k_flexible_equals_verls_or_accepts_more() -> None:
 
 @pytest.mark.parametrize(("judge", "output"), [("judge_exact", "em"), ("judge_inside", "subem")])
 def test_question_answering_equals_verls(judge: str, output: str) -> None:
-<<<<<<< HEAD
-    """Right where verl gives 1; its 0.1 for a wrong answer in tags is Penstock's part has_answer."""
-=======
     """Right where verl gives 1; instead of its 0.1 for a wrong answer in tags there is the part has_answer."""
->>>>>>> words2
     case = recorded("verl/reward/qa_em")
     for (text, truth), score in zip(case["inputs"]["pairs"], case["outputs"][output], strict=True):
         found = getattr(question_answer, judge)(question_answer.Parameters(), (text,), truth)[0]

@@ -238,13 +238,8 @@ def test_every_fraction_is_read_back(value: Any) -> None:
 
 
 @given(st.text(max_size=200), st.text(alphabet="\\{}boxedfrac12,%$^. ", max_size=80))
-<<<<<<< HEAD
-def test_no_text_breaks_a_reward(completion: str, latexish: str) -> None:
-    """For any text of a policy a reward gives a finite verdict."""
-=======
 def test_every_text_gets_a_finite_verdict(completion: str, latexish: str) -> None:
     """A reward gives a finite verdict on any text."""
->>>>>>> words2
     for text in (completion, latexish, f"\\boxed{{{latexish}}}", f"#### {latexish}"):
         assert gsm8k.judge((text,), "1")[0].reward in {0.0, 1.0}
         assert format.judge((text,), None)[0].reward in {0.0, 1.0}

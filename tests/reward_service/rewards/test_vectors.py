@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Penstock's gsm8k and math compared with verl, TRL and math-verify on the same texts.
-=======
 """Our gsm8k and math against the verdicts of verl, TRL and math-verify on the same texts.
->>>>>>> words2
 
 Differences are listed with a reason; any other difference is a failure.
 TRL skips a row whose truth is prose (``None``); Penstock compares it as words, so no reward is given either.
@@ -59,11 +55,7 @@ def _differ(case: dict[str, Any], rewards: list[float]) -> set[str]:
 
 
 def test_gsm8k_agrees_with_verl_but_for_the_listed_answers() -> None:
-<<<<<<< HEAD
-    """The strict rule of verl, and the formats that Penstock accepts in addition."""
-=======
     """Verl's strict rule, and the answers that ours also accepts."""
->>>>>>> words2
     case = CASES["verl/reward/gsm8k-strict"]
     rewards = [gsm8k.judge((text,), truth)[0].reward for text, truth in case["pairs"]]
     assert _differ(case, rewards) == {text for name, text in OURS if name == "verl/reward/gsm8k-strict"}
@@ -71,11 +63,7 @@ def test_gsm8k_agrees_with_verl_but_for_the_listed_answers() -> None:
 
 @pytest.mark.parametrize("name", ["verl/reward/math", "math_verify/verify", "trl/reward/accuracy"])
 async def test_math_agrees_but_for_the_listed_answers(name: str, grader: GraderPool) -> None:
-<<<<<<< HEAD
-    """Three public verifiers, and where Penstock differs on purpose."""
-=======
     """Three public verifiers, and the texts on which ours differs on purpose."""
->>>>>>> words2
     case = CASES[name]
     rewards = []
     for text, truth in case["pairs"]:

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Programs that attack the sandbox: the attempt of each, and the reasons with which it may fail.
-=======
 """Hostile programs: the attack of each, and the reasons with which it may fail.
->>>>>>> words2
 
 ``ESCAPED`` in the output means that an attack succeeded. ``W`` holds the objects outside (`test_sandbox_attacks.World`),
 ``call(name, ...)`` makes a system call and raises OSError when it fails.
@@ -25,11 +21,7 @@ def call(name, *arguments):
     return result
 """
 
-<<<<<<< HEAD
-# Each is one or more statements; the code after the statement that has to fail proves the escape.
-=======
 # Each is one or more statements; output after the statement that must fail proves an escape.
->>>>>>> words2
 NETWORK = {
     "tcp4": "socket.create_connection(('127.0.0.1', W['tcp4']), 2)",
     "tcp6": "socket.create_connection(('::1', W['tcp6']), 2)",
@@ -313,11 +305,7 @@ ONLY_ON_X86 = {
     "calls_of_x32_programs": MACHINE_CODE.replace("CODE", "'b8270000400f05c3'"),
 }
 
-<<<<<<< HEAD
-# Programs that try to pass without the answer: f(3) is 4242, which they do not know.
-=======
 # Programs that try to pass test code without the answer: f(3) must be 4242, which they do not contain.
->>>>>>> words2
 FORGERIES = {
     "always_equal": "class E:\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return E()",
     "always_equal_number": "class E(int):\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\ndef f(x): return E(1)",

@@ -32,11 +32,7 @@ PLACES = ("/tmp", "/dev/shm", "/var/tmp", "/", str(Path.cwd()))
 
 
 class World:
-<<<<<<< HEAD
-    """Files and processes outside of the sandbox that would show a trace of an escape."""
-=======
     """Files, listeners and processes outside the sandbox that would show an escape."""
->>>>>>> words2
 
     def __init__(self, folder: Path, uid: int) -> None:
         folder.chmod(0o777)
@@ -77,11 +73,7 @@ class World:
         }
 
     def assert_untouched(self) -> None:
-<<<<<<< HEAD
-        """No connection, no file written, no process killed, no process left."""
-=======
         """Assert that nothing connected, nothing was written, no process was signalled and none is left."""
->>>>>>> words2
         for name, listener in self.sockets.items():
             with pytest.raises(BlockingIOError):
                 listener.recv(1) if "datagram" in name or name == "udp4" else listener.accept()
@@ -143,11 +135,7 @@ class Place:
         self.prelude = f"{attacks.PRELUDE}\nN = {numbers!r}\nW = {described!r}\nREVERSED_ANSWER = {ANSWER[::-1]!r}\n"
 
     def run(self, statement: str, limits: Limits = LIMITS) -> Reason:
-<<<<<<< HEAD
-        """Run an attack; returns the reason of its failure, ``WRONG`` for one that finished."""
-=======
         """Run an attack; returns the reason of its failure, ``WRONG`` if it finished."""
->>>>>>> words2
         run = run_program(self.slot.programs, self.prelude + statement, limits)
         said = run.output + run.errors
         assert b"ESCAPED" not in run.output, said[-1000:]
@@ -195,11 +183,7 @@ def test_an_attack_fails_and_is_reported(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", attacks.EXCESSES)
 def test_an_excess_is_stopped_and_reported(place: Place, name: str) -> None:
-<<<<<<< HEAD
-    """A program that exceeds a limit, crashes or forges a result gets the reason for it, and leaves nothing behind."""
-=======
     """A program that exceeds a limit, crashes or forges output gets the reason, and leaves no process or file."""
->>>>>>> words2
     statement, reasons = attacks.EXCESSES[name]
     zygote = place.slot.programs.pid
     if Reason.CPU_TIME in reasons:  # on a machine that gives it little, the clock runs out first
@@ -218,11 +202,7 @@ def test_system_calls_of_another_abi_are_fatal(place: Place, name: str) -> None:
 
 @pytest.mark.parametrize("name", attacks.FORGERIES)
 def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> None:
-<<<<<<< HEAD
-    """No action of a program during its tests passes an answer that it does not know."""
-=======
     """No behaviour of a program in the calls of its tests passes a test whose answer it does not compute."""
->>>>>>> words2
     program = attacks.FORGERIES[name]
     tests = Assertions(
         (
@@ -242,11 +222,6 @@ def test_no_program_forges_the_verdict_of_test_code(place: Place, name: str) -> 
     place.world.assert_untouched()
 
 
-<<<<<<< HEAD
-def test_the_attacks_are_many() -> None:
-    """There are more than sixty kinds of attack, each run in each sandbox available on this machine."""
-=======
 def test_there_are_over_sixty_kinds_of_attack() -> None:
     """There are more than sixty kinds of attack, each run in each sandbox that works here."""
->>>>>>> words2
     assert len(attacks.EVERYTHING_THAT_FAILS) + len(attacks.EXCESSES) + len(attacks.FORGERIES) > 150

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""A user's reward file in the common styles, and the errors for one that does not work."""
-=======
 """A user's reward file in each supported style, and the errors of one that does not work."""
->>>>>>> words2
 
 from __future__ import annotations
 
@@ -135,11 +131,7 @@ async def test_every_function_style_is_called_by_its_own_signature(style: str, t
     ],
 )
 async def test_every_failure_is_an_error_of_the_score(source: str, text: str, tmp_path: Path) -> None:
-<<<<<<< HEAD
-    """An exception, None, NaN or a wrong count is an error with its position; it is never a 0."""
-=======
     """An exception, None, NaN or a wrong count is an error that names the line; it is never a 0."""
->>>>>>> words2
     scores = await user_file.load(write(tmp_path, source)).score(GROUP)
     assert len(scores) == 2
     assert scores[0].score is None
@@ -169,11 +161,7 @@ async def test_one_failed_completion_keeps_the_other_scores(tmp_path: Path) -> N
     ],
 )
 def test_a_file_that_cannot_work_is_refused_with_the_reason(source: str, text: str, tmp_path: Path) -> None:
-<<<<<<< HEAD
-    """Errors that can be detected at the start are reported at the start."""
-=======
     """A file that cannot work is refused at the start with the reason."""
->>>>>>> words2
     with pytest.raises(UserFileError) as refused:
         user_file.load(write(tmp_path, source))
     assert text in str(refused.value)
@@ -216,12 +204,7 @@ async def test_functions_for_conversations_get_messages(tmp_path: Path) -> None:
         user_file.load(write(tmp_path, VERL + "return 1"), conversational=True)
 
 
-<<<<<<< HEAD
-async def test_the_first_traceback_of_a_place_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The server's log has the whole traceback once, for any number of completions."""
-=======
 async def test_the_first_traceback_of_each_line_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole traceback is printed once, for any number of completions."""
->>>>>>> words2
     await user_file.load(write(tmp_path, VERL + "return 1 / 0")).score(GROUP)
     assert capsys.readouterr().err.count("ZeroDivisionError: division by zero") == 1

@@ -184,11 +184,7 @@ def test_workers_exit_with_a_killed_service(wire: Wire, start_service: Callable[
 async def test_code_that_cannot_be_used_is_refused_at_the_start(
     code: Path, monkeypatch: pytest.MonkeyPatch, reward: str, parameters: str, expected: str
 ) -> None:
-<<<<<<< HEAD
-    """The check names the reward and the error; the process that tried to load it has exited."""
-=======
     """The check names the reward and what is wrong; the process that tried to load it has exited."""
->>>>>>> words2
     monkeypatch.chdir(code)
     text = f'[define.mine.parts.one]\nreward = "{reward}"\n{parameters}\n'
     user = UserRewards(RewardSettings.model_validate(tomllib.loads(text)), num_workers=1, timeout_s=5.0)
@@ -232,11 +228,7 @@ def test_an_entry_point_is_a_reward_by_its_name(code: Path, monkeypatch: pytest.
 
 
 async def test_a_worker_that_is_killed_is_replaced(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-<<<<<<< HEAD
-    """Its group is an error; the next one gets a new process, which loads the code again."""
-=======
     """The group in progress is an error; the next one gets a new process, which reloads the code."""
->>>>>>> words2
     monkeypatch.chdir(code)
     pool = WorkerPool("my_rewards.py:tilted", {}, num_workers=1, timeout_s=20.0)
     group = GroupToScore(completions=["4"], ground_truth="4")
