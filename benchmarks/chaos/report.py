@@ -110,7 +110,7 @@ def show(outcome: Outcome) -> str:
         "",
         f"seed {outcome.seed}: {outcome.steps} steps, {len(outcome.kills)} kills, {outcome.wall_s:.0f} s of wall time, "
         f"{outcome.cpu_s:.0f} CPU s; {train['issued']} groups issued, {train['used']} trained, dropped: {dropped}, "
-        f"dead letters {train['dead']}, left over {sum(train['in_flight'].values())}; {outcome.issued_again} issued again, {outcome.came_again} came again to a worker; "
+        f"dead letters {train['dead']}, left over {sum(train['in_flight'].values())}; {outcome.issued_again} issued again, {outcome.came_again} redelivered to a worker; "
         f"replay: {len(outcome.replay.get('same', []))} versions the same",
         "; ".join(["FAILS", *outcome.failures[:5]] if outcome.failures else ["holds", *outcome.late]),
     ]
