@@ -19,6 +19,8 @@ from penstock.trainer.algorithm.algorithm_state import AlgorithmState
 from penstock.trainer.algorithm.estimators.interface import Outcomes
 from penstock.trainer.algorithm.filters.interface import Candidate, keep
 
+_ROUNDING = 1e-9  # of the largest advantage of a batch, as for rewards; sums in another order differ by less
+
 
 @dataclass(frozen=True, slots=True)
 class Scored:
@@ -104,9 +106,10 @@ def credit_rule(settings: AlgorithmSettings, *, longest: int, state: AlgorithmSt
 
 
 def _candidates(groups: Sequence[Scored], found: Tensor, shaped: Tensor, lengths: Tensor) -> list[Candidate]:
-    """Return every trajectory as filters see it."""
+    """Return every trajectory as filters see it; rounding errors of an advantage of 0 are 0 for them."""
     cut = [(truncated, group.source) for group in groups for truncated in group.truncated]
-    columns = zip(found.tolist(), shaped.tolist(), lengths.tolist(), cut, strict=True)
+    exact = torch.where(found.abs() <= _ROUNDING * found.abs().max(), 0.0, found) if len(found) else found
+    columns = zip(exact.tolist(), shaped.tolist(), lengths.tolist(), cut, strict=True)
     return [Candidate(a, truncated, reward, length, source) for a, reward, length, (truncated, source) in columns]
 
 

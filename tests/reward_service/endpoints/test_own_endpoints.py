@@ -73,7 +73,12 @@ def test_the_kit_refuses_what_the_service_would_refuse() -> None:
     with pytest.raises(endpoint_kit.BadRequest, match="groups"):
         endpoint_kit.read(b'{"reward": "x"}', {})
     request = endpoint_kit.read(BODY, {})
-    for scores, text in [([], "0 groups"), ([[1.0]], "1 scores for 2"), ([[1.0, float("nan")]], "a score is nan")]:
+    refused = [
+        ([], "expected scores for 1 groups, got 0"),
+        ([[1.0]], "expected 2 scores, one per completion, got 1"),
+        ([[1.0, float("nan")]], "nan"),
+    ]
+    for scores, text in refused:
         with pytest.raises(ValueError, match=text):
             endpoint_kit.answer(request, scores)
 
@@ -202,6 +207,6 @@ def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
         calling.join(60)
         assert answers[0].json()["results"][0]["scores"][0]["score"] == 3.0
         assert process.wait(20) == 0, process.output
-        assert "1 calls are under way" in process.output
+        assert "1 calls in progress" in process.output
     finally:
         process.kill()

@@ -272,7 +272,6 @@ def task(prompt: Prompt, group_id: str = "e0.p0.a0"):
         group_size=8,
         split="train",
         issued_version=PolicyVersion(3),
-        environment="single_turn",
     )
 
 

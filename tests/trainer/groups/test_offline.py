@@ -91,7 +91,7 @@ def test_a_run_is_scored_again_by_another_reward(run: StoredRun, scored_again: s
     assert [group.scored.generated for group in groups] == [group.scored.generated for group in trained]
     sources = {pack.sha256 for step in run.record.steps for pack in step.packs}
     assert {pack.sha256 for piece in stored(run, AGAIN) for pack in piece.packs} == sources
-    assert "nothing is overwritten" in run.console("rescore", "--weights", "reward=2", "--into", AGAIN, expected=1)
+    assert "which are not overwritten" in run.console("rescore", "--weights", "reward=2", "--into", AGAIN, expected=1)
 
 
 def test_a_group_without_a_score_is_an_error(run: StoredRun, service: Service, positions: PositionReward) -> None:
