@@ -12,7 +12,7 @@ from tests.examples import examples
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
 from penstock.trainer.algorithm.algorithm_state import AlgorithmState
-from penstock.trainer.algorithm.credit import Scored, credit_rule
+from penstock.trainer.algorithm.credit import Credit, Scored, credit_rule
 from penstock.trainer.algorithm.presets import PRESETS
 from penstock.trainer.errors import CheckpointError
 
@@ -139,3 +139,29 @@ def test_credit_is_finite_and_independent_of_order_for_any_preset(
             edges.append(edges[-1] + len(group))
         expected = [v for place in shuffled for v in values[edges[place] : edges[place + 1]]]
         assert others == pytest.approx(expected, rel=1e-5, abs=1e-7 * largest)
+
+
+def test_a_rounding_error_of_a_zero_advantage_is_zero_for_filters() -> None:
+    """Rewards of 0 beside one of 543289, normalised by source: the error of 1e-11 keeps no trajectory in any order."""
+    section = AlgorithmSettings(name="grpo", reward_norm="source", overlong_buffer=0.5, drop_zero_advantage=True)
+    groups = [
+        Scored(rewards, lengths, [False] * len(rewards), source="ab"[len(rewards) % 2])
+        for rewards, lengths in (
+            ([1.0], [0]), ([0.0, 0.0, 543289.0], [0, 0, 0]), ([0.0, 0.0, 1.0], [0, 8, 0]), ([0.0] * 5, [0] * 5),
+        )
+    ]  # fmt: skip
+    kept = [
+        sorted(
+            zip(
+                *_by_group(credit_rule(section, longest=8)([groups[place] for place in order]), groups, order),
+                strict=True,
+            )
+        )
+        for order in ((0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0))
+    ]
+    assert kept[0] == kept[1] == kept[2]
+
+
+def _by_group(credit: Credit, groups: list[Scored], order: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Return the group of every trajectory, and 1 where it counts."""
+    return [p for p in order for _ in groups[p].rewards], [int(weight > 0) for weight in credit.weights]
