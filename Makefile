@@ -7,7 +7,7 @@ SGLANG ?= .venv-sglang
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: bench-plane wheel-test
+.PHONY: bench-plane wheel-test test-vllm
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
 
@@ -29,6 +29,10 @@ chaos: $(STAMP)  ## kill processes at random (three seeds), then audit and repla
 	$(BIN)/python -m pytest -m chaos --timeout 900
 	$(BIN)/python -m benchmarks.chaos
 	$(BIN)/python -m benchmarks.chaos --without-ids --seeds 0 --steps 20 --kills 7 --points 4
+
+test-vllm: $(STAMP)  ## run the engine contract tests against a running vLLM server at URL (docs/vllm.md shows how to start one)
+	test -n "$(URL)" || { echo "usage: make test-vllm URL=http://127.0.0.1:8000"; exit 2; }
+	PENSTOCK_TEST_VLLM_URL=$(URL) $(BIN)/python -m pytest --timeout 600 tests/contracts/test_client_contract.py
 
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## run the engine contract tests against a real SGLang server on the CPU
 	PENSTOCK_TEST_SGLANG=1 PENSTOCK_SGLANG_PYTHON=$(CURDIR)/$(SGLANG)/bin/python \

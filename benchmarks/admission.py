@@ -97,7 +97,7 @@ class _Issued:
         raise AssertionError(drops)
 
 
-class Ring:
+class SimulatedRun:
     """One run: everything happens at a time of the simulated clock."""
 
     def __init__(self, prompts: PromptSet, rule: Rule, *, load: float, seed: int) -> None:
@@ -255,7 +255,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for load in (0.5, 0.8):
         for rule in RULES:
-            found = [Ring(prompts, rule, load=load, seed=seed).run() for seed in range(3)]
+            found = [SimulatedRun(prompts, rule, load=load, seed=seed).run() for seed in range(3)]
             dropped = [outcome.dropped.total() for outcome in found]
             vain = sum(outcome.generated for outcome in found) / (len(found) * NUM_STEPS * ROLLOUT.groups_per_step) - 1
             wall, waited = (

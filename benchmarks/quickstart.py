@@ -104,7 +104,7 @@ def _reached(run: dict[str, Any]) -> bool:
 
 
 def _row(seed: int, system: str, run: dict[str, Any], verdict: str) -> str:
-    again = sum(int(n) for incident in run["incidents"] for n in re.findall(r"(\d+) groups? came again", incident))
+    again = sum(int(n) for incident in run["incidents"] for n in re.findall(r"(\d+) groups? redelivered", incident))
     return (
         f"| {seed} | {system} | {run['accuracy_before']:.3f} | {run['accuracy_after']:.3f} | {_stale_share(run):.0%} "
         f"| {run['total_wall_s']:.1f} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} | {again} | {verdict} |"

@@ -35,7 +35,7 @@ def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
 
 def measure(steps: int, folder: Path) -> dict[str, Any]:
     """Run and replay; returns the figures of both."""
-    ran, ring_cpu_s = penstock(folder, "quickstart", "--steps", str(steps), "--json")
+    ran, run_cpu_s = penstock(folder, "quickstart", "--steps", str(steps), "--json")
     home = folder / "runs" / "quickstart"
     trainer = json.loads((home / "trainer.json").read_text())
     rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
@@ -51,7 +51,7 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
             "wall_s": trainer["wall_s"],
             "trainer_cpu_s": trainer["cpu_s"],
             "steps_and_waits_s": sum(row["step_s"] + row["wait_s"] for row in rows),
-            "all_processes_cpu_s": ring_cpu_s,
+            "all_processes_cpu_s": run_cpu_s,
         },
         "replay": {
             "wall_s": replayed["wall_s"],
@@ -60,7 +60,7 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
         },
         "ratio": {
             "wall": replayed["wall_s"] / trainer["wall_s"],
-            "all_processes_cpu": replay_cpu_s / ring_cpu_s,
+            "all_processes_cpu": replay_cpu_s / run_cpu_s,
         },
     }
 

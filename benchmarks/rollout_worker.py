@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.ring_end import RingEnd, attached, worker_process
+from tests.rollout_service.trainer_side import TrainerSide, attached, worker_process
 from tests.servers import start_nats, start_s3
 
 from penstock.deploy.bootstrap import bootstrap
@@ -26,7 +26,7 @@ from penstock.rollout_service.engines.engine_process import process_cpu_seconds
 GROUPS, GROUP_SIZE, PROMPT_TOKENS, MAX_NEW_TOKENS = 12, 8, 18, 9
 
 
-def issue_packs(ring_end: RingEnd, name: str, count: int) -> None:
+def issue_packs(trainer_side: TrainerSide, name: str, count: int) -> None:
     """Issue packs of the quickstart's size."""
     for pack in range(count):
         tasks = [
@@ -38,7 +38,7 @@ def issue_packs(ring_end: RingEnd, name: str, count: int) -> None:
             )
             for group in range(GROUPS)
         ]
-        ring_end.issue(f"{name}-{pack}", tasks)
+        trainer_side.issue(f"{name}-{pack}", tasks)
 
 
 def main() -> None:
@@ -54,11 +54,11 @@ def main() -> None:
         try:
             with Bus.connect(nats.settings, name="benchmark") as bus, FaultyEngine() as engine:
                 bootstrap(bus, blobs, "bench")
-                ring_end = RingEnd(bus, blobs, "bench", folder)
-                ring_end.publish(0)
+                trainer_side = TrainerSide(bus, blobs, "bench", folder)
+                trainer_side.publish(0)
                 worker = worker_process(folder, "bench", "w0", nats.settings, s3.settings, *attached(engine))
                 try:
-                    measure(ring_end, worker.pid, options.packs, options.versions)
+                    measure(trainer_side, worker.pid, options.packs, options.versions)
                 finally:
                     worker.stop()
         finally:
@@ -66,18 +66,18 @@ def main() -> None:
             s3.stop()
 
 
-def measure(ring_end: RingEnd, worker_pid: int, num_packs: int, num_versions: int) -> None:
+def measure(trainer_side: TrainerSide, worker_pid: int, num_packs: int, num_versions: int) -> None:
     """Print CPU and wall milliseconds of the worker for packs and for versions."""
-    issue_packs(ring_end, "warm", 5)
-    ring_end.collect(5, 60)
+    issue_packs(trainer_side, "warm", 5)
+    trainer_side.collect(5, 60)
     cpu, wall = process_cpu_seconds(worker_pid), time.monotonic()
-    issue_packs(ring_end, "measured", num_packs)
-    ring_end.collect(num_packs, 600)
+    issue_packs(trainer_side, "measured", num_packs)
+    trainer_side.collect(num_packs, 600)
     show(f"a pack of {GROUPS} groups of {GROUP_SIZE}", worker_pid, cpu, wall, num_packs)
     cpu, wall = process_cpu_seconds(worker_pid), time.monotonic()
     for version in range(1, num_versions + 1):
-        ring_end.publish(version)
-        ring_end.wait_applied("w0", version)
+        trainer_side.publish(version)
+        trainer_side.wait_applied("w0", version)
     show("a version of 0.5 MB", worker_pid, cpu, wall, num_versions)
 
 

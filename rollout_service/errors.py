@@ -7,7 +7,7 @@ PenstockError
 │   ├── EngineRefused         an HTTP error; the text quotes the engine
 │   ├── EngineAborted         the engine aborted the generation, and not for an update of this worker
 │   ├── ReplyRefused          lengths, ids, log-probabilities or versions contradict each other
-│   ├── EngineDistrusted      sampled with unknown weights: an update failed, or versions disagree
+│   ├── WeightsUnverified      sampled with unknown weights: an update failed, or versions disagree
 │   └── WeightsNotApplied     the engine did not confirm the version it was asked to load
 ├── TaskRefused               no attempt at the task can succeed with this model; dead-lettered at once
 ├── WeightsUnusable           a version's objects are missing, or differ from its manifest
@@ -52,7 +52,7 @@ class ReplyRefused(EngineError):
     """The engine's reply contradicts itself or the request; no part of it is used."""
 
 
-class EngineDistrusted(EngineError):
+class WeightsUnverified(EngineError):
     """The weights that sampled this are unknown: an update failed meanwhile, or the engine named another version."""
 
 

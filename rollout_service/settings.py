@@ -169,8 +169,8 @@ class WorkerSettings(Section):
             try:
                 kind.options.model_validate(self.engine_options)
             except ValidationError as err:
-                mistakes = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
-                raise ValueError("; ".join(f"worker.engine_options.{mistake}" for mistake in mistakes)) from None
+                problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in err.errors())
+                raise ValueError("; ".join(f"worker.engine_options.{problem}" for problem in problems)) from None
         return self
 
     @property

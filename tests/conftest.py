@@ -134,7 +134,7 @@ def blobs(s3_settings: S3Settings) -> Blobs:
 
 
 @pytest.fixture
-def ring_streams(bus: Bus, blobs: Blobs, run_id: str) -> Iterator[str]:
+def run_streams(bus: Bus, blobs: Blobs, run_id: str) -> Iterator[str]:
     """Streams, consumers and buckets of ``run_id``, which it returns; deleted after the test."""
     bootstrap(bus, blobs, run_id)
     yield run_id

@@ -41,7 +41,7 @@ class Outcome:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     issued_again: int = 0  # groups with a second attempt
-    came_again: int = 0  # groups redelivered to a worker after the worker that held them was killed
+    num_redelivered: int = 0  # groups redelivered to a worker after the worker that held them was killed
     account: dict[str, Any] = field(default_factory=dict)
     replay: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)  # what does not hold
@@ -110,7 +110,7 @@ def show(outcome: Outcome) -> str:
         "",
         f"seed {outcome.seed}: {outcome.steps} steps, {len(outcome.kills)} kills, {outcome.wall_s:.0f} s of wall time, "
         f"{outcome.cpu_s:.0f} CPU s; {train['issued']} groups issued, {train['used']} trained, dropped: {dropped}, "
-        f"dead letters {train['dead']}, left over {sum(train['in_flight'].values())}; {outcome.issued_again} issued again, {outcome.came_again} redelivered to a worker; "
+        f"dead letters {train['dead']}, left over {sum(train['in_flight'].values())}; {outcome.issued_again} issued again, {outcome.num_redelivered} redelivered to a worker; "
         f"replay: {len(outcome.replay.get('same', []))} versions the same",
         "; ".join(["FAILS", *outcome.failures[:5]] if outcome.failures else ["holds", *outcome.late]),
     ]

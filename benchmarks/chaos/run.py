@@ -156,7 +156,7 @@ class ChaosRun:
         outcome.kills = self.kills
         outcome.account = proof.to_document()
         outcome.issued_again = _num_issued_again(told)
-        outcome.came_again = self.seen.came_again
+        outcome.num_redelivered = self.seen.num_redelivered
         measure(self.kills, events, self.seen)
         notice_silence(self.kills, [(i.at, i.text) for i in incidents if i.kind == "lost"])
         outcome.late = late_ones(self.kills)

@@ -41,7 +41,7 @@ class Seen:
 
     steps: list[tuple[float, int]] = field(default_factory=list)  # Unix time, number
     work: list[Work] = field(default_factory=list)  # one entry for each growth
-    came_again: int = 0  # groups that were delivered to a worker again
+    num_redelivered: int = 0  # groups that were delivered to a worker again
 
     @property
     def newest_step(self) -> int:
@@ -89,8 +89,8 @@ class Observer:
     def _take(self, event: RunEvent) -> None:
         if event.kind == "step":
             self.seen.steps.append((event.at, int(event.data["step"])))
-        elif event.kind == "log" and " came again" in str(event.data.get("text")):
-            self.seen.came_again += int(str(event.data["text"]).split()[0])
+        elif event.kind == "log" and " redelivered" in str(event.data.get("text")):
+            self.seen.num_redelivered += int(str(event.data["text"]).split()[0])
 
     def _run(self) -> None:
         while not self._ending.wait(_LOOK_S):

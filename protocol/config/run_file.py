@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from penstock.protocol.config.config_aliases import SAME
+from penstock.protocol.config.config_aliases import ALIASES
 from penstock.protocol.config.foreign_config import REFUSED, advice
 from penstock.protocol.config.sources import (
     Given,
@@ -99,10 +99,10 @@ def load(
     ``overrides`` are ``a.b=c``, ``--a.b=c`` or ``--a.b``, ``c``, in snake or kebab case. Sections of
     other services are ignored. Raises ConfigError that lists every error.
     """
-    mistakes: list[str] = []
-    given = [*from_files(files, mistakes), *from_environment(environ or {}), *from_overrides(overrides, mistakes)]
-    given = [ours for one in given for ours in _in_our_words(one)]
-    unreadable = bool(mistakes)
+    problems: list[str] = []
+    given = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
+    given = [ours for one in given for ours in _without_aliases(one)]
+    unreadable = bool(problems)
     chosen: dict[KeyPath, Given] = {}
     reported: set[tuple[KeyPath, str]] = set()
     for one in given:
@@ -111,26 +111,26 @@ def load(
         except _UnknownKeyError as err:
             if (err.unknown, one.source) not in reported:
                 reported.add((err.unknown, one.source))
-                mistakes.append(f"{one.origin}: {err}")
+                problems.append(f"{one.origin}: {err}")
     if unreadable:  # every required key of the unreadable file would be reported as missing
-        raise ConfigError("\n".join(mistakes))
+        raise ConfigError("\n".join(problems))
     wrong_types = dict(_wrong_types(settings_class, chosen))
-    mistakes += wrong_types.values()
+    problems += wrong_types.values()
     try:
         settings = settings_class.model_validate(_tree(settings_class, chosen))
     except ValidationError as err:
-        mistakes += _explain(settings_class, err, chosen, known=wrong_types)
+        problems += _explain(settings_class, err, chosen, known=wrong_types)
     else:
-        if not mistakes:
+        if not problems:
             origins = {
-                path: chosen[path].origin if path in chosen else _unsaid(settings, path)
+                path: chosen[path].origin if path in chosen else _origin_of_unset(settings, path)
                 for path, _ in values_of(settings)
             }
             return Loaded(settings, {".".join(path): origin for path, origin in origins.items()})
-    raise ConfigError("\n".join(mistakes))
+    raise ConfigError("\n".join(problems))
 
 
-def _unsaid(settings: BaseModel, path: KeyPath) -> str:
+def _origin_of_unset(settings: BaseModel, path: KeyPath) -> str:
     """Return the origin of a value that no source gave: a section may fill in more than defaults, such as a preset's."""
     origin_of = getattr(getattr(settings, path[0], None), "origin_of", None)
     return origin_of(path[1]) if origin_of is not None and len(path) > 1 else "default"
@@ -199,15 +199,15 @@ def is_secret(settings_class: type[BaseModel], path: KeyPath) -> bool:
     return False
 
 
-def _in_our_words(one: Given) -> Iterator[Given]:
+def _without_aliases(one: Given) -> Iterator[Given]:
     """Yield the values to set: an alias of another project is replaced by its Penstock keys and kept in the origin."""
     dotted = ".".join(part.replace("-", "_") for part in one.path)
-    same = SAME.get(dotted)
-    if same is None:
+    alias = ALIASES.get(dotted)
+    if alias is None:
         yield one
         return
-    for ours in same.ours:
-        yield one._replace(path=tuple(ours.split(".")), value=same.value(one.value), origin=f"{one.origin} as {dotted}")
+    for key in alias.keys:
+        yield one._replace(path=tuple(key.split(".")), value=alias.value(one.value), origin=f"{one.origin} as {dotted}")
 
 
 def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, Given]) -> None:

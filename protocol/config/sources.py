@@ -40,18 +40,18 @@ class Given(NamedTuple):
         return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
 
 
-def from_files(files: Sequence[Path], mistakes: list[str]) -> Iterator[Given]:
-    """Yield every value of the run files in order; appends errors to ``mistakes``."""
+def from_files(files: Sequence[Path], problems: list[str]) -> Iterator[Given]:
+    """Yield every value of the run files in order; appends errors to ``problems``."""
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
             yield from _from_text(str(file), text)
         except OSError as err:
-            mistakes.append(f"{file}: not readable ({err.strerror})")
+            problems.append(f"{file}: not readable ({err.strerror})")
         except UnicodeDecodeError as err:
-            mistakes.append(f"{file}: not UTF-8 text (at byte {err.start})")
+            problems.append(f"{file}: not UTF-8 text (at byte {err.start})")
         except SyntaxError as err:
-            mistakes.append(str(err))
+            problems.append(str(err))
 
 
 def _from_text(name: str, text: str) -> Iterator[Given]:
@@ -77,7 +77,7 @@ def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
             yield Given(path, scalar(text), f"environment {name}", text)
 
 
-def from_overrides(overrides: Sequence[str], mistakes: list[str]) -> Iterator[Given]:
+def from_overrides(overrides: Sequence[str], problems: list[str]) -> Iterator[Given]:
     """Yield ``a.b=c``, ``--a.b=c`` and ``--a.b c``; a key part that contains a dot is quoted."""
     remaining = list(overrides)
     while remaining:
@@ -87,7 +87,7 @@ def from_overrides(overrides: Sequence[str], mistakes: list[str]) -> Iterator[Gi
             separator, text = " ", remaining.pop(0)
         path = tuple(part[0] or part[1] or part[2] for part in _KEY_PART.findall(name))
         if not separator or not path:
-            mistakes.append(f"override {token!r}: expected section.key=value or --section.key value")
+            problems.append(f"override {token!r}: expected section.key=value or --section.key value")
             continue
         for extra, value in leaves(scalar(text)):
             yield Given(path + extra, value, "override", None if extra else text)

@@ -6,11 +6,11 @@ import hashlib
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from penstock.protocol.facts import Finite
+from penstock.reward_service.endpoints.dialect_registry import DIALECTS, create_dialect, known_dialect
 from penstock.reward_service.endpoints.dialects.dialect import Dialect
-from penstock.reward_service.endpoints.dialects.spoken import DialectName, speak
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$"
 
@@ -23,7 +23,11 @@ class EndpointSpec(BaseModel):
     name: str = Field(pattern=NAME_PATTERN, description="Reward name that rows request.")
     version: str = Field("1", max_length=100, description="Recorded with the name in every scored group.")
     url: str = Field(max_length=2000, description="Where groups are posted to; http or https.")
-    dialect: DialectName = Field(DialectName.PENSTOCK, description="Format of its requests and answers.")
+    dialect: Annotated[str, AfterValidator(known_dialect)] = Field(
+        "penstock",
+        description="Format of its requests and answers.",
+        json_schema_extra=lambda schema: schema.update(enum=list(DIALECTS.built_in)),
+    )
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the dialect.")
     timeout_s: float = Field(30.0, gt=0, le=3600, description="Deadline of one call, its tries included, in s.")
     retries: int = Field(3, ge=0, le=20, description="Further tries of a call after a connection failure, 429 or 5xx.")
@@ -62,7 +66,7 @@ class EndpointSpec(BaseModel):
         if self.min_score > self.max_score:
             raise ValueError(f"min_score {self.min_score} is above max_score {self.max_score}")
         try:
-            speak(self.dialect, self.options)
+            create_dialect(self.dialect, self.options)
         except ValidationError as err:
             first = err.errors()[0]
             where = ".".join(map(str, first["loc"]))
@@ -78,7 +82,7 @@ class Endpoint(EndpointSpec):
     @cached_property
     def speaker(self) -> Dialect:
         """The dialect with its options."""
-        return speak(self.dialect, self.options)
+        return create_dialect(self.dialect, self.options)
 
     @property
     def scorer(self) -> str:

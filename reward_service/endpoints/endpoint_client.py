@@ -59,9 +59,9 @@ class EndpointClient:
     def metrics(self, endpoint: Endpoint, state: str = "ok") -> EndpointMetrics:
         """Return the metrics of an endpoint; ``state`` comes from the registry."""
         finishing = {
-            queue.endpoint.scorer: queue.num_under_way
+            queue.endpoint.scorer: queue.num_in_progress
             for queue in self._finishing
-            if queue.endpoint.name == endpoint.name and queue.num_under_way
+            if queue.endpoint.name == endpoint.name and queue.num_in_progress
         }
         return self.queue(endpoint).metrics().model_copy(update={"state": state, "finishing": finishing})
 

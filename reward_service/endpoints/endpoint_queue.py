@@ -91,7 +91,7 @@ class EndpointQueue:
         self._caller = EndpointCaller(endpoint, secrets or NOTHING, http, self.counts)
         self._waiting: deque[QueuedGroup] = deque()
         self._calls: set[asyncio.Task[None]] = set()
-        self._under_way = 0  # groups in calls
+        self._num_in_progress = 0  # groups in calls
         self._bucket = TokenBucket(endpoint.rate_per_s, time.monotonic())
         self._batch_limit = endpoint.batch_size
         self._most_waiting = _QUEUE_FACTOR * endpoint.concurrency * endpoint.batch_size
@@ -132,9 +132,9 @@ class EndpointQueue:
         return not self._waiting and not self._calls
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_progress(self) -> int:
         """Number of groups (single completions, where the dialect sends them so) in calls."""
-        return self._under_way
+        return self._num_in_progress
 
     def metrics(self) -> EndpointMetrics:
         """Return the counters and latencies so far."""
@@ -143,7 +143,7 @@ class EndpointQueue:
             calls=self.timings.num_calls,
             errors=self.timings.num_failed,
             error_rate=round(self.timings.num_failed / max(self.timings.num_calls, 1), 4),
-            under_way=self._under_way,
+            under_way=self._num_in_progress,
             waiting=len(self._waiting),
             turned_away=self._num_rejected,
             retries=self.counts.retries,
@@ -211,7 +211,7 @@ class EndpointQueue:
         if len(self._waiting) >= self._most_waiting:
             self._num_rejected += 1
             return EndpointBusy(
-                f"endpoint {self.endpoint.name} has {self._under_way} groups in progress and {len(self._waiting)} queued, "
+                f"endpoint {self.endpoint.name} has {self._num_in_progress} groups in progress and {len(self._waiting)} queued, "
                 "which is its limit; the group is retried. Raise its concurrency, or start more instances",
                 retry_in_s=_BUSY_S,
             )
@@ -232,7 +232,7 @@ class EndpointQueue:
                 self._waiting.extendleft(reversed(batch))
                 self._start_calls_in(wait_s)
                 return
-            self._under_way += len(batch)
+            self._num_in_progress += len(batch)
             self._calls.add(asyncio.create_task(self._call(batch)))
 
     def _start_calls_in(self, wait_s: float) -> None:
@@ -271,7 +271,7 @@ class EndpointQueue:
             if opened:
                 log.warning("circuit breaker opened", endpoint=self.endpoint.scorer, reason=self._last_error)
         finally:
-            self._under_way -= len(batch)
+            self._num_in_progress -= len(batch)
             self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
         self._start_calls()
 

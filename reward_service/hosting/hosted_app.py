@@ -25,7 +25,7 @@ class Calls:
     def __init__(self, home: asyncio.AbstractEventLoop) -> None:
         """``home`` is the main thread's event loop."""
         self.home = home
-        self.num_under_way = 0
+        self.num_in_progress = 0
         self._none = asyncio.Event()
         self._none.set()
 
@@ -39,17 +39,17 @@ class Calls:
         return await asyncio.wrap_future(work)
 
     async def _counted(self, reward: Hosted, groups: Sequence[GroupToScore]) -> list[list[Score]]:
-        self.num_under_way += 1
+        self.num_in_progress += 1
         self._none.clear()
         try:
             return await reward.score(groups)
         finally:
-            self.num_under_way -= 1
-            if not self.num_under_way:
+            self.num_in_progress -= 1
+            if not self.num_in_progress:
                 self.home.call_later(0.1, self._maybe_none)  # the response is not written yet
 
     def _maybe_none(self) -> None:
-        if not self.num_under_way:
+        if not self.num_in_progress:
             self._none.set()
 
 
@@ -82,7 +82,7 @@ def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
         """Return 200 and a description of the served reward."""
-        about = {"reward": reward.title, "version": reward.version, "calls": calls.num_under_way}
+        about = {"reward": reward.title, "version": reward.version, "calls": calls.num_in_progress}
         return {"ok": True, **about, "figures": dict(reward.figures)}
 
     return app

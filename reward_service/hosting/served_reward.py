@@ -176,15 +176,15 @@ async def _serve(reward: Hosted, where: Address, bound: Any, url: str) -> None:
 
 async def _drain(calls: hosted_app.Calls, drain_s: float) -> None:
     """Wait for calls in progress, so that their groups are not scored a second time elsewhere."""
-    if calls.num_under_way:
+    if calls.num_in_progress:
         sys.stderr.write(
-            f"{calls.num_under_way} calls in progress; press Ctrl-C again to exit without waiting for them\n"
+            f"{calls.num_in_progress} calls in progress; press Ctrl-C again to exit without waiting for them\n"
         )
     try:
         async with asyncio.timeout(drain_s):
             await calls.wait_for_none()
     except TimeoutError:
-        sys.stderr.write(f"{calls.num_under_way} calls did not finish within --drain-s {drain_s:g}\n")
+        sys.stderr.write(f"{calls.num_in_progress} calls did not finish within --drain-s {drain_s:g}\n")
 
 
 @contextmanager

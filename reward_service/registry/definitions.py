@@ -23,19 +23,19 @@ def check(define: Mapping[str, RewardDefinition]) -> dict[str, dict[str, Section
     Raises ConfigError that lists every mistake: a built-in's name taken, unknown or wrong parameters, parameters of
     something that is no built-in.
     """
-    mistakes: list[str] = []
+    problems: list[str] = []
     checked: dict[str, dict[str, Section]] = {}
     for name, definition in define.items():
         if name in BUILT_INS or name == AUTO:
-            mistakes.append(f"reward.define.{name}: {name} is a built-in reward; choose another name")
+            problems.append(f"reward.define.{name}: {name} is a built-in reward; choose another name")
         checked[name] = {}
         for part_name, part in definition.parts.items():
             place = f"reward.define.{name}.parts.{part_name}"
-            parameters = _parameters(place, part, mistakes)
+            parameters = _parameters(place, part, problems)
             if parameters is not None:
                 checked[name][part_name] = parameters
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
+    if problems:
+        raise ConfigError("\n".join(problems))
     return checked
 
 
@@ -70,25 +70,25 @@ def describe(definition: RewardDefinition) -> str:
     return " + ".join(texts)
 
 
-def _parameters(place: str, part: RewardPart, mistakes: list[str]) -> Section | None:
+def _parameters(place: str, part: RewardPart, problems: list[str]) -> Section | None:
     built_in = BUILT_INS.get(part.reward)
     if built_in is None:
         if part.parameters and import_path(part.reward) is None:
             near = difflib.get_close_matches(part.reward, BUILT_INS, n=1, cutoff=0.6)
             alias = f"; write {BY_SOURCE[part.reward]}" if part.reward in BY_SOURCE else ""
             hint = alias or (f"; did you mean {near[0]}?" if near else "")
-            mistakes.append(
+            problems.append(
                 f"{place}.parameters: only built-in rewards and your own code take parameters, {part.reward} is neither{hint}"
             )
         return None
     try:  # JSON's strictness: a list is a tuple and a text a path, but "5" is no number
         return built_in.parameters.model_validate_json(json.dumps(part.parameters, default=str), strict=True)
     except ValidationError as err:
-        mistakes += [_mistake(place, part, error) for error in err.errors(include_url=False)]
+        problems += [_problem(place, part, error) for error in err.errors(include_url=False)]
         return None
 
 
-def _mistake(place: str, part: RewardPart, error: Any) -> str:
+def _problem(place: str, part: RewardPart, error: Any) -> str:
     known = list(BUILT_INS[part.reward].parameters.model_fields)
     key = ".".join(map(str, error["loc"]))
     where = f"{place}.parameters{'.' + key if key else ''}"

@@ -55,9 +55,9 @@ class AttachedEngine:
         """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
 
-    async def reaches(self, version: PolicyVersion) -> None:
+    async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until it serves ``version`` or a newer one."""
-        await self._serving.reaches(version)
+        await self._serving.wait_for_version(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Have the server serve ``version`` from a folder, waiting for a server that does not answer yet.
@@ -112,7 +112,7 @@ class AttachedEngine:
         """Return the engine's checksum of its weights; None when it reports none."""
         return await self.client.weights_checksum()
 
-    async def suspect(self) -> None:
+    async def check_health(self) -> None:
         """Check now whether the server still serves what it loaded."""
         await self._check()
 
@@ -143,7 +143,7 @@ class AttachedEngine:
                 served = await self.client.served_version()
                 if served != self._serving.base:
                     log.warning("the engine lost its weights; loading them again", url=self.client.url, served=served)
-                    self.client.distrust(f"it loaded version {self._serving.base} but serves {served}")
+                    self.client.mark_unverified(f"it loaded version {self._serving.base} but serves {served}")
                     self.ready.clear()
                     await self._load("drain")
                 await self._reload_lost_adapters()
@@ -174,12 +174,12 @@ class AttachedEngine:
             try:
                 await self.client.load_weights(folder, version, mode)
             except EngineError as err:
-                self.client.distrust(f"version {version} was not applied: {err}")
+                self.client.mark_unverified(f"version {version} was not applied: {err}")
                 if attempt == _LOAD_ATTEMPTS:
                     raise
                 log.warning("weights were not applied", policy_version=version, error=str(err))
             else:
                 break
-        self.client.trust()
+        self.client.mark_verified()
         self.ready.set()
         self._serving.confirm(version)

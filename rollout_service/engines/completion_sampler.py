@@ -16,7 +16,7 @@ from penstock.rollout_service.engines.adapter_table import AdapterTable
 from penstock.rollout_service.engines.completion import Completion, sampled_by_adapter
 from penstock.rollout_service.engines.detokenizer import Detokenizer
 from penstock.rollout_service.engines.resumption import Resumption
-from penstock.rollout_service.errors import EngineDistrusted, EngineMisconfigured, EngineTimeout
+from penstock.rollout_service.errors import EngineMisconfigured, EngineTimeout, WeightsUnverified
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class CompletionSampler:
         self._adapters = adapters
         self._request_deadline_s = request_deadline_s
         self._returns_text = returns_text
-        self._num_distrusts = 0
-        self._distrusted_because: str | None = None
+        self._num_unverified = 0
+        self._unverified_reason: str | None = None
         self._detokenizer: Detokenizer | None = None
 
-    def distrust(self, why: str) -> None:
-        """Refuse running and new requests until `trust`."""
-        self._num_distrusts += 1
-        self._distrusted_because = why
+    def mark_unverified(self, reason: str) -> None:
+        """Refuse running and new requests until `mark_verified`."""
+        self._num_unverified += 1
+        self._unverified_reason = reason
 
-    def trust(self) -> None:
+    def mark_verified(self) -> None:
         """Accept requests again."""
-        self._distrusted_because = None
+        self._unverified_reason = None
 
     async def generate(
         self,
@@ -79,14 +79,14 @@ class CompletionSampler:
         """Return ``n`` whole completions of every prompt; see `Generates.generate`. One deadline covers all parts."""
         for prompt in prompts:
             check_request(prompt, sampling, limits)
-        num_distrusts, deadline_s = self._num_distrusts, self._request_deadline_s
+        num_unverified, deadline_s = self._num_unverified, self._request_deadline_s
         sequences = [Resumption(prompt, sampling.max_new_tokens) for prompt in prompts for _ in range(n)]
         try:
             with self._adapters.using(adapter) if adapter is not None else contextlib.nullcontext() as base:
                 async with asyncio.timeout(deadline_s):
                     unfinished, request = sequences, SampleRequest(sampling, n, adapter)
                     while unfinished:
-                        await self._add_parts(unfinished, request, base, num_distrusts)
+                        await self._add_parts(unfinished, request, base, num_unverified)
                         unfinished = [sequence for sequence in unfinished if sequence.is_cut]
                         request = SampleRequest(sampling, 1, adapter)
         except TimeoutError:
@@ -95,20 +95,20 @@ class CompletionSampler:
         return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     async def _add_parts(
-        self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_distrusts: int
+        self, sequences: Sequence[Resumption], request: SampleRequest, base: PolicyVersion | None, num_unverified: int
     ) -> None:
-        self._refuse_if_distrusted(num_distrusts)
+        self._refuse_if_unverified(num_unverified)
         parts = await self._sample(sequences, request)
-        self._refuse_if_distrusted(num_distrusts)
+        self._refuse_if_unverified(num_unverified)
         for sequence, part in zip(sequences, parts, strict=True):
             if request.adapter is not None:
                 part = sampled_by_adapter(part, request.adapter, base)
             sequence.parts.append(part)
 
-    def _refuse_if_distrusted(self, num_distrusts: int) -> None:
-        if self._distrusted_because is not None or num_distrusts != self._num_distrusts:
-            raise EngineDistrusted(
-                f"{self._url}: {self._distrusted_because or 'an update of its weights failed during the request'}"
+    def _refuse_if_unverified(self, num_unverified: int) -> None:
+        if self._unverified_reason is not None or num_unverified != self._num_unverified:
+            raise WeightsUnverified(
+                f"{self._url}: {self._unverified_reason or 'an update of its weights failed during the request'}"
             )
 
     async def _whole(self, sequence: Resumption) -> Completion:

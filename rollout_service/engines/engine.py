@@ -63,7 +63,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def reaches(self, version: PolicyVersion) -> None:
+    async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until it can be asked for samples of ``version`` or a newer one; of several engines one suffices."""
         ...
 
@@ -83,7 +83,7 @@ class Engine(Protocol):
         """Return the engine's checksum of its weights; None when it reports none."""
         ...
 
-    async def suspect(self) -> None:
+    async def check_health(self) -> None:
         """Check the health of an engine that has just failed a request."""
         ...
 

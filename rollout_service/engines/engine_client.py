@@ -105,10 +105,10 @@ class EngineClient(Generates, Protocol):
         """Return the server's metrics by the names of `engine_metrics.py`."""
         ...
 
-    def distrust(self, why: str) -> None:
-        """Refuse running and new requests until `trust`: the weights that sample them are unknown."""
+    def mark_unverified(self, reason: str) -> None:
+        """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""
         ...
 
-    def trust(self) -> None:
+    def mark_verified(self) -> None:
         """Accept requests again: the server confirmed what it serves."""
         ...

@@ -55,9 +55,9 @@ class EnginePool:
             if outcome is not None:
                 raise outcome
 
-    async def reaches(self, version: PolicyVersion) -> None:
+    async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until one of them serves ``version`` or a newer one."""
-        await _first([engine.reaches(version) for engine in self._engines])
+        await _first([engine.wait_for_version(version) for engine in self._engines])
 
     async def load_adapter(self, folder: Path, version: PolicyVersion) -> None:
         """Have all of them serve an adapter; raises the error of the first that does not."""
@@ -87,9 +87,9 @@ class EnginePool:
             )
         return first
 
-    async def suspect(self) -> None:
+    async def check_health(self) -> None:
         """Check all of them: which one failed the request is not known here."""
-        await asyncio.gather(*(engine.suspect() for engine in self._engines))
+        await asyncio.gather(*(engine.check_health() for engine in self._engines))
 
     async def run(self) -> None:
         """Supervise them; an error of one ends them all."""

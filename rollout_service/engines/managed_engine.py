@@ -79,9 +79,9 @@ class ManagedEngine:
         """The newest version it confirmed, as weights of its own or as an adapter; None before the first."""
         return self._serving.value
 
-    async def reaches(self, version: PolicyVersion) -> None:
+    async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until it serves ``version`` or a newer one."""
-        await self._serving.reaches(version)
+        await self._serving.wait_for_version(version)
 
     async def load(self, folder: Path, version: PolicyVersion, mode: UpdateMode = "drain") -> None:
         """Serve ``version`` from a model folder, starting the engine if there is none.
@@ -104,7 +104,7 @@ class ManagedEngine:
             try:
                 await self.client.load_weights(folder, version, mode)
             except EngineError as err:
-                self.client.distrust(f"version {version} was not applied: {err}")
+                self.client.mark_unverified(f"version {version} was not applied: {err}")
                 log.warning("weights were not applied", policy_version=version, error=str(err))
             else:
                 self._confirm(version)
@@ -151,7 +151,7 @@ class ManagedEngine:
                 if attempts == _ADAPTER_ATTEMPTS:
                     raise
                 log.warning("adapter was not loaded", policy_version=version, error=str(err))
-                await self.suspect()
+                await self.check_health()
             else:
                 self._serving.confirm_adapter(version, folder)
                 if client is self.client:  # else it was restarted during the load, without this adapter
@@ -167,7 +167,7 @@ class ManagedEngine:
         """Return the engine's checksum of its weights; None when it reports none."""
         return await self.client.weights_checksum()
 
-    async def suspect(self) -> None:
+    async def check_health(self) -> None:
         """Kill the engine when it cannot generate one token; it gets no requests during the check."""
         if self._process is None or not self.ready.is_set():
             return  # a check or a restart is already under way
@@ -190,7 +190,7 @@ class ManagedEngine:
             how = await self._watch(self._process)
             self.ready.clear()
             previous = self.client
-            previous.distrust("the engine process exited")
+            previous.mark_unverified("the engine process exited")
             await self._restart(how)
             await previous.close()
 
@@ -229,7 +229,7 @@ class ManagedEngine:
             return  # a server that does not answer is noticed by the requests to it
         if self.ready.is_set() and served != self._serving.base:
             log.error("the engine serves another version than it loaded", loaded=self._serving.base, served=served)
-            self.client.distrust(f"it loaded version {self._serving.base} but serves {served}")
+            self.client.mark_unverified(f"it loaded version {self._serving.base} but serves {served}")
             self._discard()
 
     def _discard(self) -> None:
@@ -307,7 +307,7 @@ class ManagedEngine:
 
     def _confirm(self, version: PolicyVersion) -> None:
         self._served = self._wanted
-        self.client.trust()
+        self.client.mark_verified()
         self._serving.confirm(version)
 
 

@@ -51,7 +51,7 @@ class ServedVersion:
         """Note that an adapter is no longer needed."""
         self._adapters.pop(version, None)
 
-    async def reaches(self, version: PolicyVersion) -> None:
+    async def wait_for_version(self, version: PolicyVersion) -> None:
         """Wait until ``version`` or a newer one is served."""
         while is_newer(version, self.value):
             await self._changed.wait()

@@ -113,7 +113,7 @@ class PackGenerator:
                 for task, trajectories in zip(same, rolled, strict=True):
                     self._check_origin(task, trajectories)
             except EngineError:
-                await self._engine.suspect()
+                await self._engine.check_health()
                 raise
             groups += map(build_group, same, rolled)
         return groups

@@ -19,7 +19,7 @@ from penstock.protocol import subjects
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, WireError
 from penstock.protocol.facts import DeadLetter, RunEvent, Task, TaskIssued, encode
 from penstock.protocol.transport.bus import Bus
-from penstock.rollout_service.errors import EngineDistrusted, EngineError, TaskRefused
+from penstock.rollout_service.errors import EngineError, TaskRefused, WeightsUnverified
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.task_source import ReceivedPack
 from penstock.rollout_service.retry import retry
@@ -78,7 +78,7 @@ class Settlement:
             kind="log",
             at=time.time(),
             data={
-                "text": f"{what} came again (delivery {received.delivery.num_delivered}), now with {self._worker_id}",
+                "text": f"{what} redelivered (delivery {received.delivery.num_delivered}), now with {self._worker_id}",
                 "pack_id": received.pack_id,
                 "num_groups": num_groups,
                 "num_delivered": received.delivery.num_delivered,
@@ -123,7 +123,7 @@ class Settlement:
             return
         delay_s = min(self._retry_delay_s * 2 ** (attempt - 1), MAX_RETRY_DELAY_S)
         self._metrics.packs_given_back += 1
-        self._metrics.packs_distrusted += isinstance(err, EngineDistrusted)
+        self._metrics.packs_distrusted += isinstance(err, WeightsUnverified)
         log.warning("pack requeued", pack_id=received.pack_id, attempt=attempt, delay_s=delay_s, error=str(err))
         await self._end_delivery(received.delivery.give_back(delay_s), received, "requeue")
 

@@ -142,7 +142,7 @@ class WeightFollower:
         if not is_newer(version, self._engine.version):
             return
         waiting = {
-            asyncio.ensure_future(self._engine.reaches(version)),
+            asyncio.ensure_future(self._engine.wait_for_version(version)),
             asyncio.ensure_future(self._published.wait_until_refused(version)),
         }
         try:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
+
+from tests.json_server import JsonServer
 
 API = json.loads((Path(__file__).parents[1] / "data" / "vllm_api.json").read_text("utf-8"))
 _PARAMS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}  # vLLM's name → SGLang's, where they differ
@@ -23,7 +25,7 @@ _RETRY = {"error": {"message": "Request failed; please retry", "type": "ServiceU
 Answer = tuple[int, Any]
 
 
-class FakeVllm:
+class FakeVllm(JsonServer):
     """One server on a free port of the loopback, in front of an embedded engine. Use as a context manager."""
 
     def __init__(self, engine_url: str, model: Path) -> None:
@@ -36,52 +38,20 @@ class FakeVllm:
         self._paused = ""  # the mode of the pause
         self._num_running = 0
         self._changed = threading.Condition()
-        fake = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # headers and body in one packet
-
-            def do_GET(self) -> None:
-                self._answer("GET", None)
-
-            def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers.get("content-length") or 0))
-                self._answer("POST", json.loads(data) if data else None)
-
-            def _answer(self, method: str, body: Any) -> None:
-                status, answer = fake.answer(method, self.path, body)
-                fake.exchanges.append((method, self.path, body, status, answer))
-                data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-                try:
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
-                    self.wfile.flush()
-                except OSError:
-                    self.close_connection = True
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> FakeVllm:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def close(self) -> None:
+        """Stop to serve and close the connections to the engine."""
+        super().close()
         self._engine.close()
 
-    def answer(self, method: str, path: str, body: Any) -> Answer:
-        """Return the status and the reply to one request."""
+    def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        """Return the status and the reply to one request, and record them in ``exchanges``."""
+        status, value = self._reply(method, path, body)
+        self.exchanges.append((method, path, body, status, value))
+        return status, value.encode() if isinstance(value, str) else value
+
+    def _reply(self, method: str, path: str, body: Any) -> Answer:
         url = urlsplit(path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         route = API["routes"].get(f"{method} {url.path}")

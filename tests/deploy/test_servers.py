@@ -17,15 +17,15 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 
-def test_a_group_passes_nats_and_s3(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+def test_a_group_passes_nats_and_s3(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """A pack that was stored and announced can be fetched and read by a process that binds to the stream."""
     from penstock.protocol import streams
 
     groups = make_groups(3)
-    ref = blobs.put(blob_keys.group_pack(ring_streams, 0, "p0", "a"), pack_bytes(groups))  # type: ignore[arg-type]
-    fact = make_generated(ring_streams, groups, ref)
-    bus.publish(subjects.generated(ring_streams, "train"), fact, msg_id="g:p0").wait()
-    inbox = bus.inbox(streams.generated_consumer(ring_streams), GroupGenerated).wait()
+    ref = blobs.put(blob_keys.group_pack(run_streams, 0, "p0", "a"), pack_bytes(groups))  # type: ignore[arg-type]
+    fact = make_generated(run_streams, groups, ref)
+    bus.publish(subjects.generated(run_streams, "train"), fact, msg_id="g:p0").wait()
+    inbox = bus.inbox(streams.generated_consumer(run_streams), GroupGenerated).wait()
     (delivery,) = inbox.fetch(1, 5.0).wait()
     assert delivery.fact == fact
     assert blobs.get(delivery.fact.pack) == pack_bytes(groups)

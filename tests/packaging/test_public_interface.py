@@ -63,7 +63,7 @@ INTERFACE: dict[str, list[str]] = {
     "EngineClient": [
         "class(Generates, Protocol) (*args, **kwargs)",
         "close(self) -> 'None'",
-        "distrust(self, why: 'str') -> 'None'",
+        "mark_unverified(self, why: 'str') -> 'None'",
         "drop_adapters(self) -> 'None'",
         "forget_lost_adapters(self) -> 'None'",
         "generate(self, prompts: 'Sequence[Sequence[int]]', sampling: 'Sampling', n: 'int', adapter: 'PolicyVersion | None' = None) -> 'list[list[Completion]]'",
@@ -74,7 +74,7 @@ INTERFACE: dict[str, list[str]] = {
         "metrics(self) -> 'dict[str, float]'",
         "served_version(self) -> 'PolicyVersion | None'",
         "started_with(self, folder: 'Path', version: 'PolicyVersion') -> 'None'",
-        "trust(self) -> 'None'",
+        "mark_verified(self) -> 'None'",
         "unload_adapter(self, version: 'PolicyVersion') -> 'None'",
         "weights_checksum(self) -> 'EngineChecksum | None'",
     ],

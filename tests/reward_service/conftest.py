@@ -23,7 +23,7 @@ from tests.servers import wait_for
 
 @pytest.fixture
 def start_service(
-    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+    run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Callable[..., Service]]:
     """A factory of replicas of the reward service, killed after the test."""
     started: list[Service] = []
@@ -31,8 +31,8 @@ def start_service(
     def start(*overrides: str, replica: str = "r0", environ: dict[str, str] | None = None, cwd: Path = ROOT) -> Service:
         folder = tmp_path / replica
         folder.mkdir(exist_ok=True)
-        given = [f"reward_service.id={replica}-{ring_streams}", *overrides]
-        started.append(Service(ring_streams, nats_settings, s3_settings, folder, given, environ, cwd))
+        given = [f"reward_service.id={replica}-{run_streams}", *overrides]
+        started.append(Service(run_streams, nats_settings, s3_settings, folder, given, environ, cwd))
         return started[-1].ready()
 
     yield start
@@ -131,6 +131,6 @@ class Wire:
 
 
 @pytest.fixture
-def wire(bus: Bus, blobs: Blobs, ring_streams: str) -> Wire:
+def wire(bus: Bus, blobs: Blobs, run_streams: str) -> Wire:
     """Clients on both sides of the reward service."""
-    return Wire(bus, blobs, ring_streams)
+    return Wire(bus, blobs, run_streams)

@@ -196,13 +196,13 @@ def test_a_killed_service_loses_no_group(
 
 
 def test_packs_wait_while_s3_is_unreachable(
-    bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], ring_streams: str, tmp_path: Path
+    bus: Bus, nats_settings: NatsSettings, own_s3: Callable[[], S3Server], run_streams: str, tmp_path: Path
 ) -> None:
     """An unreachable store does not count as an attempt: the pack waits over any number of deliveries and is scored later."""
     store = own_s3()
-    wire = Wire(bus, Blobs(store.settings), ring_streams)
+    wire = Wire(bus, Blobs(store.settings), run_streams)
     service = Service(
-        ring_streams, nats_settings, store.settings, tmp_path, ["reward_service.endpoint_attempts=1"]
+        run_streams, nats_settings, store.settings, tmp_path, ["reward_service.endpoint_attempts=1"]
     ).ready()
     try:
         groups = [make_group("e0.p0.a0", size=4, texts=TEXTS)]

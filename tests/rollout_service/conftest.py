@@ -12,7 +12,7 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.ring_end import RingEnd, worker_process
+from tests.rollout_service.trainer_side import TrainerSide, worker_process
 
 
 @pytest.fixture
@@ -23,20 +23,20 @@ def faulty_engine() -> Iterator[FaultyEngine]:
 
 
 @pytest.fixture
-def ring_end(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> RingEnd:
+def trainer_side(bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path) -> TrainerSide:
     """The trainer's and the reward service's side of a separate run."""
-    return RingEnd(bus, blobs, ring_streams, tmp_path)
+    return TrainerSide(bus, blobs, run_streams, tmp_path)
 
 
 @pytest.fixture
 def start_worker(
-    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+    run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Callable[..., Child]]:
     """Start workers of the run by id, with overrides; a failed test prints their logs."""
     started: list[Child] = []
 
     def start(worker_id: str, *overrides: str) -> Child:
-        started.append(worker_process(tmp_path, ring_streams, worker_id, nats_settings, s3_settings, *overrides))
+        started.append(worker_process(tmp_path, run_streams, worker_id, nats_settings, s3_settings, *overrides))
         return started[-1]
 
     yield start

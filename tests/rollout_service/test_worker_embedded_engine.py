@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.deploy.child import Child
 from tests.groups import make_task
-from tests.rollout_service.ring_end import RingEnd
+from tests.rollout_service.trainer_side import TrainerSide
 from tests.servers import wait_for
 
 StartWorker = Callable[..., Child]
@@ -29,26 +29,30 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def issue(ring_end: RingEnd, pack_id: str) -> None:
+def issue(trainer_side: TrainerSide, pack_id: str) -> None:
     """Issue a pack of three groups of four."""
-    ring_end.issue(pack_id, [make_task(f"{pack_id}.p{i}", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)])
+    trainer_side.issue(
+        pack_id, [make_task(f"{pack_id}.p{i}", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)]
+    )
 
 
-def test_an_embedded_engine_is_started_updated_restarted_and_stopped(ring_end: RingEnd, start_worker: StartWorker):
+def test_an_embedded_engine_is_started_updated_restarted_and_stopped(
+    trainer_side: TrainerSide, start_worker: StartWorker
+):
     """Its samples have the newest version, also after a restart by SIGKILL; it exits when its worker is killed."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     worker = start_worker("w0")
-    issue(ring_end, "first")
-    [*groups] = ring_end.collect_groups(1, 60)
+    issue(trainer_side, "first")
+    [*groups] = trainer_side.collect_groups(1, 60)
     assert [len(group.trajectories) for group in groups] == [4, 4, 4]
     assert {row.oldest_version for group in groups for row in group.trajectories} == {0}
-    ring_end.publish(1)
-    ring_end.wait_applied("w0", 1)
+    trainer_side.publish(1)
+    trainer_side.wait_applied("w0", 1)
 
     first = engine_of(worker)
     os.kill(first, signal.SIGKILL)
-    issue(ring_end, "second")
-    groups = ring_end.collect_groups(1, 60)
+    issue(trainer_side, "second")
+    groups = trainer_side.collect_groups(1, 60)
     assert {row.oldest_version for group in groups for row in group.trajectories} == {1}
     second = engine_of(worker)
     assert second != first
@@ -57,33 +61,33 @@ def test_an_embedded_engine_is_started_updated_restarted_and_stopped(ring_end: R
     wait_for(lambda: not is_running(second), "the engine to exit with its worker")
 
 
-def test_an_embedded_engine_exits_when_its_worker_is_stopped(ring_end: RingEnd, start_worker: StartWorker):
+def test_an_embedded_engine_exits_when_its_worker_is_stopped(trainer_side: TrainerSide, start_worker: StartWorker):
     """After SIGTERM the worker exits with status 0, and its engine has exited."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     worker = start_worker("w0")
-    ring_end.wait_applied("w0", 0, 60)
+    trainer_side.wait_applied("w0", 0, 60)
     engine = engine_of(worker)
     worker.ask_to_stop()
     assert worker.wait(60) == 0
     assert not is_running(engine)
 
 
-def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(ring_end: RingEnd, start_worker: StartWorker):
+def test_a_pinned_evaluation_is_exact_on_the_embedded_engine(trainer_side: TrainerSide, start_worker: StartWorker):
     """Greedy completions of a pinned version are the same before and after later versions were served."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     start_worker("w0")
     tasks = [
         make_task(f"eval.p{i}", split="eval", pinned_version=0, temperature=0.0, group_size=1, prompt_ids=[5, 6, 7 + i])
         for i in range(4)
     ]
-    ring_end.issue("before", tasks)
-    before = ring_end.collect_groups(1, 60)
+    trainer_side.issue("before", tasks)
+    before = trainer_side.collect_groups(1, 60)
     for version in (1, 2):
-        ring_end.publish(version)
-        ring_end.wait_applied("w0", version)
-    ring_end.issue("after", tasks)
-    after = ring_end.collect_groups(1, 60)
+        trainer_side.publish(version)
+        trainer_side.wait_applied("w0", version)
+    trainer_side.issue("after", tasks)
+    after = trainer_side.collect_groups(1, 60)
     texts = [[group.trajectories[0].completion_text for group in groups] for groups in (before, after)]
     assert texts[0] == texts[1]
-    ring_end.issue("newest", [make_task(f"newest.p{i}", prompt_ids=[5, 6, 7 + i]) for i in range(4)])
-    assert {row.oldest_version for group in ring_end.collect_groups(1) for row in group.trajectories} == {2}
+    trainer_side.issue("newest", [make_task(f"newest.p{i}", prompt_ids=[5, 6, 7 + i]) for i in range(4)])
+    assert {row.oldest_version for group in trainer_side.collect_groups(1) for row in group.trajectories} == {2}

@@ -15,38 +15,38 @@ from penstock.protocol.facts import RunEvent, TaskList, encode_unbounded
 from penstock.protocol.streams import StreamLimits
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.ring_end import RingEnd, attached
+from tests.rollout_service.trainer_side import TrainerSide, attached
 from tests.servers import wait_for
 
 StartWorker = Callable[..., Child]
 
 
 def test_a_pack_is_generated_stored_announced_and_acknowledged(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """A pack of tasks makes one engine request, one object and one announcement, and is removed from the queue."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     tasks = [make_task(f"e0.p{i}.a0", prompt_ids=[5, 6, 7 + i], group_size=4) for i in range(3)]
-    ring_end.issue("pack-0", tasks)
+    trainer_side.issue("pack-0", tasks)
     start_worker("w0", *attached(faulty_engine))
-    [delivery] = ring_end.collect(1)
+    [delivery] = trainer_side.collect(1)
     fact = delivery.fact
     assert (fact.pack_id, fact.worker_id) == ("pack-0", "w0")
     assert [group.group_id for group in fact.groups] == [task.group_id for task in tasks]
-    wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
+    wait_for(lambda: trainer_side.num_tasks() == 0, "the acknowledgement")
     [body] = faulty_engine.requests
     assert body["input_ids"] == [list(task.prompt_ids) for task in tasks]
     assert body["sampling_params"]["n"] == 4
 
 
 def test_stored_groups_hold_what_the_engine_returned(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """Token ids, log-probabilities, texts, finish reasons and versions in S3 are the engine's own."""
-    ring_end.publish(3)
-    ring_end.issue("pack-0", [make_task(group_size=5, prompt_ids=[5, 6, 8])])
+    trainer_side.publish(3)
+    trainer_side.issue("pack-0", [make_task(group_size=5, prompt_ids=[5, 6, 8])])
     start_worker("w0", *attached(faulty_engine))
-    [group] = ring_end.collect_groups(1)
+    [group] = trainer_side.collect_groups(1)
     rows = faulty_engine.rows(faulty_engine.requests[0], "3")
     assert len(group.trajectories) == 5
     for trajectory, row in zip(group.trajectories, rows, strict=True):
@@ -59,36 +59,36 @@ def test_stored_groups_hold_what_the_engine_returned(
 
 
 def test_tasks_that_sample_differently_share_a_pack_but_not_a_request(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """One request for each sampling and group size; the groups keep the order of the tasks."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     tasks = [
         make_task("a", group_size=2),
         make_task("b", group_size=3),
         make_task("c", group_size=2, max_new_tokens=9),
         make_task("d", group_size=2, prompt_ids=[9]),
     ]
-    ring_end.issue("pack-0", tasks)
+    trainer_side.issue("pack-0", tasks)
     start_worker("w0", *attached(faulty_engine))
-    groups = ring_end.collect_groups(1)
+    groups = trainer_side.collect_groups(1)
     assert [(group.group_id, len(group.trajectories)) for group in groups] == [("a", 2), ("b", 3), ("c", 2), ("d", 2)]
     asked = sorted((len(b["input_ids"]), b["sampling_params"]["n"]) for b in faulty_engine.requests)
     assert asked == [(1, 2), (1, 3), (2, 2)]
 
 
 def test_a_task_with_a_baseline_has_one_more_greedy_completion(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """It is sampled at temperature 0, is the last of its group, and is marked as the baseline."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     with_baseline = make_task("a", group_size=3).model_copy(update={"with_baseline": True})
-    ring_end.issue("pack-0", [with_baseline, make_task("b", group_size=3)])
+    trainer_side.issue("pack-0", [with_baseline, make_task("b", group_size=3)])
     start_worker("w0", *attached(faulty_engine))
-    [delivery] = ring_end.collect(1)
+    [delivery] = trainer_side.collect(1)
     assert [group.has_baseline for group in delivery.fact.groups] == [True, False]
     assert [len(group.completion_tokens) for group in delivery.fact.groups] == [4, 3]
-    groups = group_pack.decode(ring_end.blobs.get(delivery.fact.pack))
+    groups = group_pack.decode(trainer_side.blobs.get(delivery.fact.pack))
     assert [[row.is_baseline for row in group.trajectories] for group in groups] == [[False] * 3 + [True], [False] * 3]
     asked = {(b["sampling_params"]["temperature"], b["sampling_params"]["n"]): b for b in faulty_engine.requests}
     assert set(asked) == {(1.0, 3), (0.0, 1)}
@@ -96,128 +96,130 @@ def test_a_task_with_a_baseline_has_one_more_greedy_completion(
 
 
 def test_tasks_too_large_for_a_message_are_read_from_s3(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """A pack whose prompts are an object in S3 is generated like any other."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     tasks = TaskList(tasks=(make_task("a", group_size=2), make_task("b", group_size=2)))
-    blob = ring_end.blobs.put(f"runs/{ring_end.run_id}/tasks/pack-0.msgpack", encode_unbounded(tasks))
-    ring_end.issue("pack-0", tasks_blob=blob)
+    blob = trainer_side.blobs.put(f"runs/{trainer_side.run_id}/tasks/pack-0.msgpack", encode_unbounded(tasks))
+    trainer_side.issue("pack-0", tasks_blob=blob)
     start_worker("w0", *attached(faulty_engine))
-    assert [group.group_id for group in ring_end.collect_groups(1)] == ["a", "b"]
+    assert [group.group_id for group in trainer_side.collect_groups(1)] == ["a", "b"]
 
 
 def test_packs_in_flight_are_generated_together(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """``packs_in_flight`` packs are in the engine concurrently, and no more."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     faulty_engine.flow.clear()
     for i in range(4):
-        ring_end.issue(f"pack-{i}", [make_task(f"e0.p{i}.a0")])
+        trainer_side.issue(f"pack-{i}", [make_task(f"e0.p{i}.a0")])
     start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=2")
     faulty_engine.wait_for_requests(2)
-    consumer = streams.tasks_consumer(ring_end.run_id, "train")
-    assert ring_end.bus.consumer_state(consumer).wait().num_pending == 2
+    consumer = streams.tasks_consumer(trainer_side.run_id, "train")
+    assert trainer_side.bus.consumer_state(consumer).wait().num_pending == 2
     assert len(faulty_engine.requests) == 2
     faulty_engine.flow.set()
-    ring_end.collect(4)
+    trainer_side.collect(4)
 
 
-def test_evaluation_goes_before_training(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
+def test_evaluation_goes_before_training(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
     """An evaluation pack that was issued last is generated before waiting training packs."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     faulty_engine.flow.clear()
     for i in range(6):
-        ring_end.issue(f"train-{i}", [make_task(f"e0.p{i}.a0")])
+        trainer_side.issue(f"train-{i}", [make_task(f"e0.p{i}.a0")])
     start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=1")
     faulty_engine.wait_for_requests(1)
-    ring_end.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval", temperature=0.0, group_size=1)])
+    trainer_side.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval", temperature=0.0, group_size=1)])
     faulty_engine.flow.set()
-    order = [delivery.fact.pack_id for delivery in ring_end.collect(7)]
+    order = [delivery.fact.pack_id for delivery in trainer_side.collect(7)]
     assert order.index("eval-0") <= 2
 
 
 def test_a_worker_takes_only_the_tasks_of_its_roles(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """A worker for evaluation takes no training tasks."""
-    ring_end.publish(0)
-    ring_end.issue("train-0", [make_task("e0.p0.a0")])
-    ring_end.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval")])
+    trainer_side.publish(0)
+    trainer_side.issue("train-0", [make_task("e0.p0.a0")])
+    trainer_side.issue("eval-0", [make_task("eval.v0.p0.s0", split="eval")])
     start_worker("w0", *attached(faulty_engine), 'worker.roles=["eval"]')
-    [delivery] = ring_end.collect(1)
+    [delivery] = trainer_side.collect(1)
     assert delivery.fact.pack_id == "eval-0"
-    wait_for(lambda: ring_end.num_tasks() == 1, "the evaluation task to be acknowledged")
+    wait_for(lambda: trainer_side.num_tasks() == 1, "the evaluation task to be acknowledged")
 
 
 def test_a_killed_workers_pack_is_delivered_by_another(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """After SIGKILL during generation no pack is lost, and none is announced twice."""
-    bootstrap(ring_end.bus, ring_end.blobs, ring_end.run_id, StreamLimits(ack_wait_s=1.0))
-    ring_end.publish(0)
-    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    bootstrap(trainer_side.bus, trainer_side.blobs, trainer_side.run_id, StreamLimits(ack_wait_s=1.0))
+    trainer_side.publish(0)
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
     faulty_engine.flow.clear()
     events: list[RunEvent] = []
-    ring_end.bus.tail(
-        f"{ring_end.run_id}-events", subjects.events(ring_end.run_id, "log"), RunEvent, events.append
+    trainer_side.bus.tail(
+        f"{trainer_side.run_id}-events", subjects.events(trainer_side.run_id, "log"), RunEvent, events.append
     ).wait()
     first = start_worker("w0", *attached(faulty_engine))
     faulty_engine.wait_for_requests(1)
     first.kill()
     faulty_engine.flow.set()
     start_worker("w1", *attached(faulty_engine))
-    [delivery] = ring_end.collect(1)
+    [delivery] = trainer_side.collect(1)
     wait_for(lambda: events, "the event")
-    assert events[0].data["text"] == "1 group came again (delivery 2), now with w1"
+    assert events[0].data["text"] == "1 group redelivered (delivery 2), now with w1"
     assert (delivery.fact.worker_id, delivery.fact.pack_id) == ("w1", "pack-0")
-    wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
-    assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
+    wait_for(lambda: trainer_side.num_tasks() == 0, "the acknowledgement")
+    assert trainer_side.bus.stream_state(f"{trainer_side.run_id}-generated").wait().num_messages == 0
 
 
 def test_a_pack_generated_twice_is_announced_once(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """A pack that is redelivered after its announcement, because its worker was killed before it acknowledged, adds nothing."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     start_worker("w0", *attached(faulty_engine))
-    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
-    ring_end.collect(1)
-    wait_for(lambda: ring_end.num_tasks() == 0, "the acknowledgement")
-    fact = ring_end.task_issued("pack-0", [make_task("e0.p0.a0")])
-    ring_end.publish_task(fact, msg_id="pack-0-again")
-    wait_for(lambda: len(faulty_engine.requests) == 2 and ring_end.num_tasks() == 0, "the repetition to be settled")
-    assert ring_end.bus.stream_state(f"{ring_end.run_id}-generated").wait().num_messages == 0
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
+    trainer_side.collect(1)
+    wait_for(lambda: trainer_side.num_tasks() == 0, "the acknowledgement")
+    fact = trainer_side.task_issued("pack-0", [make_task("e0.p0.a0")])
+    trainer_side.publish_task(fact, msg_id="pack-0-again")
+    wait_for(lambda: len(faulty_engine.requests) == 2 and trainer_side.num_tasks() == 0, "the repetition to be settled")
+    assert trainer_side.bus.stream_state(f"{trainer_side.run_id}-generated").wait().num_messages == 0
 
 
 def test_a_stopping_worker_finishes_packs_in_flight(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """After SIGTERM the worker takes no new pack, announces the one in flight, and exits with status 0."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     faulty_engine.flow.clear()
     for i in range(3):
-        ring_end.issue(f"pack-{i}", [make_task(f"e0.p{i}.a0")])
+        trainer_side.issue(f"pack-{i}", [make_task(f"e0.p{i}.a0")])
     worker = start_worker("w0", *attached(faulty_engine), "worker.packs_in_flight=1")
     faulty_engine.wait_for_requests(1)
     worker.ask_to_stop()
     wait_for(lambda: "stopping" in worker.log_tail(), "the worker to notice")
     faulty_engine.flow.set()
     assert worker.wait(60) == 0
-    [delivery] = ring_end.collect(1)
+    [delivery] = trainer_side.collect(1)
     assert delivery.fact.pack_id == "pack-0"
     assert len(faulty_engine.requests) == 1
-    assert ring_end.num_tasks() == 2
+    assert trainer_side.num_tasks() == 2
 
 
 def test_a_stopping_worker_requeues_what_takes_too_long(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """After ``finish_s`` the packs in flight are requeued immediately, not after their ack wait."""
-    ring_end.publish(0)
+    trainer_side.publish(0)
     faulty_engine.flow.clear()
-    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
     worker = start_worker("w0", *attached(faulty_engine), "worker.finish_s=0.1")
     faulty_engine.wait_for_requests(1)
     worker.ask_to_stop()
@@ -225,35 +227,37 @@ def test_a_stopping_worker_requeues_what_takes_too_long(
     faulty_engine.flow.set()
     start_worker("w1", *attached(faulty_engine))
     ack_wait_s = StreamLimits().ack_wait_s
-    assert ring_end.collect(1, deadline_s=ack_wait_s / 2)[0].fact.worker_id == "w1"
+    assert trainer_side.collect(1, deadline_s=ack_wait_s / 2)[0].fact.worker_id == "w1"
 
 
-def test_an_idle_worker_exits_on_sigterm(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine):
+def test_an_idle_worker_exits_on_sigterm(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+):
     """A worker that waits for tasks, or for the first weights, exits with status 0."""
     waiting = start_worker("w0", *attached(faulty_engine))
     wait_for(lambda: "waiting for the trainer" in waiting.log_tail(), "the worker to wait for weights")
     waiting.ask_to_stop()
     assert waiting.wait(60) == 0
-    ring_end.publish(0)
+    trainer_side.publish(0)
     idle = start_worker("w1", *attached(faulty_engine))
-    ring_end.wait_applied("w1", 0)
+    trainer_side.wait_applied("w1", 0)
     idle.ask_to_stop()
     assert idle.wait(60) == 0
 
 
 def test_a_heartbeat_reports_the_workers_metrics(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ):
     """The live bucket holds version, busy time, CPU time and the number of tokens."""
-    ring_end.publish(7)
+    trainer_side.publish(7)
     start_worker("w0", *attached(faulty_engine))
-    ring_end.issue("pack-0", [make_task("e0.p0.a0", group_size=3)])
-    [delivery] = ring_end.collect(1)
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0", group_size=3)])
+    [delivery] = trainer_side.collect(1)
     wait_for(
-        lambda: (beat := ring_end.heartbeat("w0")) is not None and beat.figures["groups_generated"] == 1,
+        lambda: (beat := trainer_side.heartbeat("w0")) is not None and beat.figures["groups_generated"] == 1,
         "a heartbeat after the pack",
     )
-    beat = ring_end.heartbeat("w0")
+    beat = trainer_side.heartbeat("w0")
     assert beat is not None
     assert (beat.role, beat.version, beat.figures["packs_held"]) == ("rollout", 7, 0)
     assert beat.figures["tokens_generated"] == sum(delivery.fact.groups[0].completion_tokens)

@@ -15,7 +15,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests.contracts import real_sglang
 from tests.contracts.real_sglang import START_S
-from tests.rollout_service.ring_end import RingEnd, worker_process
+from tests.rollout_service.trainer_side import TrainerSide, worker_process
 
 _RUN = "sglang"
 
@@ -29,27 +29,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def ring_end(
+def trainer_side(
     nats_server: NatsServer, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RingEnd]:
+) -> Iterator[TrainerSide]:
     """The trainer's and the reward service's end of one run, of which version 0 is published."""
     blobs = Blobs(s3_server.settings)
     with Bus.connect(nats_server.settings, name="test") as bus:
         bootstrap(bus, blobs, _RUN)
-        end = RingEnd(bus, blobs, _RUN, tmp_path_factory.mktemp("ring"))
+        end = TrainerSide(bus, blobs, _RUN, tmp_path_factory.mktemp("trainer_side"))
         end.publish(0)
         yield end
         delete_run(bus, _RUN)
 
 
 @pytest.fixture(scope="module")
-def running_worker(nats_server: NatsServer, s3_server: S3Server, ring_end: RingEnd) -> Iterator[Child]:
+def running_worker(nats_server: NatsServer, s3_server: S3Server, trainer_side: TrainerSide) -> Iterator[Child]:
     """A worker whose engine is a real SGLang on the CPU, updated in mid-generation."""
-    section = ring_end.folder / "sglang.toml"
+    section = trainer_side.folder / "sglang.toml"
     section.write_text('[worker]\nengine = "sglang"\nupdate_mode = "retract"\n\n' + sglang_cpu.section_toml())
     nats, s3 = nats_server.settings, s3_server.settings
-    child = worker_process(ring_end.folder, _RUN, "w0", nats, s3, str(section))
-    ring_end.wait_applied("w0", 0, START_S)
+    child = worker_process(trainer_side.folder, _RUN, "w0", nats, s3, str(section))
+    trainer_side.wait_applied("w0", 0, START_S)
     yield child
     child.kill()
 

@@ -19,7 +19,7 @@ from penstock.protocol.facts import Sampling
 from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
-from penstock.rollout_service.errors import EngineDistrusted, EngineError, TaskRefused, WeightsUnusable
+from penstock.rollout_service.errors import EngineError, TaskRefused, WeightsUnusable, WeightsUnverified
 from tests.contracts.real_sglang import START_S, managed_sglang
 from tests.contracts.tiny_model import Dense, build_model, read_tensors, write_changed_copy, write_tensors
 
@@ -101,7 +101,7 @@ async def test_a_server_whose_weights_another_client_changed_is_replaced(
         while engine.client is first or not engine.ready.is_set():  # noqa: ASYNC110  (the watch's turn)
             await asyncio.sleep(0.1)
     assert await engine.client.served_version() == V0
-    with pytest.raises(EngineDistrusted):
+    with pytest.raises(WeightsUnverified):
         await first.generate([PROMPT], GREEDY, 1)
     with pytest.raises(TaskRefused):
         await engine.client.generate([[5, 100_000]], GREEDY, 1)

@@ -18,7 +18,7 @@ from penstock.rollout_service.engines.engine_process import group_members
 from tests.contracts.real_sglang import START_S
 from tests.contracts.tiny_model import Dense
 from tests.groups import make_task
-from tests.rollout_service.ring_end import RingEnd
+from tests.rollout_service.trainer_side import TrainerSide
 from tests.servers import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
@@ -89,48 +89,48 @@ def names(groups: Sequence[Group]) -> list[str]:
     return sorted(group.group_id for group in groups)
 
 
-def test_updates_under_long_generations_lose_and_mislabel_nothing(ring_end: RingEnd, sglang_worker: Child):
+def test_updates_under_long_generations_lose_and_mislabel_nothing(trainer_side: TrainerSide, sglang_worker: Child):
     """Versions pass in mid-generation: every group arrives whole, every token is of the version it names."""
     wanted = []
     for number in range(6):
         ids = [f"g{number}-{index}" for index in range(6)]
-        ring_end.issue(f"pack-{number}", long_tasks(ids))
+        trainer_side.issue(f"pack-{number}", long_tasks(ids))
         wanted += ids
     wait_until_it_generates(sglang_worker)
     for version in (1, 2):
-        ring_end.publish(version)
-        ring_end.wait_applied("w0", version, START_S)
-    groups = ring_end.collect_groups(6, START_S)
+        trainer_side.publish(version)
+        trainer_side.wait_applied("w0", version, START_S)
+    groups = trainer_side.collect_groups(6, START_S)
     assert names(groups) == sorted(wanted)
     assert {len(group.trajectories) for group in groups} == {24}
-    assert check_every_token(groups, ring_end.folder) >= {0, 2}
+    assert check_every_token(groups, trainer_side.folder) >= {0, 2}
     assert any(len(row.version_runs) > 1 for group in groups for row in group.trajectories)
-    assert ring_end.dead == []
-    beat = ring_end.heartbeat("w0")
+    assert trainer_side.dead == []
+    beat = trainer_side.heartbeat("w0")
     assert beat is not None
     assert beat.figures["packs_given_back"] == 0
     wait_for(
-        lambda: (beat := ring_end.heartbeat("w0")) and beat.figures.get("engine_generated_tokens", 0) > 0,
+        lambda: (beat := trainer_side.heartbeat("w0")) and beat.figures.get("engine_generated_tokens", 0) > 0,
         "the server's own figures in the heartbeat",
     )
 
 
 @pytest.mark.parametrize("victim", ["server", "scheduler"])
-def test_a_server_killed_in_mid_generation_loses_no_group(ring_end: RingEnd, sglang_worker: Child, victim: str):
+def test_a_server_killed_in_mid_generation_loses_no_group(trainer_side: TrainerSide, sglang_worker: Child, victim: str):
     """After SIGKILL another server starts from the newest weights, and every group arrives, once."""
-    newest = max(fact.version for fact in ring_end.applied)
+    newest = max(fact.version for fact in trainer_side.applied)
     ids = [f"{victim}-g{number}" for number in range(12)]
     for number in range(3):
-        ring_end.issue(f"{victim}-pack-{number}", long_tasks(ids[4 * number : 4 * number + 4], size=48))
+        trainer_side.issue(f"{victim}-pack-{number}", long_tasks(ids[4 * number : 4 * number + 4], size=48))
     wait_until_it_generates(sglang_worker)
     first = server_of(sglang_worker)
     members = group_members(first)
     assert len(members) >= 3, "tokenizer, scheduler and detokenizer"
     os.kill(first if victim == "server" else scheduler_among(members), signal.SIGKILL)
-    groups = ring_end.collect_groups(3, 2 * START_S)
+    groups = trainer_side.collect_groups(3, 2 * START_S)
     assert names(groups) == sorted(ids)
-    assert check_every_token(groups, ring_end.folder) == {newest}
-    assert ring_end.dead == []
+    assert check_every_token(groups, trainer_side.folder) == {newest}
+    assert trainer_side.dead == []
     assert server_of(sglang_worker) != first
     wait_for(lambda: not group_members(first), "the old server's processes to be gone")
 

@@ -13,20 +13,20 @@ from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol.streams import StreamLimits
 from penstock.protocol.transport.bus import Bus
 from tests.servers import require_package, start_nats, start_s3, wait_for
-from tests.system.ring import SMALL, Ring, environment_of_clock, fill, small_disk
+from tests.system.rollout_and_reward import SMALL, Services, environment_of_clock, fill, small_disk
 
 OUTAGE_S = float(os.environ.get("PENSTOCK_TEST_OUTAGE_S", "2"))
 LIMITS = StreamLimits(max_bytes=SMALL, ack_wait_s=3.0)
 
 
 @pytest.fixture
-def ring(
+def services(
     own_nats: Callable[[], NatsServer], own_s3: Callable[[], S3Server], run_id: str, tmp_path: Path
-) -> Iterator[Ring]:
+) -> Iterator[Services]:
     """Services on their own servers, not yet started."""
     nats = own_nats()
     with Bus.connect(nats.settings, name="test") as bus:
-        yield Ring(nats, own_s3(), run_id, tmp_path, LIMITS, bus)
+        yield Services(nats, own_s3(), run_id, tmp_path, LIMITS, bus)
 
 
 def outage(started: float) -> None:
@@ -40,37 +40,45 @@ def test_all_services_wait_for_a_killed_trainer(
     """The bounded streams fill up, both services name what they wait for, and a trainer that starts later gets every group once."""
     limits = StreamLimits(max_generated=2, max_scored=2)
     with Bus.connect(nats_server.settings, name="test") as bus:
-        ring = Ring(nats_server, s3_server, run_id, tmp_path, limits, bus)
-        with ring.serve():
-            ring.issue(8)
-            wait_for(lambda: ring.state("reward", "r0") == "waiting for the trainer", "the reward service's heartbeat")
-            wait_for(lambda: ring.state("rollout", "w0") == "waiting for the reward service", "the worker's heartbeat")
-            assert (ring.holds("scored"), ring.holds("generated")) == (2, 2)
-            assert "stream is full, waiting" in ring.worker.log_tail()
-            assert "stream is full, waiting" in ring.reward.output
-            ring.wait_complete()
-            wait_for(lambda: not ring.state("rollout", "w0").startswith("waiting for the"), "the worker to continue")
+        services = Services(nats_server, s3_server, run_id, tmp_path, limits, bus)
+        with services.serve():
+            services.issue(8)
+            wait_for(
+                lambda: services.state("reward", "r0") == "waiting for the trainer", "the reward service's heartbeat"
+            )
+            wait_for(
+                lambda: services.state("rollout", "w0") == "waiting for the reward service", "the worker's heartbeat"
+            )
+            assert (services.holds("scored"), services.holds("generated")) == (2, 2)
+            assert "stream is full, waiting" in services.worker.log_tail()
+            assert "stream is full, waiting" in services.reward.output
+            services.wait_complete()
+            wait_for(
+                lambda: not services.state("rollout", "w0").startswith("waiting for the"), "the worker to continue"
+            )
 
 
-def test_killed_servers_are_waited_for(ring: Ring) -> None:
+def test_killed_servers_are_waited_for(services: Services) -> None:
     """NATS, then S3, SIGKILLed with packs in the engine and restarted: both services name the unreachable server and lose nothing."""
 
     def away(server: NatsServer | S3Server, logs: Sequence[Path], words: str) -> None:
-        ring.engine.flow.clear()
-        ring.issue(2)
-        wait_for(lambda: ring.engine.num_running > 0, "the engine to be busy", 60.0)
+        services.engine.flow.clear()
+        services.issue(2)
+        wait_for(lambda: services.engine.num_running > 0, "the engine to be busy", 60.0)
         server.kill()
-        ring.engine.flow.set()
+        services.engine.flow.set()
         started = time.monotonic()
         wait_for(lambda: all(words in log.read_text() for log in logs), f"{words!r} in {logs}", 60.0)
         outage(started)
         server.restart()
-        ring.issue(2)
-        ring.wait_complete()
+        services.issue(2)
+        services.wait_complete()
 
-    with ring.serve():
-        away(ring.nats, [ring.worker.log, ring.reward.log], "NATS unreachable")
-        away(ring.s3, [ring.worker.log], ring.s3.settings.endpoint)  # without a stored pack no rewards are requested
+    with services.serve():
+        away(services.nats, [services.worker.log, services.reward.log], "NATS unreachable")
+        away(
+            services.s3, [services.worker.log], services.s3.settings.endpoint
+        )  # without a stored pack no rewards are requested
 
 
 def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], run_id: str, tmp_path: Path) -> None:
@@ -80,15 +88,15 @@ def test_a_full_disk_below_s3_is_waited_for(own_nats: Callable[[], NatsServer], 
         s3 = start_s3(disk)
         try:
             with Bus.connect(nats.settings, name="test") as bus:
-                ring = Ring(nats, s3, run_id, tmp_path, LIMITS, bus)
-                with ring.serve():
+                services = Services(nats, s3, run_id, tmp_path, LIMITS, bus)
+                with services.serve():
                     ballast = fill(disk)
-                    ring.issue(4)
-                    ring.engine.wait_for_requests(2)
-                    wait_for(lambda: "store pack pack-" in ring.worker.log.read_text(), "the worker to say", 60.0)
-                    assert ring.holds("generated") == 0
+                    services.issue(4)
+                    services.engine.wait_for_requests(2)
+                    wait_for(lambda: "store pack pack-" in services.worker.log.read_text(), "the worker to say", 60.0)
+                    assert services.holds("generated") == 0
                     ballast.unlink()
-                    ring.wait_complete()
+                    services.wait_complete()
         finally:
             s3.kill()
 
@@ -99,62 +107,62 @@ def test_a_full_disk_below_nats_is_waited_for(s3_server: S3Server, run_id: str, 
         nats = start_nats(disk)
         try:
             with Bus.connect(nats.settings, name="test") as bus:
-                ring = Ring(nats, s3_server, run_id, tmp_path, LIMITS, bus)
-                with ring.serve():
-                    ring.engine.flow.clear()
-                    ring.issue(4)
-                    ring.engine.wait_for_requests(2)
+                services = Services(nats, s3_server, run_id, tmp_path, LIMITS, bus)
+                with services.serve():
+                    services.engine.flow.clear()
+                    services.issue(4)
+                    services.engine.wait_for_requests(2)
                     ballast = fill(disk)
-                    ring.engine.flow.set()
+                    services.engine.flow.set()
                     words = "is connected but does not answer: check its log, and whether its disk is full"
-                    wait_for(lambda: words in ring.reward.output, "the reward service to say so", 40.0)
+                    wait_for(lambda: words in services.reward.output, "the reward service to say so", 40.0)
                     if OUTAGE_S > 15.0:  # a publication is tried for so long
-                        wait_for(lambda: words in ring.worker.log.read_text(), "the worker to report it", 60.0)
+                        wait_for(lambda: words in services.worker.log.read_text(), "the worker to report it", 60.0)
                     ballast.unlink()
                     nats.kill()
                     nats.restart()
-                    ring.wait_complete()
+                    services.wait_complete()
         finally:
             nats.kill()
 
 
-def test_a_reached_quota_of_nats_is_waited_for(ring: Ring) -> None:
+def test_a_reached_quota_of_nats_is_waited_for(services: Services) -> None:
     """A broker over its storage quota: both services report that it is full, keep running, and lose nothing."""
-    with ring.serve():
-        ring.engine.flow.clear()
-        ring.issue(4)
-        ring.engine.wait_for_requests(2)
-        ring.nats.kill()
-        ring.nats.resize(max_store_gb=0.001 / 1024)
-        ring.nats.restart()
-        ring.engine.flow.set()
-        wait_for(lambda: "storage of NATS" in ring.worker.log.read_text(), "the worker to say so")
-        wait_for(lambda: "its storage is full" in ring.reward.output, "the reward service to say so")
-        ring.nats.kill()
-        ring.nats.resize(max_store_gb=1.0)
-        ring.nats.restart()
-        ring.wait_complete()
+    with services.serve():
+        services.engine.flow.clear()
+        services.issue(4)
+        services.engine.wait_for_requests(2)
+        services.nats.kill()
+        services.nats.resize(max_store_gb=0.001 / 1024)
+        services.nats.restart()
+        services.engine.flow.set()
+        wait_for(lambda: "storage of NATS" in services.worker.log.read_text(), "the worker to say so")
+        wait_for(lambda: "its storage is full" in services.reward.output, "the reward service to say so")
+        services.nats.kill()
+        services.nats.resize(max_store_gb=1.0)
+        services.nats.restart()
+        services.wait_complete()
 
 
-def test_a_wall_clock_that_steps_back_loses_nothing(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_clock_that_steps_back_loses_nothing(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both services' clocks step ten minutes back in mid-pack, and forward again: nothing expires, is duplicated or dead-lettered."""
     library = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
     require_package(str(library), "faketime")
-    clock = ring.folder / "clock"
+    clock = services.folder / "clock"
     clock.write_text("+0\n")
     for name, value in environment_of_clock(str(library), clock).items():
         monkeypatch.setenv(name, value)
-    with ring.serve():
-        ring.issue(2)
-        ring.wait_complete()
-        ring.engine.flow.clear()
-        ring.issue(3)
-        ring.engine.wait_for_requests(3)
+    with services.serve():
+        services.issue(2)
+        services.wait_complete()
+        services.engine.flow.clear()
+        services.issue(3)
+        services.engine.wait_for_requests(3)
         clock.write_text("-600\n")
-        wait_for(lambda: ring.beat_at("rollout", "w0") < time.time() - 500, "the worker's clock to step")
-        wait_for(lambda: ring.beat_at("reward", "r0") < time.time() - 500, "the reward service's clock to step")
-        ring.engine.flow.set()
-        ring.wait_complete()
+        wait_for(lambda: services.beat_at("rollout", "w0") < time.time() - 500, "the worker's clock to step")
+        wait_for(lambda: services.beat_at("reward", "r0") < time.time() - 500, "the reward service's clock to step")
+        services.engine.flow.set()
+        services.wait_complete()
         clock.write_text("+0\n")
-        ring.issue(2)
-        ring.wait_complete()
+        services.issue(2)
+        services.wait_complete()

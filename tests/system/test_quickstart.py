@@ -60,7 +60,7 @@ def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
     assert groups["issued"] == ended + groups["in_flight"]
     assert quickstart["workers"]["worker-0"]["num_lives"] == 2
     assert any("SIGKILL" in incident for incident in quickstart["incidents"])
-    assert any("came again" in incident for incident in quickstart["incidents"])
+    assert any("redelivered" in incident for incident in quickstart["incidents"])
 
 
 @pytest.mark.slow

@@ -88,26 +88,26 @@ def metrics(folder: Path, run_id: str, kind: str = "step") -> list[dict]:
 
 
 def test_a_run_learns_overlaps_and_exports_a_model(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Reward rises from chance to nearly 1 through published weights; the exported model loads with transformers."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
-            run_folder, ring_streams, steps=25,
+            run_folder, run_streams, steps=25,
             rollout={"group_size": 8, "max_new_tokens": 1},
             data={"eval": [str(run_folder / "eval.jsonl")]},
             trainer={"lr": 1e-2, "checkpoint_every": 10, "keep_versions": 4, "max_mismatch": 0.001},
             eval={"every": 10, "temperature": 1.0, "samples": 4},
         ),
     )  # fmt: skip
-    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
         producer.author = Sampler(producer, run_folder / "model")
         trainers.append(train(run_file))
         trainers[0].wait()
         producer.head()
         last = producer.weights(producer.head())
-    steps, evals = metrics(run_folder, ring_streams), metrics(run_folder, ring_streams, "eval")
+    steps, evals = metrics(run_folder, run_streams), metrics(run_folder, run_streams, "eval")
     assert [row["step"] for row in steps] == list(range(1, 26))
     assert [row["step"] for row in evals] == [0, 10, 20, 25]
     assert evals[0]["accuracy"] < 0.7
@@ -116,14 +116,14 @@ def test_a_run_learns_overlaps_and_exports_a_model(
     assert set(evals[-1]["pass_at"]) == {"1", "2", "4"}
     assert [row["staleness_max"] for row in steps[:3]] == [0, 1, 2]  # three steps' groups were out at the start
     assert max(row["staleness_max"] for row in steps) <= 2
-    summary = json.loads((run_folder / "runs" / ring_streams / "trainer.json").read_text())
+    summary = json.loads((run_folder / "runs" / run_streams / "trainer.json").read_text())
     groups = summary["groups"]
     assert groups["trained"] == 100
     assert groups["issued"] - groups["outstanding"] == groups["trained"] + sum(groups["dropped"].values())
     assert groups["outstanding"] == 0  # no more was issued than the run needed
     assert summary["versions_published"] + summary["versions_skipped"] == 26
     assert sum(summary["staleness_tokens"].values()) == summary["tokens_trained"] == 800
-    exported = run_folder / "runs" / ring_streams / "model"
+    exported = run_folder / "runs" / run_streams / "model"
     model = AutoModelForCausalLM.from_pretrained(exported)
     tokens = AutoTokenizer.from_pretrained(exported)("sort 1", return_tensors="pt").input_ids
     assert model(tokens).logits.shape[-1] == 55
@@ -132,17 +132,17 @@ def test_a_run_learns_overlaps_and_exports_a_model(
 
 
 def test_an_engine_with_other_log_probabilities_stops_the_run(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Log-probabilities at another temperature stop the run at the first step, before its weights are published."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
-            run_folder, ring_streams, steps=5, rollout={"group_size": 8, "max_new_tokens": 1},
+            run_folder, run_streams, steps=5, rollout={"group_size": 8, "max_new_tokens": 1},
             trainer={"max_mismatch": 0.1},
         ),
     )  # fmt: skip
-    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
         sample = Sampler(producer, run_folder / "model")
 
         def distorted(task: Task, version: PolicyVersion) -> Answer:
@@ -218,24 +218,24 @@ def test_stopped_killed_and_resumed_equals_uninterrupted(
 
 
 def test_ppo_learns_with_its_critic(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Rewards rise with one sample per prompt, and the critic learns to predict the returns."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
-            run_folder, ring_streams, steps=20,
+            run_folder, run_streams, steps=20,
             algorithm={"name": "ppo"},
             critic={"lr": 1e-2},
             rollout={"group_size": 1, "groups_per_step": 32, "max_new_tokens": 1},
             trainer={"lr": 1e-2},
         ),
     )  # fmt: skip
-    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
         producer.author = Sampler(producer, run_folder / "model")
         trainers.append(train(run_file))
         trainers[0].wait()
-    steps = metrics(run_folder, ring_streams)
+    steps = metrics(run_folder, run_streams)
     assert steps[0]["reward_mean"] < 0.8
     assert sum(row["reward_mean"] for row in steps[-3:]) / 3 > 0.9
     assert steps[0]["value_mean"] == 0.0
@@ -244,33 +244,33 @@ def test_ppo_learns_with_its_critic(
 
 
 def test_remax_learns_from_a_greedy_baseline(
-    run_folder: Path, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
+    run_folder: Path, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, trainers: list[Command]
 ) -> None:
     """Every group has an additional greedy completion, which is the baseline, never trained on and never counted."""
     run_file = write_run_file(
         run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
         sections=sections(
-            run_folder, ring_streams, steps=15,
+            run_folder, run_streams, steps=15,
             algorithm={"name": "remax"},
             rollout={"group_size": 4, "groups_per_step": 8, "max_new_tokens": 1},
             trainer={"lr": 1e-2},
         ),
     )  # fmt: skip
-    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
         producer.author = Sampler(producer, run_folder / "model")
         trainers.append(train(run_file))
         trainers[0].wait()
-    steps = metrics(run_folder, ring_streams)
+    steps = metrics(run_folder, run_streams)
     assert sum(row["reward_mean"] for row in steps[-3:]) / 3 > 0.8
     assert {row["tokens_trained"] for row in steps} == {32}  # a token each, without the baselines' eight
     assert all(0.0 <= row["baseline_mean"] <= 1.0 for row in steps)
-    summary = json.loads((run_folder / "runs" / ring_streams / "trainer.json").read_text())
+    summary = json.loads((run_folder / "runs" / run_streams / "trainer.json").read_text())
     assert sum(summary["staleness_tokens"].values()) == summary["tokens_trained"] == 15 * 32
     assert summary["groups"]["dropped"] == {}
 
 
 def test_two_ranks_run_reuse_and_resume(
-    run_folder: Path, ring_streams: str, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
+    run_folder: Path, run_streams: str, bus: Bus, blobs: Blobs, nats_settings: NatsSettings, s3_settings: S3Settings,
     trainers: list[Command],
 ) -> None:  # fmt: skip
     """Two ranks make steps, use groups again, checkpoint, export and resume; also under torchrun.
@@ -280,19 +280,19 @@ def test_two_ranks_run_reuse_and_resume(
     message is acknowledged.
     """
     torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
-    scored = streams.scored_consumer(ring_streams, "train").stream
+    scored = streams.scored_consumer(run_streams, "train").stream
     for steps in (2, 3):
         run_file = write_run_file(
             run_folder / "run.toml", nats=nats_settings, s3=s3_settings,
             sections=sections(
-                run_folder, ring_streams, steps=steps,
+                run_folder, run_streams, steps=steps,
                 model={"lora.rank": 4, "lora.alpha": 8.0},
                 rollout={"groups_per_message": 2},
                 algorithm={"kl_coefficient": 0.01, "max_trained_count": 3},
                 trainer={"num_ranks": 2, "zero_stage": 2, "micro_batch_tokens": 256},
             ),
         )  # fmt: skip
-        producer = ScriptedProducer(nats_settings, s3_settings, ring_streams)
+        producer = ScriptedProducer(nats_settings, s3_settings, run_streams)
         producer.limit = 4  # the second step has no new group to train on
         with producer:
             if steps == 2:
@@ -301,20 +301,20 @@ def test_two_ranks_run_reuse_and_resume(
                 trainers.append(train(run_file, num_ranks=2))
                 trainers[-1].wait()
         assert bus.stream_state(scored).wait().num_messages == 0
-    rows = metrics(run_folder, ring_streams)
+    rows = metrics(run_folder, run_streams)
     assert [(row["step"], row["reused_groups"]) for row in rows] == [(1, 0), (2, 4), (3, 0)]
     assert all(row["kl_reference"] >= 0.0 and row["grad_norm"] > 0 for row in rows)
     start = load_file(run_folder / "model" / "model.safetensors")
-    end = load_file(run_folder / "runs" / ring_streams / "model" / "model.safetensors")
+    end = load_file(run_folder / "runs" / run_streams / "model" / "model.safetensors")
     assert {name: tensor.shape for name, tensor in end.items()} == {
         name: tensor.shape for name, tensor in start.items()
     }
     changed = {name for name, tensor in end.items() if not torch.equal(tensor, start[name])}
     assert changed
     assert all("_proj" in name for name in changed)
-    head = read_head(bus.key_value(streams.state_bucket(ring_streams).bucket).wait())
+    head = read_head(bus.key_value(streams.state_bucket(run_streams).bucket).wait())
     assert head is not None
-    reader = WeightReader(blobs, ring_streams)
+    reader = WeightReader(blobs, run_streams)
     published = reader.manifest(head.manifest, PolicyVersion(head.version))
     assert (published.version, published.kind, published.start) == (3, "adapter", 3)
     assert published.num_bytes < 0.2 * reader.base(published).num_bytes
@@ -322,8 +322,8 @@ def test_two_ranks_run_reuse_and_resume(
     (shard,) = (run_folder / "exported").glob("*.safetensors")
     for name, tensor in load_file(shard).items():  # numpy and torch sum in another order
         torch.testing.assert_close(tensor, end[name], rtol=1e-6, atol=1e-7)
-    assert (run_folder / "runs" / ring_streams / "checkpoints" / "step00000003").is_dir()
-    trainers.append(Command(run_folder, "replay", ring_streams, str(run_file), "--json", num_ranks=2))
+    assert (run_folder / "runs" / run_streams / "checkpoints" / "step00000003").is_dir()
+    trainers.append(Command(run_folder, "replay", run_streams, str(run_file), "--json", num_ranks=2))
     assert json.loads(trainers[-1].wait())["same"] == [0, 1, 2, 3]
 
 

@@ -50,7 +50,7 @@ class EventWriter:
         self._session = secrets.token_hex(4)  # events of another session are other events, even for the same step
         self._num_events = 0
         self._lock = threading.Lock()
-        self._under_way: deque[Pending[Receipt]] = deque()
+        self._unconfirmed: deque[Pending[Receipt]] = deque()
         self._file = (folder / "metrics.jsonl").open("ab")
 
     @property
@@ -76,15 +76,15 @@ class EventWriter:
             self._num_events += 1
             event = RunEvent(run_id=self._run_id, source=SOURCE, kind=kind, at=at, data=dict(data))
             msg_id = f"{SOURCE}:{self._session}:{self._num_events}"
-            self._under_way.append(self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=msg_id))
-            while self._under_way and self._under_way[0].done():
-                self._check(self._under_way.popleft())
+            self._unconfirmed.append(self._bus.publish(subjects.events(self._run_id, kind), event, msg_id=msg_id))
+            while self._unconfirmed and self._unconfirmed[0].done():
+                self._check(self._unconfirmed.popleft())
 
     def close(self) -> None:
         """Wait for the events under way, and close the file."""
         with self._lock:
-            while self._under_way:
-                self._check(self._under_way.popleft())
+            while self._unconfirmed:
+                self._check(self._unconfirmed.popleft())
             self._file.close()
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The base class of a dialect: build a request body from groups, and read scores from the response. Pure.
 
 A dialect is a frozen model whose fields are the options a registration may give it (``options``), so
-that an unknown option is refused at registration. To add one: a file here with a subclass, and
-a line in `spoken.py`. Everything else is the client's: deadlines, retries, signatures, the size limit of a
+that an unknown option is refused at registration. To add one: a file here with a subclass and a `DialectKind`
+at its top level. Everything else is the client's: deadlines, retries, signatures, the size limit of a
 response, and, after `Dialect.read`, checks of the number of scores, their range and the declared parts.
 """
 
@@ -64,6 +64,14 @@ class Dialect(BaseModel, ABC):
         Raises BadAnswer when the response does not fit the dialect. Never invent a number here: what is
         missing is a `Score` with an ``error``.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class DialectKind:
+    """A dialect and the name that registrations use for it."""
+
+    name: str
+    options: type[Dialect]  # validates a registration's options
 
 
 def read_json(model: type[M], answer: bytes) -> M:

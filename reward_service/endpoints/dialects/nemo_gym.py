@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.reward_service.endpoints.dialects import foreign_scores
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.wire import Score
 
 
@@ -65,3 +65,6 @@ class NemoGymDialect(Dialect):
         if score.score is None or not isinstance(components, dict):
             return [[score]]
         return [[score.model_copy(update={"parts": foreign_scores.parts_of(components, "reward_components")})]]
+
+
+NEMO_GYM = DialectKind("nemo-gym", NemoGymDialect)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, JsonValue
 
 from penstock.reward_service.endpoints.dialects import foreign_scores
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 
 
@@ -55,3 +55,6 @@ def item_of(group: GroupToScore, reference_key: str) -> dict[str, Any]:
     """Return a row as a grader's ``item``: its columns, the ground truth, the prompt and the data set's name."""
     row = dict(group.extra_info) if isinstance(group.extra_info, dict) else {"extra_info": group.extra_info}
     return {"prompt": group.prompt, "data_source": group.data_source, **row, reference_key: group.ground_truth}
+
+
+OPENAI_GRADER = DialectKind("openai-grader", OpenAiGraderDialect)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from penstock.reward_service.endpoints.dialects import foreign_scores
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.wire import MAX_PARTS, Score
 
 
@@ -50,3 +50,6 @@ class OpenRlhfDialect(Dialect):
             }
             scores.append(score if score.score is None else score.model_copy(update={"parts": parts}))
         return foreign_scores.cut(scores, call.groups)
+
+
+OPENRLHF = DialectKind("openrlhf", OpenRlhfDialect)

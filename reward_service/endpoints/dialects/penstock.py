@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload, read_json
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload, read_json
 from penstock.reward_service.endpoints.wire import Score, ScoreRequest, ScoreResponse
 
 
@@ -25,3 +25,6 @@ class PenstockDialect(Dialect):
                 f"({', '.join(result.group_id for result in response.results[:3])}...)"
             )
         return [results[group_id] for group_id in sent]
+
+
+PENSTOCK = DialectKind("penstock", PenstockDialect)

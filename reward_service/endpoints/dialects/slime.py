@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from penstock.reward_service.endpoints.dialects import foreign_scores
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.wire import Score
 
 
@@ -36,3 +36,6 @@ class SlimeDialect(Dialect):
         if isinstance(value, dict) and not self.reward_key:
             raise BadAnswer(f"answers an object ({', '.join(value)[:100]}); name its number with the option reward_key")
         return [[foreign_scores.score_of(value, "body", key=self.reward_key)]]
+
+
+SLIME = DialectKind("slime", SlimeDialect)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.reward_service.endpoints.dialects import foreign_scores
-from penstock.reward_service.endpoints.dialects.dialect import Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.dialect import Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.wire import GroupToScore, Score
 
 
@@ -52,3 +52,6 @@ def columns_of(group: GroupToScore, *, conversational: bool = False) -> dict[str
     if conversational:
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     return {**{name: [value] * size for name, value in row.items()}, "prompts": [prompt] * size, "completions": texts}
+
+
+TRL = DialectKind("trl", TrlDialect)

@@ -11,7 +11,7 @@ import json
 from typing import ClassVar, Literal
 
 from penstock.reward_service.endpoints.dialects import foreign_scores
-from penstock.reward_service.endpoints.dialects.dialect import Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialects.dialect import Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.wire import Score
 
 
@@ -58,3 +58,7 @@ class VerlBatchDialect(Dialect):
         return foreign_scores.cut(
             [foreign_scores.score_of(value, f"body[{place}]") for place, value in enumerate(found)], call.groups
         )
+
+
+VERL = DialectKind("verl", VerlDialect)
+VERL_BATCH = DialectKind("verl-batch", VerlBatchDialect)

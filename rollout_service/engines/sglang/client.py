@@ -108,13 +108,13 @@ class SglangClient:
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))
         ]
 
-    def distrust(self, why: str) -> None:
-        """Refuse running and new requests until `trust`: the weights that sample them are unknown."""
-        self._sampler.distrust(why)
+    def mark_unverified(self, reason: str) -> None:
+        """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""
+        self._sampler.mark_unverified(reason)
 
-    def trust(self) -> None:
+    def mark_verified(self) -> None:
         """Accept requests again: the server confirmed what it serves."""
-        self._sampler.trust()
+        self._sampler.mark_verified()
 
     async def health(self) -> None:
         """Return when the engine generates, or could; raises EngineError when it does not."""

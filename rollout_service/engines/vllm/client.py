@@ -111,13 +111,13 @@ class VllmClient:
             interrupted = self._aborting or num_aborts != self._num_aborts
             return read_completions(answer, [one.room for one in sequences], interrupted=interrupted)
 
-    def distrust(self, why: str) -> None:
-        """Refuse running and new requests until `trust`: the weights that sample them are unknown."""
-        self._sampler.distrust(why)
+    def mark_unverified(self, reason: str) -> None:
+        """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""
+        self._sampler.mark_unverified(reason)
 
-    def trust(self) -> None:
+    def mark_verified(self) -> None:
         """Accept requests again: the server confirmed what it serves."""
-        self._sampler.trust()
+        self._sampler.mark_verified()
 
     async def health(self) -> None:
         """Return when the engine process runs; raises EngineError when it does not."""

@@ -60,8 +60,8 @@ class Services:
 
 
 @pytest.fixture
-def services(bus: Bus, ring_streams: str) -> Services:
-    return Services(bus, ring_streams)
+def services(bus: Bus, run_streams: str) -> Services:
+    return Services(bus, run_streams)
 
 
 def task(run_id: str) -> TaskIssued:
@@ -93,11 +93,11 @@ def until(view: RunView, watcher: Watcher, is_there: Callable[[], object]) -> No
         time.sleep(0.02)
 
 
-def test_a_watcher_gets_earlier_messages(bus: Bus, ring_streams: str, services: Services):
+def test_a_watcher_gets_earlier_messages(bus: Bus, run_streams: str, services: Services):
     """Steps, weights, dead letters, heartbeats and queues all reach the view, old and new."""
     services.say(recorded.evaluation(0, 0.5, recorded.START), recorded.step(1, recorded.START + 1))
-    services.say(recorded.published(0), recorded.published(1), recorded.applied("rollout-0", 1), task(ring_streams))
-    view = RunView(ring_streams)
+    services.say(recorded.published(0), recorded.published(1), recorded.applied("rollout-0", 1), task(run_streams))
+    view = RunView(run_streams)
     watcher = Watcher(bus, view)
     services.say(recorded.step(2, recorded.START + 2), recorded.dead_letter("e0.p1.a0"))
     services.beat(*recorded.fleet(1))
@@ -118,22 +118,22 @@ def test_a_watcher_gets_earlier_messages(bus: Bus, ring_streams: str, services: 
     assert view.queues.held == {"tasks": 0, "generated": 0, "scored": 0}
 
 
-def test_a_watcher_consumes_no_message(bus: Bus, ring_streams: str, services: Services):
+def test_a_watcher_consumes_no_message(bus: Bus, run_streams: str, services: Services):
     """Tasks in the queue are still there after a run was watched."""
-    services.say(task(ring_streams))
-    view = RunView(ring_streams)
+    services.say(task(run_streams))
+    view = RunView(run_streams)
     watcher = Watcher(bus, view)
     until(view, watcher, lambda: view.queues.waiting.get("tasks") == 1)
-    inbox = bus.inbox(streams.tasks_consumer(ring_streams, "train"), TaskIssued).wait()
+    inbox = bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued).wait()
     assert len(inbox.fetch(1, 5.0).wait()) == 1
 
 
-def test_an_unreadable_heartbeat_hides_no_other_service(bus: Bus, ring_streams: str, services: Services):
+def test_an_unreadable_heartbeat_hides_no_other_service(bus: Bus, run_streams: str, services: Services):
     """A service of another build does not prevent the others from being shown."""
-    live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
+    live = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     live.put("rollout.alien", b"\x00nonsense").wait()
     services.beat(*recorded.fleet(1))
-    view = RunView(ring_streams)
+    view = RunView(run_streams)
     watcher = Watcher(bus, view)
     until(view, watcher, lambda: len(view.snapshot(time.time()).services) == 4)
 
@@ -144,10 +144,10 @@ def test_a_run_that_was_never_bootstrapped_is_refused(bus: Bus):
         pass
 
 
-def test_the_panel_ends_with_the_whole_summary(bus: Bus, ring_streams: str, services: Services):
+def test_the_panel_ends_with_the_whole_summary(bus: Bus, run_streams: str, services: Services):
     """Messages sent just before the block ended are in the summary, notes included."""
     out = io.StringIO()
-    with LivePanel(ring_streams, bus, total_steps=40, stream=out) as panel:
+    with LivePanel(run_streams, bus, total_steps=40, stream=out) as panel:
         panel.note("killed rollout-1 on purpose")
         services.say(recorded.evaluation(0, 0.5, recorded.START))
         services.say(*(recorded.step(n, recorded.START + n) for n in range(1, 41)))
@@ -162,25 +162,25 @@ def test_the_panel_ends_with_the_whole_summary(bus: Bus, ring_streams: str, serv
     assert "held-out accuracy 0.900 after step 40" in out.getvalue()
 
 
-def test_a_quiet_panel_writes_nothing(bus: Bus, ring_streams: str, services: Services):
+def test_a_quiet_panel_writes_nothing(bus: Bus, run_streams: str, services: Services):
     """Quiet mode counts and prints nothing."""
     out = io.StringIO()
-    with LivePanel(ring_streams, bus, mode="quiet", stream=out) as panel:
+    with LivePanel(run_streams, bus, mode="quiet", stream=out) as panel:
         services.say(recorded.step(1, recorded.START))
         assert panel.wait(lambda s: s.step == 1, deadline_s=DEADLINE_S)
     assert out.getvalue() == ""
 
 
-def test_waiting_ends_at_its_deadline(bus: Bus, ring_streams: str, services: Services):
+def test_waiting_ends_at_its_deadline(bus: Bus, run_streams: str, services: Services):
     """A condition that never holds ends the wait at the deadline with False."""
-    with LivePanel(ring_streams, bus, mode="quiet") as panel:
+    with LivePanel(run_streams, bus, mode="quiet") as panel:
         assert not panel.wait(lambda s: s.step == 1, deadline_s=0.1)
 
 
-def test_the_rich_panel_draws_on_a_terminal(bus: Bus, ring_streams: str, services: Services):
+def test_the_rich_panel_draws_on_a_terminal(bus: Bus, run_streams: str, services: Services):
     """On a terminal the frame is drawn, and the last frame remains on the screen."""
     out = io.StringIO()
-    with LivePanel(ring_streams, bus, total_steps=2, mode="rich", stream=out):
+    with LivePanel(run_streams, bus, total_steps=2, mode="rich", stream=out):
         services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
     assert "step 2/2" in out.getvalue()
 
@@ -204,13 +204,13 @@ def test_the_panel_survives_a_restart_of_nats(own_nats: Callable[[], NatsServer]
 
 
 def test_watch_ends_with_the_run_and_prints_one_json_object(
-    bus: Bus, ring_streams: str, services: Services, nats_settings: NatsSettings
+    bus: Bus, run_streams: str, services: Services, nats_settings: NatsSettings
 ):
     """`penstock watch --json` writes lines to stderr and only the summary to stdout."""
     services.say(recorded.event("state", recorded.START, text="training", total_steps=2))
     services.say(recorded.step(1, recorded.START), recorded.step(2, recorded.START + 1))
     services.say(recorded.event("state", recorded.START + 2, text="finished", finished=True))
-    command = [sys.executable, "-m", "penstock", "watch", ring_streams, "--json"]
+    command = [sys.executable, "-m", "penstock", "watch", run_streams, "--json"]
     command += [
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
@@ -235,12 +235,12 @@ def test_watching_ends_when_there_is_nothing_to_watch():
     assert not is_cut_off(replace(snapshot, disconnected_s=59.0))
 
 
-def test_the_summary_counts_dead_letters_of_a_whole_run(bus: Bus, ring_streams: str, services: Services):
+def test_the_summary_counts_dead_letters_of_a_whole_run(bus: Bus, run_streams: str, services: Services):
     """A message that the transport dead-lettered is among the dead letters of the summary."""
-    spec = streams.generated_consumer(ring_streams)
+    spec = streams.generated_consumer(run_streams)
     inbox = bus.inbox(spec, DeadLetter).wait()  # reads the wrong fact on purpose: every message is poison
-    bus.publish(subjects.generated(ring_streams, "train"), task(ring_streams), msg_id="poison").wait()
+    bus.publish(subjects.generated(run_streams, "train"), task(run_streams), msg_id="poison").wait()
     assert inbox.fetch(1, 1.0).wait() == []
-    with LivePanel(ring_streams, bus, mode="quiet") as panel:
+    with LivePanel(run_streams, bus, mode="quiet") as panel:
         pass
     assert panel.summary().groups.dead_lettered == {"UnknownSchema": 1}

@@ -110,9 +110,9 @@ def bury(bus: Bus, run: str) -> GroupGenerated:
     return pack
 
 
-def test_list_show_and_resend(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
+def test_list_show_and_resend(bus: Bus, blobs: Blobs, run_streams: str, typed: list[str], tmp_path: Path):
     """A dead-lettered pack is listed with its reason, shown with prompt and answers, and queued after resend."""
-    run = ring_streams
+    run = run_streams
     groups = [make_group("e0.p1.a0"), make_group("e0.p2.a0")]
     key = blob_keys.group_pack(run, PolicyVersion(0), "p", "0")
     ref = blobs.put(key, group_pack.encode(groups))
@@ -164,10 +164,10 @@ def commit(bus: Bus, blobs: Blobs, run: str, *, version: int, steps: int) -> Non
 
 
 def test_the_progress_of_the_run_is_read_from_its_record(
-    bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path
+    bus: Bus, blobs: Blobs, run_streams: str, typed: list[str], tmp_path: Path
 ):
     """A stale letter is not sent again; a missing object is named; an unknown id is refused."""
-    run = ring_streams
+    run = run_streams
     bury(bus, run)
     answer = penstock("dead-letters", "resend", run, "2", *typed, cwd=tmp_path)
     assert "no dead letter 2; known are 1 to 1" in answer.stderr
@@ -177,9 +177,9 @@ def test_the_progress_of_the_run_is_read_from_its_record(
     assert "sampled by version 0 and the run is at 9" in shown["cannot_be_sent_again"]
 
 
-def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, ring_streams: str, typed: list[str], tmp_path: Path):
+def test_an_unreadable_message_is_shown_as_bytes(bus: Bus, run_streams: str, typed: list[str], tmp_path: Path):
     """A message that this build cannot read is not sent again; its first bytes are shown."""
-    run = ring_streams
+    run = run_streams
     event = RunEvent(run_id=run, source="test", kind="log", at=0.0)
     bus.publish(subjects.scored(run, "train"), event, msg_id="poison").wait()
     inbox = bus.inbox(streams.scored_consumer(run, "train"), GroupScored).wait()

@@ -35,9 +35,9 @@ def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
 
 
 @pytest.fixture
-def neighbour(bus: Bus, blobs: Blobs, ring_streams: str) -> Iterator[str]:
+def neighbour(bus: Bus, blobs: Blobs, run_streams: str) -> Iterator[str]:
     """Another run with the same prefix in its name."""
-    name = f"{ring_streams}-b"
+    name = f"{run_streams}-b"
     bootstrap(bus, blobs, name)
     blobs.put(f"runs/{name}/groups/x", b"theirs")
     yield name
@@ -54,10 +54,10 @@ def fill(bus: Bus, blobs: Blobs, run: str, folder: Path) -> None:
 
 
 def test_rm_removes_one_run_and_confirms_its_folder_separately(
-    bus: Bus, blobs: Blobs, ring_streams: str, neighbour: str, typed: list[str], tmp_path: Path
+    bus: Bus, blobs: Blobs, run_streams: str, neighbour: str, typed: list[str], tmp_path: Path
 ):
     """Without confirmation nothing is removed; with --yes objects, streams and buckets; the folder only with --folder."""
-    run = ring_streams
+    run = run_streams
     fill(bus, blobs, run, tmp_path)
     unasked = penstock("runs", "rm", run, *typed, cwd=tmp_path)
     assert unasked.returncode == 1
@@ -79,10 +79,10 @@ def test_rm_removes_one_run_and_confirms_its_folder_separately(
     assert len(theirs.streams) == len(streams.stream_names(neighbour)) + len(streams.run_buckets(neighbour))
 
 
-def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str, typed: list[str], tmp_path: Path):
+def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, run_streams: str, typed: list[str], tmp_path: Path):
     """A heartbeat prevents it, and the error names the service; --force removes it anyway."""
     beat = Heartbeat(role="trainer", service_id="trainer-7", at=0.0, state="training")
-    live = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
+    live = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
     over = threading.Event()
 
@@ -93,35 +93,35 @@ def test_a_running_run_is_not_removed(bus: Bus, blobs: Blobs, ring_streams: str,
     heart = threading.Thread(target=beat_on)
     heart.start()
     try:
-        refused = penstock("runs", "rm", ring_streams, "--yes", *typed, cwd=tmp_path)
+        refused = penstock("runs", "rm", run_streams, "--yes", *typed, cwd=tmp_path)
     finally:
         over.set()
         heart.join()
     assert refused.returncode == 1
     assert "are running: trainer-7; stop them first" in refused.stderr
     live.put(streams.heartbeat_key("trainer", "trainer-7"), encode(beat)).wait()
-    assert penstock("runs", "rm", ring_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
-    assert find_holdings(ring_streams, bus, blobs).is_empty
+    assert penstock("runs", "rm", run_streams, "--yes", "--force", *typed, cwd=tmp_path).returncode == 0
+    assert find_holdings(run_streams, bus, blobs).is_empty
 
 
 def test_an_interrupted_removal_is_repeated(
-    bus: Bus, blobs: Blobs, ring_streams: str, own_s3: Callable, typed: list[str], tmp_path: Path
+    bus: Bus, blobs: Blobs, run_streams: str, own_s3: Callable, typed: list[str], tmp_path: Path
 ):
     """With the object store unreachable nothing is removed and the run is still listed; the next try removes it."""
-    fill(bus, blobs, ring_streams, tmp_path)
-    holdings = find_holdings(ring_streams, bus, blobs)
+    fill(bus, blobs, run_streams, tmp_path)
+    holdings = find_holdings(run_streams, bus, blobs)
     storage = own_s3()
     unreachable = Blobs(storage.settings, deadline_s=0.5)
     storage.kill()
     with pytest.raises(BlobStoreUnreachable, match="delete 3 objects"):
         remove_holdings(holdings, bus, unreachable)
-    assert find_holdings(ring_streams, bus, blobs) == holdings
-    assert list(holdings.streams)[-1] == f"{ring_streams}-events"
+    assert find_holdings(run_streams, bus, blobs) == holdings
+    assert list(holdings.streams)[-1] == f"{run_streams}-events"
     blobs.delete(holdings.objects[:2])  # half of it
-    bus.delete_stream(f"{ring_streams}-tasks").wait()
-    answer = penstock("runs", "rm", ring_streams, "--yes", *typed, cwd=tmp_path)
+    bus.delete_stream(f"{run_streams}-tasks").wait()
+    answer = penstock("runs", "rm", run_streams, "--yes", *typed, cwd=tmp_path)
     assert "1 objects" in answer.stdout
-    assert find_holdings(ring_streams, bus, blobs).is_empty
+    assert find_holdings(run_streams, bus, blobs).is_empty
 
 
 def test_a_run_without_a_known_store_is_refused(tmp_path: Path):

@@ -18,9 +18,9 @@ from penstock.protocol.transport.bus import Bus
 
 @pytest.fixture
 def service(
-    ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+    run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Service]:
-    started = Service(ring_streams, nats_settings, s3_settings, tmp_path)
+    started = Service(run_streams, nats_settings, s3_settings, tmp_path)
     yield started.ready()
     started.kill()
 
@@ -124,7 +124,7 @@ def test_an_endpoint_is_drained_and_resumed(service: Service, tmp_path: Path):
 
 
 def test_the_errors_of_a_run_are_listed_by_reason(
-    bus: Bus, ring_streams: str, nats_settings: NatsSettings, tmp_path: Path
+    bus: Bus, run_streams: str, nats_settings: NatsSettings, tmp_path: Path
 ):
     """Waiting and dead-lettered groups are counted, with the newest error."""
     where = (
@@ -132,20 +132,20 @@ def test_the_errors_of_a_run_are_listed_by_reason(
         f"nats.user={nats_settings.user}",
         f"nats.password={nats_settings.secret()}",
     )
-    asked = ("reward", "errors", ring_streams, *where)
+    asked = ("reward", "errors", run_streams, *where)
     none = penstock(*asked, cwd=tmp_path)
     assert "has no reward errors" in none.stdout, none.stderr
     for number in range(2):
         event = RunEvent(
-            run_id=ring_streams,
+            run_id=run_streams,
             source="r0",
             kind="reward_error",
             at=0.0,
             data={"reason": "EndpointFailed", "detail": f"HTTP 50{number}", "group_ids": ["a", "b"]},
         )
-        bus.publish(subjects.events(ring_streams, "reward_error"), event, msg_id=f"w{number}").wait()
+        bus.publish(subjects.events(run_streams, "reward_error"), event, msg_id=f"w{number}").wait()
     letter = DeadLetter(
-        run_id=ring_streams,
+        run_id=run_streams,
         stage="generated",
         subject="s",
         reason="EndpointFailed",
@@ -153,7 +153,7 @@ def test_the_errors_of_a_run_are_listed_by_reason(
         group_ids=("a",),
         num_delivered=5,
     )
-    bus.publish(subjects.dead(ring_streams, "generated"), letter, msg_id="d").wait()
+    bus.publish(subjects.dead(run_streams, "generated"), letter, msg_id="d").wait()
     found = penstock(*asked, "--json", cwd=tmp_path)
     assert found.returncode == 1
     (line,) = json.loads(found.stdout)

@@ -99,13 +99,13 @@ def test_arguments_take_precedence_over_the_store(tmp_path: Path):
     assert connections.find([*typed, "nats.url=nats://x:1"], {}, run_id="own").settings.nats.url == "nats://x:1"
 
 
-def test_runs_are_listed_from_their_streams(bus: Bus, ring_streams: str):
+def test_runs_are_listed_from_their_streams(bus: Bus, run_streams: str):
     """A run with streams and no running service is idle."""
     found = {line.run: line.state for line in list_broker(bus)}
-    assert found[ring_streams] == "idle"
+    assert found[run_streams] == "idle"
 
 
-def test_runs_of_nats_are_listed_when_it_is_configured(tmp_path: Path, ring_streams: str, nats_settings: NatsSettings):
+def test_runs_of_nats_are_listed_when_it_is_configured(tmp_path: Path, run_streams: str, nats_settings: NatsSettings):
     """With NATS in the environment its runs are in the table."""
     environment = {
         "PENSTOCK_NATS__URL": nats_settings.url,
@@ -113,7 +113,7 @@ def test_runs_of_nats_are_listed_when_it_is_configured(tmp_path: Path, ring_stre
         "PENSTOCK_NATS__PASSWORD": nats_settings.secret(),
     }
     rows = json.loads(penstock("runs", "--json", cwd=tmp_path, **environment).stdout)
-    assert ring_streams in {row["run"] for row in rows}
+    assert run_streams in {row["run"] for row in rows}
 
 
 def test_the_folder_is_listed_when_nats_is_unreachable(folder: Path):

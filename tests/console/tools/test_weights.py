@@ -32,7 +32,7 @@ State = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, ring_streams: str) -> list[str]:
+def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, run_streams: str) -> list[str]:
     """How the command reaches the servers."""
     return [
         *(
@@ -46,11 +46,11 @@ def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, ring_streams
 
 
 @pytest.fixture
-def states(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> list[State]:
+def states(bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path) -> list[State]:
     """The published weights of versions 0 to 3: a full snapshot and three patches."""
     folder = tmp_path / "model"
     write_model(folder, seed=0)
-    source = WeightsSource(bus, blobs, ring_streams, folder, bucket_bytes=100_000)
+    source = WeightsSource(bus, blobs, run_streams, folder, bucket_bytes=100_000)
     states = [load_file(folder / "model.safetensors")]
     source.publish(0, states[0])
     for version in range(1, 4):
@@ -63,19 +63,19 @@ def states(bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path) -> list[St
 
 
 def test_versions_are_listed(
-    bus: Bus, ring_streams: str, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
+    bus: Bus, run_streams: str, states: list[State], arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each with parent, kind, density, bytes, seconds and the workers that serve it; the head is marked."""
     applied = WeightsApplied(
-        run_id=ring_streams, worker_id="w0", version=2, previous_version=1, pause_s=0.1, fetch_s=0.1, num_bytes=1,
+        run_id=run_streams, worker_id="w0", version=2, previous_version=1, pause_s=0.1, fetch_s=0.1, num_bytes=1,
         checksum="c", layout="mirror",
     )  # fmt: skip
-    bus.publish(subjects.weights_applied(ring_streams), applied, msg_id="a").wait()
+    bus.publish(subjects.weights_applied(run_streams), applied, msg_id="a").wait()
     announced = RunEvent(
-        run_id=ring_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
+        run_id=run_streams, source="trainer", kind="weights", at=1.0, data={"version": 3, "publish_s": 0.25}
     )
-    bus.publish(subjects.events(ring_streams, "weights"), announced, msg_id="e").wait()
-    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    bus.publish(subjects.events(run_streams, "weights"), announced, msg_id="e").wait()
+    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["version"], row["parent"], row["kind"]) for row in rows] == [
         (0, None, "anchor"), (1, 0, "patch"), (2, 1, "patch"), (3, 2, "patch"),
@@ -85,32 +85,32 @@ def test_versions_are_listed(
     assert rows[3]["seconds"] == 0.25
     assert 0.005 < rows[3]["density"] < 0.02
     assert rows[3]["bytes"] < 0.1 * rows[0]["bytes"]
-    assert print_versions(ring_streams, arguments, {}, as_json=False) == 0
-    assert f"penstock weights export {ring_streams} --version 3" in capsys.readouterr().out
+    assert print_versions(run_streams, arguments, {}, as_json=False) == 0
+    assert f"penstock weights export {run_streams} --version 3" in capsys.readouterr().out
 
 
 def test_a_version_is_exported_as_a_model_folder(
-    ring_streams: str, states: list[State], arguments: list[str], tmp_path: Path
+    run_streams: str, states: list[State], arguments: list[str], tmp_path: Path
 ) -> None:
     """Full snapshot and patches become a folder that transformers loads, bit for bit the published weights."""
     folder = tmp_path / "v2"
-    assert export(ring_streams, 2, folder, arguments, {}) == 0
+    assert export(run_streams, 2, folder, arguments, {}) == 0
     model = AutoModelForCausalLM.from_pretrained(folder)
     loaded = model.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
     with pytest.raises(ConfigError, match="exists; name another folder"):
-        export(ring_streams, 2, folder, arguments, {})
+        export(run_streams, 2, folder, arguments, {})
     with pytest.raises(ConfigError, match="has no version 9"):
-        export(ring_streams, 9, tmp_path / "v9", arguments, {})
+        export(run_streams, 9, tmp_path / "v9", arguments, {})
 
 
 def test_adapters_are_listed_with_their_base_and_exported_either_way(
-    bus: Bus, blobs: Blobs, ring_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bus: Bus, blobs: Blobs, run_streams: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An adapter names its base; it becomes a merged model that transformers loads, or a folder for PEFT."""
     folder = tmp_path / "model"
     write_model(folder, seed=0)
-    source = WeightsSource(bus, blobs, ring_streams, folder)
+    source = WeightsSource(bus, blobs, run_streams, folder)
     base = adapter_base(
         load_file(folder / "model.safetensors"), AdapterConfig(r=2, lora_alpha=4.0, target_modules=("q_proj",))
     )
@@ -121,55 +121,55 @@ def test_adapters_are_listed_with_their_base_and_exported_either_way(
         published_name(f"{layer}.lora_B.weight"): torch.randn(128, 2),
     }
     source.publish(1, factors, base=base)
-    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["version"], row["parent"], row["kind"], row["base"]) for row in rows] == [
         (0, None, "anchor", None), (1, 0, "adapter", 0),
     ]  # fmt: skip
     assert rows[1]["bytes"] < 0.05 * rows[0]["bytes"]
-    assert print_versions(ring_streams, arguments, {}, as_json=False) == 0
+    assert print_versions(run_streams, arguments, {}, as_json=False) == 0
     assert "adapter on 0" in capsys.readouterr().out
-    assert export(ring_streams, 1, tmp_path / "merged", arguments, {}) == 0
+    assert export(run_streams, 1, tmp_path / "merged", arguments, {}) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     down, up = factors.values()
     torch.testing.assert_close(
         loaded[f"{layer}.weight"], base.buckets.tensors()[f"{layer}.weight"] + 2.0 * up @ down, rtol=1e-5, atol=1e-6
     )
-    assert export(ring_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
+    assert export(run_streams, 1, tmp_path / "adapter", arguments, {}, adapter=True) == 0
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in factors.items())
     with pytest.raises(ConfigError, match="is not an adapter; export it as a model"):
-        export(ring_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
+        export(run_streams, 0, tmp_path / "none", arguments, {}, adapter=True)
 
 
 def test_a_version_that_a_killed_trainer_left_is_ignored(
-    bus: Bus, ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path,
+    bus: Bus, run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A version under a number that has another version in the head's chain is neither listed nor exported."""
-    connections, buckets = Connections(ring_streams, bus, blobs), copy_to_buckets(states[3])
-    coordinator = PublishCoordinator(RankPublisher(blobs, ring_streams))
+    connections, buckets = Connections(run_streams, bus, blobs), copy_to_buckets(states[3])
+    coordinator = PublishCoordinator(RankPublisher(blobs, run_streams))
     coordinator.hold(buckets)
     stored = coordinator.store_whole(buckets.copy_id, PolicyVersion(2))
     VersionWriter(connections, tmp_path / "model").full_snapshot(
         Label(PolicyVersion(2), 2, 0), Content(buckets.layout, (), stored, ModelWeights(buckets).root()), parent=None
     )
-    assert print_versions(ring_streams, arguments, {}, as_json=True) == 0
+    assert print_versions(run_streams, arguments, {}, as_json=True) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["kind"], row["anchor"]) for row in rows] == [("anchor", True), *[("patch", False)] * 3]
-    assert export(ring_streams, 2, tmp_path / "v2", arguments, {}) == 0
+    assert export(run_streams, 2, tmp_path / "v2", arguments, {}) == 0
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v2").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in states[2].items())
 
 
 def test_a_version_whose_objects_are_damaged_is_not_exported(
-    ring_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
+    run_streams: str, blobs: Blobs, states: list[State], arguments: list[str], tmp_path: Path
 ) -> None:
     """The error names the object, and no folder is written."""
-    prefix = f"runs/{ring_streams}/weights/v00000001/"
+    prefix = f"runs/{run_streams}/weights/v00000001/"
     [pack] = [stat.key for stat in blobs.list(prefix) if stat.key.endswith(".pack")]
     blobs.put(pack, b"x" * 100)
     with pytest.raises(ConfigError, match=r"version 2 .* cannot be read"):
-        export(ring_streams, 2, tmp_path / "v2", arguments, {})
+        export(run_streams, 2, tmp_path / "v2", arguments, {})
     assert not (tmp_path / "v2").exists()
     assert not (tmp_path / "v2.partial").exists()

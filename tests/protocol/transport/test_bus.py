@@ -73,102 +73,102 @@ def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[Tas
 # ── messages ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_acknowledged_message_is_removed_from_its_queue(bus: Bus, ring_streams: str) -> None:
+def test_an_acknowledged_message_is_removed_from_its_queue(bus: Bus, run_streams: str) -> None:
     """What was published is delivered as it was, and an acknowledged message leaves the work queue."""
-    issue(bus, ring_streams, 1)
-    inbox = task_inbox(bus, ring_streams)
+    issue(bus, run_streams, 1)
+    inbox = task_inbox(bus, run_streams)
     delivery = take_one(inbox)
-    assert delivery.fact == make_task_issued(ring_streams, "p1", [make_task("e0.p1.a0")])
+    assert delivery.fact == make_task_issued(run_streams, "p1", [make_task("e0.p1.a0")])
     assert (delivery.num_delivered, inbox.num_held) == (1, 1)
     delivery.ack().wait()
     assert inbox.num_held == 0
-    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0
+    assert bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 0
 
 
-def test_a_queue_is_read_without_taking_from_it(bus: Bus, ring_streams: str) -> None:
+def test_a_queue_is_read_without_taking_from_it(bus: Bus, run_streams: str) -> None:
     """All messages are read, in several batches, held ones too; they are still delivered to a fetch."""
-    stream = f"{ring_streams}-tasks"
+    stream = f"{run_streams}-tasks"
     assert bus.read_stream(stream).wait() == []
     for number in range(700):
-        issue(bus, ring_streams, number)
-    delivery = take_one(task_inbox(bus, ring_streams))
+        issue(bus, run_streams, number)
+    delivery = take_one(task_inbox(bus, run_streams))
     found = bus.read_stream(stream).wait()
     assert [message.sequence for message in found] == list(range(1, 701))
     assert decode(found[0].data, TaskIssued) == delivery.fact
-    assert found[0].subject == subjects.tasks(ring_streams, "train")
+    assert found[0].subject == subjects.tasks(run_streams, "train")
     delivery.ack().wait()
     assert len(bus.read_stream(stream).wait()) == 699
     with pytest.raises(MissingStream, match=r"no-such-tasks.*deploy\.bootstrap"):
         bus.read_stream("no-such-tasks").wait()
 
 
-def test_the_trace_travels_with_the_message(bus: Bus, ring_streams: str) -> None:
+def test_the_trace_travels_with_the_message(bus: Bus, run_streams: str) -> None:
     """The traceparent of the publication is the traceparent of the delivery."""
     trace = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-    fact = make_task_issued(ring_streams)
-    bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1", traceparent=trace).wait()
-    assert take_one(task_inbox(bus, ring_streams)).traceparent == trace
+    fact = make_task_issued(run_streams)
+    bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="1", traceparent=trace).wait()
+    assert take_one(task_inbox(bus, run_streams)).traceparent == trace
 
 
-def test_the_same_message_id_is_stored_once(bus: Bus, ring_streams: str) -> None:
+def test_the_same_message_id_is_stored_once(bus: Bus, run_streams: str) -> None:
     """A repeated publication is acknowledged as a duplicate and not stored again."""
-    assert issue(bus, ring_streams, 1) is False
-    assert issue(bus, ring_streams, 1) is True
-    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 1
+    assert issue(bus, run_streams, 1) is False
+    assert issue(bus, run_streams, 1) is True
+    assert bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 1
 
 
-def test_a_fetch_returns_available_messages_without_waiting_for_more(bus: Bus, ring_streams: str) -> None:
+def test_a_fetch_returns_available_messages_without_waiting_for_more(bus: Bus, run_streams: str) -> None:
     """A fetch of many ends with the few that are there, long before its time is up."""
     for number in range(3):
-        issue(bus, ring_streams, number)
-    inbox = task_inbox(bus, ring_streams)
+        issue(bus, run_streams, number)
+    inbox = task_inbox(bus, run_streams)
     started = time.monotonic()
     assert [d.fact.pack_id for d in inbox.fetch(50, 60.0).wait()] == ["p0", "p1", "p2"]
     assert time.monotonic() - started < 30.0
 
 
-def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, ring_streams: str) -> None:
+def test_a_waiting_fetch_returns_with_the_first_message(bus: Bus, run_streams: str) -> None:
     """A waiting fetch of many messages ends as soon as one arrives."""
-    inbox = task_inbox(bus, ring_streams)
+    inbox = task_inbox(bus, run_streams)
     pending = inbox.fetch(50, 60.0)
     started = time.monotonic()
-    issue(bus, ring_streams, 1)
+    issue(bus, run_streams, 1)
     assert [d.fact.pack_id for d in pending.wait()] == ["p1"]
     assert time.monotonic() - started < 30.0
 
 
-def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, ring_streams: str) -> None:
+def test_a_fetch_of_an_empty_queue_is_empty(bus: Bus, run_streams: str) -> None:
     """If no message arrives in time, the result is an empty list."""
-    inbox = task_inbox(bus, ring_streams)
+    inbox = task_inbox(bus, run_streams)
     assert inbox.fetch(1, 0.1).wait() == []
     assert inbox.fetch(10, 0.1).wait() == []
 
 
-def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, ring_streams: str, nats_settings: NatsSettings) -> None:
+def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, run_streams: str, nats_settings: NatsSettings) -> None:
     """A message that arrives after a fetch's timeout goes to the next fetch."""
-    first = task_inbox(bus, ring_streams)
+    first = task_inbox(bus, run_streams)
     assert first.fetch(10, 0.1).wait() == []
     with Bus.connect(nats_settings, name="other") as other:
-        second = task_inbox(other, ring_streams)
-        issue(bus, ring_streams, 1)
+        second = task_inbox(other, run_streams)
+        issue(bus, run_streams, 1)
         assert len(second.fetch(10, 10.0).wait()) == 1
 
 
-def test_splits_have_consumers_of_their_own(bus: Bus, ring_streams: str) -> None:
+def test_splits_have_consumers_of_their_own(bus: Bus, run_streams: str) -> None:
     """An evaluation task is not delivered to the consumer of training tasks."""
-    issue(bus, ring_streams, 1, split="eval")
-    assert task_inbox(bus, ring_streams).fetch(1, 0.1).wait() == []
-    evaluation = bus.inbox(streams.tasks_consumer(ring_streams, "eval"), TaskIssued).wait()
+    issue(bus, run_streams, 1, split="eval")
+    assert task_inbox(bus, run_streams).fetch(1, 0.1).wait() == []
+    evaluation = bus.inbox(streams.tasks_consumer(run_streams, "eval"), TaskIssued).wait()
     assert len(evaluation.fetch(1, 5.0).wait()) == 1
 
 
-def test_every_call_can_be_awaited(bus: Bus, ring_streams: str) -> None:
+def test_every_call_can_be_awaited(bus: Bus, run_streams: str) -> None:
     """Coroutines on another event loop await the same calls that threads wait for."""
 
     async def travel() -> str:
-        inbox = await bus.inbox(streams.tasks_consumer(ring_streams, "train"), TaskIssued)
-        fact = make_task_issued(ring_streams, "p7")
-        await bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="p7")
+        inbox = await bus.inbox(streams.tasks_consumer(run_streams, "train"), TaskIssued)
+        fact = make_task_issued(run_streams, "p7")
+        await bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="p7")
         (delivery,) = await inbox.fetch(1, 5.0)
         await delivery.ack()
         return delivery.fact.pack_id
@@ -214,20 +214,20 @@ def test_a_redelivered_message_that_is_still_held_is_not_delivered_twice(bus: Bu
 
 
 def test_a_restarted_reader_gets_its_messages_immediately(
-    bus: Bus, ring_streams: str, nats_settings: NatsSettings
+    bus: Bus, run_streams: str, nats_settings: NatsSettings
 ) -> None:
     """After a reset, all unacknowledged messages are redelivered without waiting for their ack wait."""
-    issue(bus, ring_streams, 1)
+    issue(bus, run_streams, 1)
     with Bus.connect(nats_settings, name="first life") as reader:
-        take_one(task_inbox(reader, ring_streams))
-    bus.reset_consumer(streams.tasks_consumer(ring_streams, "train")).wait()
-    assert len(task_inbox(bus, ring_streams).fetch(1, 2.0).wait()) == 1
+        take_one(task_inbox(reader, run_streams))
+    bus.reset_consumer(streams.tasks_consumer(run_streams, "train")).wait()
+    assert len(task_inbox(bus, run_streams).fetch(1, 2.0).wait()) == 1
 
 
-def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, ring_streams: str) -> None:
+def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, run_streams: str) -> None:
     """A requeued message is redelivered, not before its delay."""
-    issue(bus, ring_streams, 1)
-    inbox = task_inbox(bus, ring_streams)
+    issue(bus, run_streams, 1)
+    inbox = task_inbox(bus, run_streams)
     delivery = take_one(inbox)
     started = time.monotonic()
     delivery.give_back(0.5).wait()
@@ -237,19 +237,19 @@ def test_a_requeued_message_is_redelivered_after_its_delay(bus: Bus, ring_stream
     assert again.num_delivered == 2
 
 
-def test_a_message_requeued_without_delay_is_redelivered(bus: Bus, ring_streams: str) -> None:
+def test_a_message_requeued_without_delay_is_redelivered(bus: Bus, run_streams: str) -> None:
     """Without delay the same inbox gets the message again, every time."""
-    issue(bus, ring_streams, 1)
-    inbox = task_inbox(bus, ring_streams)
+    issue(bus, run_streams, 1)
+    inbox = task_inbox(bus, run_streams)
     for _ in range(20):
         take_one(inbox, 5.0).give_back(0.0).wait()
     assert take_one(inbox, 5.0).num_delivered == 21
 
 
-def test_a_message_redelivered_immediately_is_held_again(bus: Bus, ring_streams: str) -> None:
+def test_a_message_redelivered_immediately_is_held_again(bus: Bus, run_streams: str) -> None:
     """A message redelivered during its negative acknowledgement is held, and its ack wait extended, like any other."""
-    issue(bus, ring_streams, 1)
-    inbox = task_inbox(bus, ring_streams)
+    issue(bus, run_streams, 1)
+    inbox = task_inbox(bus, run_streams)
     delivery = take_one(inbox)
     for _ in range(20):
         waiting = inbox.fetch(1, 5.0)
@@ -268,17 +268,17 @@ def dead_letters(bus: Bus, run: str, count: int) -> list[DeadLetter]:
     return letters
 
 
-def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
+def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, run_streams: str) -> None:
     """A message of another kind is stored with reason and bytes, acknowledged, and not delivered."""
-    event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
-    bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="1").wait()
-    inbox = task_inbox(bus, ring_streams)
+    event = RunEvent(run_id=run_streams, source="test", kind="log", at=0.0)
+    bus.publish(subjects.tasks(run_streams, "train"), event, msg_id="1").wait()
+    inbox = task_inbox(bus, run_streams)
     assert inbox.fetch(1, 0.2).wait() == []
-    (letter,) = dead_letters(bus, ring_streams, 1)
+    (letter,) = dead_letters(bus, run_streams, 1)
     assert (letter.stage, letter.reason, letter.num_delivered) == ("tasks", "UnknownSchema", 1)
     assert "expected task_issued.v1, got 'run_event.v1'" in letter.detail
     assert decode(letter.payload, RunEvent) == event
-    wait_for(lambda: bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0, "an empty queue")
+    wait_for(lambda: bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 0, "an empty queue")
 
 
 @pytest.mark.parametrize(
@@ -290,10 +290,10 @@ def test_an_undecodable_message_goes_to_the_dead_letters(bus: Bus, ring_streams:
     ],
 )
 def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
-    bus: Bus, ring_streams: str, stage: str, consumer: Callable, kind: type[Fact]
+    bus: Bus, run_streams: str, stage: str, consumer: Callable, kind: type[Fact]
 ) -> None:
     """Garbage, another tag and another run's message: each is a dead letter with its reason and bytes, delivered once."""
-    run = ring_streams
+    run = run_streams
     subject = f"penstock.{run}.{stage}.train"
     foreign = {
         "tasks": make_task_issued("other", "p"),
@@ -320,34 +320,34 @@ def test_undecodable_messages_of_every_kind_are_dead_lettered_in_every_queue(
     assert any("a message of run 'other'" in letter.detail for letter in letters)
 
 
-def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, ring_streams: str) -> None:
+def test_an_undecodable_message_does_not_delay_the_others(bus: Bus, run_streams: str) -> None:
     """Valid messages of the same fetch are delivered."""
-    event = RunEvent(run_id=ring_streams, source="test", kind="log", at=0.0)
-    issue(bus, ring_streams, 1)
-    bus.publish(subjects.tasks(ring_streams, "train"), event, msg_id="poison").wait()
-    issue(bus, ring_streams, 2)
-    assert [d.fact.pack_id for d in task_inbox(bus, ring_streams).fetch(10, 5.0).wait()] == ["p1", "p2"]
+    event = RunEvent(run_id=run_streams, source="test", kind="log", at=0.0)
+    issue(bus, run_streams, 1)
+    bus.publish(subjects.tasks(run_streams, "train"), event, msg_id="poison").wait()
+    issue(bus, run_streams, 2)
+    assert [d.fact.pack_id for d in task_inbox(bus, run_streams).fetch(10, 5.0).wait()] == ["p1", "p2"]
 
 
-def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, ring_streams: str) -> None:
+def test_a_reader_can_send_a_message_to_the_dead_letters(bus: Bus, run_streams: str) -> None:
     """A message that cannot be processed is stored with its reason, its groups and its payload."""
-    issue(bus, ring_streams, 1)
-    delivery = take_one(task_inbox(bus, ring_streams))
+    issue(bus, run_streams, 1)
+    delivery = take_one(task_inbox(bus, run_streams))
     delivery.dead_letter("reward_unknown", "no reward is called 'exactly'").wait()
-    (letter,) = dead_letters(bus, ring_streams, 1)
+    (letter,) = dead_letters(bus, run_streams, 1)
     assert (letter.reason, letter.detail) == ("reward_unknown", "no reward is called 'exactly'")
     assert letter.group_ids == ("e0.p1.a0",)
     assert decode(letter.payload, TaskIssued) == delivery.fact
-    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 0
+    assert bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 0
 
 
-def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -> None:
+def test_a_dead_letter_always_fits_into_a_message(bus: Bus, run_streams: str) -> None:
     """The largest message that can be published also fits whole into a dead letter, so that it can be resent."""
     tasks = [make_task(f"e0.p{i}.{'x' * 150}", prompt_text="long " * 10) for i in range(100)]
-    fact = make_task_issued(ring_streams, "p1", tasks)
-    bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
-    take_one(task_inbox(bus, ring_streams)).dead_letter("too_hard", "x" * 10_000).wait()
-    (letter,) = dead_letters(bus, ring_streams, 1)
+    fact = make_task_issued(run_streams, "p1", tasks)
+    bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="1").wait()
+    take_one(task_inbox(bus, run_streams)).dead_letter("too_hard", "x" * 10_000).wait()
+    (letter,) = dead_letters(bus, run_streams, 1)
     assert decode(letter.payload, TaskIssued) == fact
     assert letter.group_ids[0] == tasks[0].group_id
 
@@ -355,11 +355,11 @@ def test_a_dead_letter_always_fits_into_a_message(bus: Bus, ring_streams: str) -
 # ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_oversized_fact_is_refused_with_advice(bus: Bus, ring_streams: str) -> None:
+def test_an_oversized_fact_is_refused_with_advice(bus: Bus, run_streams: str) -> None:
     """A fact above the limit is refused before it is sent, with a fix."""
-    fact = make_task_issued(ring_streams, "p1", [make_task(prompt_text="x" * 70_000)])
+    fact = make_task_issued(run_streams, "p1", [make_task(prompt_text="x" * 70_000)])
     with pytest.raises(MessageTooLarge, match="groups_per_message"):
-        bus.publish(subjects.tasks(ring_streams, "train"), fact, msg_id="1").wait()
+        bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id="1").wait()
 
 
 def test_a_full_stream_makes_the_publisher_wait(bus: Bus, blobs: Blobs, run_id: str) -> None:
@@ -404,20 +404,20 @@ def test_a_missing_stream_is_named_with_its_remedy(bus: Bus, run_id: str) -> Non
 
 
 @pytest.mark.parametrize("max_messages", [1, 10])
-def test_a_stream_deleted_under_its_reader_is_an_error(bus: Bus, ring_streams: str, max_messages: int) -> None:
+def test_a_stream_deleted_under_its_reader_is_an_error(bus: Bus, run_streams: str, max_messages: int) -> None:
     """A fetch from a deleted stream raises an error instead of waiting for ever."""
-    inbox = task_inbox(bus, ring_streams)
-    assert bus.delete_stream(f"{ring_streams}-tasks").wait() is True
+    inbox = task_inbox(bus, run_streams)
+    assert bus.delete_stream(f"{run_streams}-tasks").wait() is True
     with pytest.raises(MissingStream, match="no consumer rollout-train"):
         inbox.fetch(max_messages, 5.0).wait()
-    assert bus.delete_stream(f"{ring_streams}-tasks").wait() is False
+    assert bus.delete_stream(f"{run_streams}-tasks").wait() is False
 
 
-def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, ring_streams: str) -> None:
+def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, run_streams: str) -> None:
     """A fetch that already waits ends with the error too."""
-    pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
-    wait_for(lambda: bus.consumer_state(streams.tasks_consumer(ring_streams, "train")).wait().num_pending == 0, "bind")
-    bus.delete_stream(f"{ring_streams}-tasks").wait()
+    pending = task_inbox(bus, run_streams).fetch(1, 60.0)
+    wait_for(lambda: bus.consumer_state(streams.tasks_consumer(run_streams, "train")).wait().num_pending == 0, "bind")
+    bus.delete_stream(f"{run_streams}-tasks").wait()
     with pytest.raises(MissingStream, match="no consumer rollout-train"):
         pending.wait()
 
@@ -425,23 +425,23 @@ def test_a_waiting_fetch_notices_that_its_stream_is_deleted(bus: Bus, ring_strea
 # ── the broker's figures ──────────────────────────────────────────────────────────────────────────
 
 
-def test_messages_in_flight_are_read_from_the_broker(bus: Bus, ring_streams: str) -> None:
+def test_messages_in_flight_are_read_from_the_broker(bus: Bus, run_streams: str) -> None:
     """Waiting and held messages are counted by the broker."""
     for number in range(5):
-        issue(bus, ring_streams, number)
-    held = task_inbox(bus, ring_streams).fetch(2, 5.0).wait()
-    state = bus.consumer_state(streams.tasks_consumer(ring_streams, "train")).wait()
+        issue(bus, run_streams, number)
+    held = task_inbox(bus, run_streams).fetch(2, 5.0).wait()
+    state = bus.consumer_state(streams.tasks_consumer(run_streams, "train")).wait()
     assert (state.num_pending, state.num_ack_pending) == (3, 2)
     held[0].ack().wait()
-    assert bus.stream_state(f"{ring_streams}-tasks").wait().num_messages == 4
+    assert bus.stream_state(f"{run_streams}-tasks").wait().num_messages == 4
 
 
 # ── key-value ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_key_is_updated_only_from_its_current_revision(bus: Bus, ring_streams: str) -> None:
+def test_a_key_is_updated_only_from_its_current_revision(bus: Bus, run_streams: str) -> None:
     """Compare-and-swap: the first writer wins, the second gets an error, nothing is overwritten."""
-    store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    store = bus.key_value(streams.state_bucket(run_streams).bucket).wait()
     assert store.get("head").wait() is None
     first = store.swap("head", b"1", None).wait()
     with pytest.raises(CompareAndSwapFailed, match="head"):
@@ -454,9 +454,9 @@ def test_a_key_is_updated_only_from_its_current_revision(bus: Bus, ring_streams:
     assert (entry.value, entry.revision) == (b"2", second)
 
 
-def test_a_deleted_key_can_be_made_again(bus: Bus, ring_streams: str) -> None:
+def test_a_deleted_key_can_be_made_again(bus: Bus, run_streams: str) -> None:
     """After a deletion the key reads as absent, is not listed, and may be created."""
-    store = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    store = bus.key_value(streams.state_bucket(run_streams).bucket).wait()
     store.put("a", b"1").wait()
     store.put("b.c", b"2").wait()
     store.delete("a").wait()
@@ -468,9 +468,9 @@ def test_a_deleted_key_can_be_made_again(bus: Bus, ring_streams: str) -> None:
     assert store.get("a").wait() == entries["a"]
 
 
-def test_an_empty_bucket_has_no_entries(bus: Bus, ring_streams: str) -> None:
+def test_an_empty_bucket_has_no_entries(bus: Bus, run_streams: str) -> None:
     """Listing an empty bucket returns nothing, without waiting."""
-    store = bus.key_value(streams.live_bucket(ring_streams).bucket).wait()
+    store = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     assert store.entries().wait() == []
 
 
@@ -485,59 +485,57 @@ def publish_event(bus: Bus, run: str, number: int) -> None:
     bus.publish(subjects.events(run, "log"), event(run, number), msg_id=f"e{number}").wait()
 
 
-def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, ring_streams: str) -> None:
+def test_a_tail_yields_everything_in_order_from_the_start(bus: Bus, run_streams: str) -> None:
     """Earlier and later messages arrive once and in order; undecodable ones are skipped."""
     for number in range(5):
-        publish_event(bus, ring_streams, number)
-    bus.publish(subjects.events(ring_streams, "log"), make_task_issued(ring_streams), msg_id="odd").wait()
+        publish_event(bus, run_streams, number)
+    bus.publish(subjects.events(run_streams, "log"), make_task_issued(run_streams), msg_id="odd").wait()
     seen: list[float] = []
     bus.tail(
-        f"{ring_streams}-events",
-        subjects.events(ring_streams),
+        f"{run_streams}-events",
+        subjects.events(run_streams),
         RunEvent,
         lambda fact: seen.append(fact.at),
         from_start=True,
     ).wait()
     wait_for(lambda: len(seen) == 5, "the old events")
     for number in range(5, 10):
-        publish_event(bus, ring_streams, number)
+        publish_event(bus, run_streams, number)
     wait_for(lambda: len(seen) == 10, "the new events")
     assert seen == [float(n) for n in range(10)]
 
 
-def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, ring_streams: str) -> None:
+def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, run_streams: str) -> None:
     """Without from_start nothing old is delivered, and nothing published after the call is missed."""
-    publish_event(bus, ring_streams, 1)
+    publish_event(bus, run_streams, 1)
     seen: list[float] = []
-    bus.tail(
-        f"{ring_streams}-events", subjects.events(ring_streams), RunEvent, lambda fact: seen.append(fact.at)
-    ).wait()
-    publish_event(bus, ring_streams, 2)
+    bus.tail(f"{run_streams}-events", subjects.events(run_streams), RunEvent, lambda fact: seen.append(fact.at)).wait()
+    publish_event(bus, run_streams, 2)
     wait_for(lambda: seen, "the new event")
     assert seen == [2.0]
 
 
-def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, ring_streams: str) -> None:
+def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) -> None:
     """Facts of other subjects of the same stream are not delivered."""
     seen: list[WeightsPublished] = []
     bus.tail(
-        f"{ring_streams}-weights",
-        subjects.weights_published(ring_streams),
+        f"{run_streams}-weights",
+        subjects.weights_published(run_streams),
         WeightsPublished,
         seen.append,
         from_start=True,
     ).wait()
-    bus.publish(subjects.weights_applied(ring_streams), event(ring_streams, 1), msg_id="1").wait()
+    bus.publish(subjects.weights_applied(run_streams), event(run_streams, 1), msg_id="1").wait()
     from penstock.protocol.facts import BlobRef
 
     fact = WeightsPublished(
-        run_id=ring_streams,
+        run_id=run_streams,
         version=1,
         step=1,
         manifest=BlobRef(key="k", size_bytes=1, sha256="0" * 64),
         num_bytes=1,
     )
-    bus.publish(subjects.weights_published(ring_streams), fact, msg_id="2").wait()
+    bus.publish(subjects.weights_published(run_streams), fact, msg_id="2").wait()
     wait_for(lambda: seen, "the published version")
     assert seen == [fact]
 
@@ -754,10 +752,10 @@ def test_a_server_that_starts_late_is_waited_for(own_nats: Callable[[], NatsServ
     starter.join()
 
 
-def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, ring_streams: str) -> None:
+def test_closing_ends_waiting_calls_with_an_error(nats_settings: NatsSettings, run_streams: str) -> None:
     """Closing the bus ends waiting calls with an error, and later calls are refused."""
     bus = Bus.connect(nats_settings, name="test")
-    pending = task_inbox(bus, ring_streams).fetch(1, 60.0)
+    pending = task_inbox(bus, run_streams).fetch(1, 60.0)
     bus.close()
     with pytest.raises(BusUnreachable, match="closed during the call"):
         pending.wait()

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal
 import pytest
 from tests.reward_service.processes import EndpointServer
 
-from penstock.reward_service.endpoints.dialects import spoken
-from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, Payload
+from penstock.reward_service.endpoints.dialect_registry import DIALECTS
+from penstock.reward_service.endpoints.dialects.dialect import BadAnswer, Call, Dialect, DialectKind, Payload
 from penstock.reward_service.endpoints.dialects.penstock import PenstockDialect
 from penstock.reward_service.endpoints.endpoint import Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
@@ -70,7 +70,7 @@ class LengthDialect(Dialect):
 
 async def test_a_dialect_for_single_completions_is_asked_for_each_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client splits groups into completions, sends one request for each, and joins the scores in their order."""
-    monkeypatch.setitem(spoken._DIALECTS, spoken.DialectName.PENSTOCK, LengthDialect)
+    monkeypatch.setitem(DIALECTS.built_in, "penstock", DialectKind("penstock", LengthDialect))
     server = EndpointServer(lambda body: (200, {}, str(len(body["response"])).encode()))
     try:
         endpoint = Endpoint(name="length", url=server.url)

@@ -35,9 +35,9 @@ def test_a_delivery_without_a_call_does_not_count_as_an_attempt() -> None:
     assert PackProgress.from_json(waits.to_json()) == waits
 
 
-def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, ring_streams: str) -> None:
+def test_progress_is_shared_by_replicas_and_bounded(bus: Bus, run_streams: str) -> None:
     """A record that one replica saved is loaded by the next one at a redelivery, until it is deleted."""
-    store = bus.key_value(streams.scoring_bucket(ring_streams).bucket).wait()
+    store = bus.key_value(streams.scoring_bucket(run_streams).bucket).wait()
 
     async def scenario() -> None:
         first, second = ProgressStore(store, max_messages=1), ProgressStore(store)

@@ -7,20 +7,19 @@ nothing else.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.json_server import JsonServer
 from tests.servers import wait_for
 
 Rewrite = Callable[[list[dict[str, Any]]], Any]
 
 
-class FaultyEngine:
+class FaultyEngine(JsonServer):
     """One server on a free port of the loopback. Use as a context manager."""
 
     def __init__(self, *, version: str = "default", api_key: str = "") -> None:
@@ -48,55 +47,25 @@ class FaultyEngine:
         self._drained = threading.Condition()
         self._updating = False
         self._paused = False
-        engine = self
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # one packet for headers and body: two would wait for each other's acknowledgement
+    def answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> tuple[int, Any]:
+        """Answer as SGLang does, or as the test asks for."""
+        if method == "GET":
+            return self._get(path)
+        if self.api_key and headers["authorization"] != f"Bearer {self.api_key}":
+            return 401, {"error": "unauthorized"}
+        return self._post(path, body)
 
-            def do_GET(self) -> None:
-                self._answer(*engine._get(self.path))
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                if engine.api_key and self.headers["authorization"] != f"Bearer {engine.api_key}":
-                    self._answer(401, {"error": "unauthorized"})
-                else:
-                    self._answer(*engine._post(self.path, body))
-
-            def _answer(self, status: int, value: Any) -> None:
-                data = value if isinstance(value, bytes) else json.dumps(value).encode()
-                try:
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
-                    self.wfile.flush()
-                except OSError:
-                    self.close_connection = True
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> FaultyEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Let waiting requests end, and stop to serve."""
         self.flow.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().close()
 
     def serve_until_killed(self, port_file: Path) -> None:
         """Announce the port as the embedded engine does, and keep running."""
-        port_file.write_text(str(self._server.server_port))
-        self._thread.join()
+        port_file.write_text(str(self.port))
+        self.wait_until_closed()
 
     def wait_for_requests(self, count: int) -> None:
         """Wait until so many /generate requests have arrived."""

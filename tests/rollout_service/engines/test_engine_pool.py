@@ -19,11 +19,11 @@ from penstock.rollout_service.engines.sglang.client import SglangClient
 from penstock.rollout_service.engines.sglang.metrics import read_metrics
 from penstock.rollout_service.engines.sglang.server_check import objections
 from penstock.rollout_service.errors import (
-    EngineDistrusted,
     EngineMisconfigured,
     EngineRefused,
     EngineUnreachable,
     TaskRefused,
+    WeightsUnverified,
 )
 
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
@@ -116,7 +116,7 @@ async def test_an_engine_that_has_its_version_serves_it_while_another_still_drai
             long = asyncio.create_task(pool.client.generate([[5]], Sampling(max_new_tokens=60), 1))
             await asyncio.to_thread(one.wait_for_requests, 1)
             loading = asyncio.create_task(pool.load(model, V1))
-            await asyncio.wait_for(pool.reaches(V1), 10)
+            await asyncio.wait_for(pool.wait_for_version(V1), 10)
             assert (pool.version, loading.done()) == (V0, False)
             groups = await pool.client.generate([[6], [7], [8]], SAMPLING, 2)
             assert {run.version for group in groups for row in group for run in row.version_runs} == {V1}
@@ -150,12 +150,12 @@ async def test_samples_across_a_failed_update_are_refused(model: Path):
         server.flow.clear()
         under_way = asyncio.create_task(engine.client.generate([[5]], SAMPLING, 1))
         await asyncio.to_thread(server.wait_for_requests, 1)
-        engine.client.distrust("version 1 was not applied")
-        with pytest.raises(EngineDistrusted, match="version 1 was not applied"):
+        engine.client.mark_unverified("version 1 was not applied")
+        with pytest.raises(WeightsUnverified, match="version 1 was not applied"):
             await engine.client.generate([[6]], SAMPLING, 1)
-        engine.client.trust()
+        engine.client.mark_verified()
         server.flow.set()
-        with pytest.raises(EngineDistrusted):
+        with pytest.raises(WeightsUnverified):
             await under_way
         assert len(await engine.client.generate([[6]], SAMPLING, 1)) == 1
         await engine.stop()

@@ -20,7 +20,7 @@ from penstock.rollout_service.engines.engine_process import LaunchCommand
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 from penstock.rollout_service.engines.sglang import client
 from penstock.rollout_service.engines.sglang.client import SglangClient
-from penstock.rollout_service.errors import EngineDistrusted, EngineRestartLimit, EngineUnreachable, WeightsUnusable
+from penstock.rollout_service.errors import EngineRestartLimit, EngineUnreachable, WeightsUnusable, WeightsUnverified
 
 V0, V1, V2 = map(PolicyVersion, range(3))
 
@@ -165,7 +165,7 @@ async def test_an_engine_that_serves_other_weights_is_replaced(
         await first.load_weights(model, V2)  # as an outsider would
         await until(lambda: engine.client is not first and engine.ready.is_set(), "another engine")
         assert engine.version == await engine.client.served_version() == V0
-        with pytest.raises(EngineDistrusted, match=r"loaded version 0 but serves 2|the engine process exited"):
+        with pytest.raises(WeightsUnverified, match=r"loaded version 0 but serves 2|the engine process exited"):
             await first.generate([[5]], Sampling(max_new_tokens=1), 1)
 
 
@@ -174,12 +174,12 @@ async def test_a_hanging_engine_is_killed_and_restarted(tmp_path: Path, model: P
     engine = build(faulty_engine_command, tmp_path)
     async with running(engine, model):
         first = child_of(engine)
-        await engine.suspect()
+        await engine.check_health()
         assert engine.ready.is_set(), "an engine that answers is left alone"
         os.kill(first, signal.SIGSTOP)
         with monkeypatch.context() as patch:
             patch.setattr(client, "_PROBE_S", 0.2)
-            await engine.suspect()
+            await engine.check_health()
         await asyncio.wait_for(engine.ready.wait(), 60)
         assert child_of(engine) != first
 

@@ -11,7 +11,7 @@ import pytest
 from tests.contracts.tiny_model import Dense, build_endless_model
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.ring_end import RingEnd, attached
+from tests.rollout_service.trainer_side import TrainerSide, attached
 from tests.servers import wait_for
 
 from penstock.deploy.child import Child
@@ -51,122 +51,126 @@ def adapters_of(worker: Child) -> set[str]:
 
 
 def test_adapters_are_loaded_while_a_pack_generates_without_a_pause(
-    ring_end: RingEnd, start_worker: StartWorker, tmp_path: Path
+    trainer_side: TrainerSide, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     """A long pack keeps its version, newer packs have the newest, and evaluations have the base or an older one.
 
     Each token's log-probability is its own version's. Unused adapters are unloaded, and their folders removed. A worker
     that is killed and restarted loads the base and the newest adapter.
     """
-    build_endless_model(ring_end.folder / "model-0")
-    facts: dict[int, WeightsPublished] = {0: ring_end.publish(0), 1: ring_end.publish_adapter(1)}
+    build_endless_model(trainer_side.folder / "model-0")
+    facts: dict[int, WeightsPublished] = {0: trainer_side.publish(0), 1: trainer_side.publish_adapter(1)}
     worker = start_worker("w0")
-    ring_end.wait_applied("w0", 1, 60)
+    trainer_side.wait_applied("w0", 1, 60)
     long = make_task("e0.p0.a0", prompt_ids=PROMPT, group_size=2, max_new_tokens=LONG, stop_token_ids=())
-    ring_end.issue("long", [long])
+    trainer_side.issue("long", [long])
     wait_for(
         lambda: httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, "the engine to run"
     )
     for version in (2, 3):
-        facts[version] = ring_end.publish_adapter(version)
-        ring_end.wait_applied("w0", version)
+        facts[version] = trainer_side.publish_adapter(version)
+        trainer_side.wait_applied("w0", version)
     task = make_task("e0.p1.a0", prompt_ids=PROMPT, issued_version=3, group_size=2, stop_token_ids=())
-    ring_end.issue("short", [task])
-    [short] = ring_end.collect_groups(1)
+    trainer_side.issue("short", [task])
+    [short] = trainer_side.collect_groups(1)
     pins = [
         make_task(f"eval.p{v}", split="eval", pinned_version=v, prompt_ids=PROMPT, group_size=1, stop_token_ids=())
         for v in (0, 1, 2)
     ]
     for task in pins:
-        ring_end.issue(task.group_id, [task])
-    pinned = ring_end.collect_groups(3)
+        trainer_side.issue(task.group_id, [task])
+    pinned = trainer_side.collect_groups(3)
     assert httpx.get(f"{url_of(worker)}/v1/loads").json()["loads"][0]["num_running_reqs"] == 2, (
         "the long pack still runs"
     )
-    [first] = ring_end.collect_groups(1, 60)
+    [first] = trainer_side.collect_groups(1, 60)
     groups = [first, short, *sorted(pinned, key=lambda group: group.group_id)]
     assert versions_of(groups) == [{1}, {3}, {0}, {1}, {2}]
-    models = {version: Dense(ring_end.merged(fact, tmp_path / f"merged-{version}")) for version, fact in facts.items()}
+    models = {
+        version: Dense(trainer_side.merged(fact, tmp_path / f"merged-{version}")) for version, fact in facts.items()
+    }
     check(groups, models)
-    assert [(fact.version, fact.pause_s) for fact in ring_end.applied] == [(1, 0.0), (2, 0.0), (3, 0.0)]
-    assert [fact.checksum for fact in ring_end.applied[-1:]] == [ring_end.root(facts[3])]
-    assert ring_end.applied[-1].num_bytes == facts[3].num_bytes < 0.3 * facts[0].num_bytes
+    assert [(fact.version, fact.pause_s) for fact in trainer_side.applied] == [(1, 0.0), (2, 0.0), (3, 0.0)]
+    assert [fact.checksum for fact in trainer_side.applied[-1:]] == [trainer_side.root(facts[3])]
+    assert trainer_side.applied[-1].num_bytes == facts[3].num_bytes < 0.3 * facts[0].num_bytes
     wait_for(lambda: adapters_of(worker) == {"policy@3"}, "older adapters to be unloaded")
     [held] = tmp_path.rglob("adapters")
     wait_for(lambda: [path.name for path in held.iterdir()] == ["3"], "their folders to be removed")
 
     worker.kill()
     worker.start()
-    wait_for(lambda: len(ring_end.applied) == 4, "the restarted worker", 60)
-    assert (ring_end.applied[-1].version, ring_end.applied[-1].num_bytes) == (3, facts[3].num_bytes)
+    wait_for(lambda: len(trainer_side.applied) == 4, "the restarted worker", 60)
+    assert (trainer_side.applied[-1].version, trainer_side.applied[-1].num_bytes) == (3, facts[3].num_bytes)
     again = make_task("e0.p2.a0", prompt_ids=PROMPT, issued_version=3, group_size=2, stop_token_ids=())
-    ring_end.issue("again", [again])
-    groups = ring_end.collect_groups(1)
+    trainer_side.issue("again", [again])
+    groups = trainer_side.collect_groups(1)
     assert versions_of(groups) == [{3}]
     check(groups, models)
 
 
-def test_the_model_is_loaded_once(ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine) -> None:
+def test_the_model_is_loaded_once(
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
+) -> None:
     """Adapters, and evaluations of older ones and of the model itself, cause no other model load and no pause."""
-    facts = [ring_end.publish(0)]
+    facts = [trainer_side.publish(0)]
     start_worker("w0", *attached(faulty_engine), "worker.update_mode=retract")
-    ring_end.wait_applied("w0", 0)
+    trainer_side.wait_applied("w0", 0)
     for version in (1, 2, 3):
-        facts.append(ring_end.publish_adapter(version))
-        ring_end.wait_applied("w0", version)
+        facts.append(trainer_side.publish_adapter(version))
+        trainer_side.wait_applied("w0", version)
     pauses = list(faulty_engine.pauses)
     for version in (0, 1, 2):
         task = make_task(f"eval.p{version}", split="eval", pinned_version=version, temperature=0.0, group_size=1)
-        ring_end.issue(task.group_id, [task])
-        assert versions_of(ring_end.collect_groups(1)) == [{version}]
-    ring_end.issue("pack-0", [make_task("e0.p0.a0")])
-    assert versions_of(ring_end.collect_groups(1)) == [{3}]
+        trainer_side.issue(task.group_id, [task])
+        assert versions_of(trainer_side.collect_groups(1)) == [{version}]
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0")])
+    assert versions_of(trainer_side.collect_groups(1)) == [{3}]
     assert [version for version, _ in faulty_engine.loads] == ["0"]
     assert faulty_engine.pauses == pauses
-    assert [fact.version for fact in ring_end.applied] == [0, 1, 2, 3]
+    assert [fact.version for fact in trainer_side.applied] == [0, 1, 2, 3]
     wait_for(lambda: set(faulty_engine.adapters) == {"policy@3"}, "what was pinned to be unloaded")
 
 
 def test_an_unusable_adapter_is_refused_and_the_answer_is_served(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
     """Corrupt or refused by the engine, it is announced as refused, and the one before is still served."""
-    ring_end.publish(0)
-    ring_end.publish_adapter(1)
+    trainer_side.publish(0)
+    trainer_side.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))
-    ring_end.wait_applied("w0", 1)
-    ring_end.publish_adapter(2, corrupt="adapter_model.safetensors")
-    wait_for(lambda: ring_end.refused, "the first refusal")
-    ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=2)])
-    assert versions_of(ring_end.collect_groups(1)) == [{1}]
-    ring_end.source.answer()
-    ring_end.wait_applied("w0", 2)
+    trainer_side.wait_applied("w0", 1)
+    trainer_side.publish_adapter(2, corrupt="adapter_model.safetensors")
+    wait_for(lambda: trainer_side.refused, "the first refusal")
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0", issued_version=2)])
+    assert versions_of(trainer_side.collect_groups(1)) == [{1}]
+    trainer_side.source.answer()
+    trainer_side.wait_applied("w0", 2)
     faulty_engine.lose_adapters = True
-    ring_end.publish_adapter(3)
-    wait_for(lambda: len(ring_end.refused) == 2, "the second refusal")
+    trainer_side.publish_adapter(3)
+    wait_for(lambda: len(trainer_side.refused) == 2, "the second refusal")
     faulty_engine.lose_adapters = False
-    assert [(fact.version, fact.serving) for fact in ring_end.refused] == [(2, 1), (3, 2)]
-    assert "sha256" in ring_end.refused[0].reason
-    ring_end.issue("pack-1", [make_task("e0.p1.a0", issued_version=3)])
-    assert versions_of(ring_end.collect_groups(1)) == [{2}]
-    ring_end.source.answer()
-    ring_end.wait_applied("w0", 3)
+    assert [(fact.version, fact.serving) for fact in trainer_side.refused] == [(2, 1), (3, 2)]
+    assert "sha256" in trainer_side.refused[0].reason
+    trainer_side.issue("pack-1", [make_task("e0.p1.a0", issued_version=3)])
+    assert versions_of(trainer_side.collect_groups(1)) == [{2}]
+    trainer_side.source.answer()
+    trainer_side.wait_applied("w0", 3)
 
 
 def test_models_and_adapters_may_alternate(
-    ring_end: RingEnd, start_worker: StartWorker, faulty_engine: FaultyEngine
+    trainer_side: TrainerSide, start_worker: StartWorker, faulty_engine: FaultyEngine
 ) -> None:
     """A trainer that changes from adapters to models is followed: the model is loaded, and the adapters are removed."""
-    ring_end.publish(0)
-    ring_end.publish_adapter(1)
+    trainer_side.publish(0)
+    trainer_side.publish_adapter(1)
     start_worker("w0", *attached(faulty_engine))
-    ring_end.wait_applied("w0", 1)
-    ring_end.publish(2)
-    ring_end.wait_applied("w0", 2)
-    ring_end.issue("pack-0", [make_task("e0.p0.a0", issued_version=2)])
-    assert versions_of(ring_end.collect_groups(1)) == [{2}]
-    ring_end.issue("eval", [make_task("eval.p1", split="eval", pinned_version=1, temperature=0.0, group_size=1)])
-    assert versions_of(ring_end.collect_groups(1)) == [{1}]
+    trainer_side.wait_applied("w0", 1)
+    trainer_side.publish(2)
+    trainer_side.wait_applied("w0", 2)
+    trainer_side.issue("pack-0", [make_task("e0.p0.a0", issued_version=2)])
+    assert versions_of(trainer_side.collect_groups(1)) == [{2}]
+    trainer_side.issue("eval", [make_task("eval.p1", split="eval", pinned_version=1, temperature=0.0, group_size=1)])
+    assert versions_of(trainer_side.collect_groups(1)) == [{1}]
     wait_for(lambda: faulty_engine.version == "2", "the newest version to be served again")
     assert [version for version, _ in faulty_engine.loads] == ["0", "2", "0", "2"]
     assert faulty_engine.adapters == {}

@@ -31,15 +31,15 @@ def test_a_share_of_the_workers_but_at_least_one(workers: int, share: float, exp
     assert num_permits(workers, share) == expected
 
 
-async def test_permits_are_limited_and_released(bus: Bus, ring_streams: str):
+async def test_permits_are_limited_and_released(bus: Bus, run_streams: str):
     """Of six workers with a fraction of a third, at most two hold a permit, and each gets one."""
     workers = [f"w{number}" for number in range(6)]
-    await asyncio.to_thread(beat, bus, ring_streams, *workers)
+    await asyncio.to_thread(beat, bus, run_streams, *workers)
     holding, most, had, both = 0, 0, [], asyncio.Event()
 
     async def swap(worker: str) -> None:
         nonlocal holding, most
-        async with SwapSemaphore(bus, run_id=ring_streams, worker_id=worker, max_share=0.34).permit():
+        async with SwapSemaphore(bus, run_id=run_streams, worker_id=worker, max_share=0.34).permit():
             holding += 1
             most = max(most, holding)
             had.append(worker)
@@ -52,13 +52,13 @@ async def test_permits_are_limited_and_released(bus: Bus, ring_streams: str):
         for worker in workers:
             tasks.create_task(swap(worker))
     assert (most, sorted(had)) == (2, workers)
-    assert await asyncio.to_thread(leases, bus, ring_streams) == []
+    assert await asyncio.to_thread(leases, bus, run_streams) == []
 
 
-async def test_a_worker_swaps_without_a_permit_after_the_deadline(bus: Bus, ring_streams: str):
+async def test_a_worker_swaps_without_a_permit_after_the_deadline(bus: Bus, run_streams: str):
     """A worker that gets no permit swaps without one, and the holder keeps its own."""
-    await asyncio.to_thread(beat, bus, ring_streams, "w0", "w1")
-    async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w0", max_share=0.5).permit():
-        async with SwapSemaphore(bus, run_id=ring_streams, worker_id="w1", max_share=0.5, deadline_s=0.1).permit():
-            assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]
-        assert await asyncio.to_thread(leases, bus, ring_streams) == [streams.swap_turn_key(0)]
+    await asyncio.to_thread(beat, bus, run_streams, "w0", "w1")
+    async with SwapSemaphore(bus, run_id=run_streams, worker_id="w0", max_share=0.5).permit():
+        async with SwapSemaphore(bus, run_id=run_streams, worker_id="w1", max_share=0.5, deadline_s=0.1).permit():
+            assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_turn_key(0)]
+        assert await asyncio.to_thread(leases, bus, run_streams) == [streams.swap_turn_key(0)]

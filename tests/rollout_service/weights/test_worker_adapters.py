@@ -188,7 +188,7 @@ async def test_a_restarted_server_is_given_its_adapters_again(model: Path, adapt
             server.version = label
             with pytest.raises(EngineRefused):
                 await engine.client.generate([PROMPT], SAMPLING, 1, V2)
-            await engine.suspect()
+            await engine.check_health()
             assert server.adapters == wanted
             assert server.version == "0"
         await engine.stop()

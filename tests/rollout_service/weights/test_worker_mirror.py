@@ -91,18 +91,18 @@ class Run:
 
 
 @pytest.fixture
-def run(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path) -> Run:
+def run(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path) -> Run:
     """A run without versions."""
-    return Run(bus, blobs, ring_streams, model_folder)
+    return Run(bus, blobs, run_streams, model_folder)
 
 
 @pytest.fixture
-def open_mirror(blobs: Blobs, ring_streams: str, tmp_path: Path) -> Iterator[OpenMirror]:
+def open_mirror(blobs: Blobs, run_streams: str, tmp_path: Path) -> Iterator[OpenMirror]:
     """Mirrors of the run by worker id, closed after the test."""
     opened: list[Mirror] = []
 
     def open_one(worker_id: str = "w0") -> Mirror:
-        opened.append(Mirror(blobs, tmp_path / worker_id, ring_streams))
+        opened.append(Mirror(blobs, tmp_path / worker_id, run_streams))
         return opened[-1]
 
     yield open_one
@@ -147,9 +147,9 @@ def test_a_late_joiner_applies_snapshot_and_patches_in_one_pass(run: Run, open_m
     assert mirrored.num_bytes == sum(manifest.num_bytes for manifest in manifests) + small
 
 
-def test_a_new_worker_starts_at_the_newest_full_snapshot(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
+def test_a_new_worker_starts_at_the_newest_full_snapshot(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path, open_mirror: OpenMirror) -> None:  # fmt: skip
     """A worker without weights starts at the newest full snapshot that the head names."""
-    run = Run(bus, blobs, ring_streams, model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=5))
+    run = Run(bus, blobs, run_streams, model_folder, policy=FullSnapshotPolicy(max_ratio=1e9, max_versions=5))
     for version in range(13):
         run.publish(version)
     anchor = run.manifest(12).anchor
@@ -206,16 +206,16 @@ def test_a_corrupt_full_snapshot_is_refused(run: Run, open_mirror: OpenMirror) -
 
 
 def test_a_manifest_of_another_version_or_an_older_lease_is_refused(
-    bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path, open_mirror: OpenMirror
+    bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path, open_mirror: OpenMirror
 ) -> None:
     """A manifest must name the announced version, and a trainer that lost its lease is not followed."""
-    run = Run(bus, blobs, ring_streams, model_folder, epoch=2)
+    run = Run(bus, blobs, run_streams, model_folder, epoch=2)
     mirror = open_mirror()
     fact = run.publish(4)
     with pytest.raises(WeightsUnusable, match="is of version 4"):
         mirror.fetch(PolicyVersion(5), fact.manifest)
     run.fetch(mirror, 4)
-    former = WeightsSource(bus, blobs, ring_streams, model_folder, epoch=1, bucket_bytes=BUCKET_BYTES)
+    former = WeightsSource(bus, blobs, run_streams, model_folder, epoch=1, bucket_bytes=BUCKET_BYTES)
     stale = former.publish(5, run.states[4])
     with pytest.raises(WeightsUnusable, match="lost its lease"):
         mirror.fetch(PolicyVersion(5), stale.manifest, newest=True)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.protocol.config.config_aliases import SAME
+from penstock.protocol.config.config_aliases import ALIASES
 from penstock.protocol.config.foreign_config import ABSENT, REFUSED, RENAMED
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -290,8 +290,8 @@ def test_a_value_that_does_not_exist_here_is_refused_under_both_names() -> None:
 def test_every_key_that_an_error_recommends_exists() -> None:
     """Accepted and recommended keys lead to existing settings."""
     sections = {**RolloutSettings.model_fields, **TrainerSettings.model_fields}
-    assert not set(SAME) & {*RENAMED, *ABSENT, *REFUSED}
-    told = [*ABSENT.values(), *RENAMED.values(), *(" ".join(same.ours) for same in SAME.values())]
+    assert not set(ALIASES) & {*RENAMED, *ABSENT, *REFUSED}
+    told = [*ABSENT.values(), *RENAMED.values(), *(" ".join(alias.keys) for alias in ALIASES.values())]
     named = re.findall(rf"\b({'|'.join(sections)})((?:\.[a-z_]+)+)", " ".join(told))
     assert len(named) > 150
     for section, rest in named:

@@ -79,10 +79,10 @@ def test_a_run_that_was_not_bootstrapped_is_refused_with_the_command(
 
 
 def test_starting_a_published_run_over_is_refused(
-    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, run_streams: str
 ) -> None:
     """Without resume a run id that has published weights is refused; with it, the run continues."""
-    connections = Connections(ring_streams, bus, blobs)
+    connections = Connections(run_streams, bus, blobs)
     assert check_resume(connections, resume=False, has_checkpoint=False) is None
     publisher = Publisher(connections, model_folder=settings.model.path)
     publisher.submit(snapshot(5))
@@ -101,15 +101,15 @@ def prompts(settings: TrainerSettings, reward: RewardSettings) -> PromptSet:
 
 
 def test_an_unknown_reward_is_refused_with_those_on_offer(
-    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, run_streams: str,
     nats_settings: NatsSettings, s3_settings: S3Settings,
 ) -> None:  # fmt: skip
     """A reward that no running service offers is an error that lists the offers; a known one passes."""
-    connections = Connections(ring_streams, bus, blobs)
+    connections = Connections(run_streams, bus, blobs)
     wanted = prompts(settings, RewardSettings(name="vibes"))
     with pytest.raises(UnknownReward, match=r"no reward service of this run is alive.*penstock reward service"):
         check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
-    with ScriptedProducer(nats_settings, s3_settings, ring_streams):
+    with ScriptedProducer(nats_settings, s3_settings, run_streams):
         with pytest.raises(UnknownReward, match=r"offers vibes; offered: auto, exact_match"):
             check_rewards(connections, [wanted], clock=time.time, deadline_s=0.0)
         known = prompts(settings, RewardSettings(name="exact_match"))
@@ -121,11 +121,11 @@ def test_an_unknown_reward_is_refused_with_those_on_offer(
 
 
 def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
-    settings: TrainerSettings, bus: Bus, blobs: Blobs, ring_streams: str,
+    settings: TrainerSettings, bus: Bus, blobs: Blobs, run_streams: str,
     nats_settings: NatsSettings, s3_settings: S3Settings,
 ) -> None:  # fmt: skip
     """A part that no service offers is named with the nearest names; a service with other weights is refused by its name."""
-    connections = Connections(ring_streams, bus, blobs)
+    connections = Connections(run_streams, bus, blobs)
     parts = {"correct": {"reward": "exact_match"}, "form": {"reward": "auto", "weight": 0.2}}
     ours = RewardSettings.model_validate({"name": "mine", "define": {"mine": {"parts": parts}}})
     wanted = prompts(settings, ours)
@@ -133,7 +133,7 @@ def test_a_reward_made_of_parts_must_be_made_of_the_same_parts_everywhere(
 
     def offer(names: tuple[str, ...], digest: str) -> None:
         fact = RewardsOffered(
-            run_id=ring_streams, replica="r1", at=time.time(), names=names, by_source={"sort_digits": "exact_match"},
+            run_id=run_streams, replica="r1", at=time.time(), names=names, by_source={"sort_digits": "exact_match"},
             definitions={"mine": digest},
         )  # fmt: skip
         bucket.put(rewards_offered.key("r1"), encode(fact)).wait()

@@ -69,11 +69,11 @@ class Scene:
 
 @pytest.fixture
 def scene(
-    bus: Bus, blobs: Blobs, ring_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
+    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path
 ) -> Iterator[Scene]:
     """A bootstrapped run with a running evaluator."""
-    with ScriptedProducer(nats_settings, s3_settings, ring_streams) as producer:
-        scene = Scene(Connections(ring_streams, bus, blobs), tmp_path, producer)
+    with ScriptedProducer(nats_settings, s3_settings, run_streams) as producer:
+        scene = Scene(Connections(run_streams, bus, blobs), tmp_path, producer)
         with scene.evaluator:
             yield scene
         scene.publisher.close()

@@ -105,9 +105,9 @@ class Session:
 
 
 @pytest.fixture
-def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
+def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
     """A bootstrapped run."""
-    return Connections(ring_streams, bus, blobs)
+    return Connections(run_streams, bus, blobs)
 
 
 class ManualAnswers:

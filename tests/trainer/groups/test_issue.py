@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.trainer.recovery.ring_machine import CLOSED, prompts
+from tests.trainer.recovery.trainer_machine import CLOSED, prompts
 
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.data_order import DataOrder

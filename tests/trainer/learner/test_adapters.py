@@ -45,9 +45,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
+def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
     """A bootstrapped run."""
-    return Connections(ring_streams, bus, blobs)
+    return Connections(run_streams, bus, blobs)
 
 
 def a_base(seed: int = 0) -> AdapterBase:

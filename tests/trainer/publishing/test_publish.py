@@ -47,9 +47,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def connections(bus: Bus, blobs: Blobs, ring_streams: str) -> Connections:
+def connections(bus: Bus, blobs: Blobs, run_streams: str) -> Connections:
     """A bootstrapped run."""
-    return Connections(ring_streams, bus, blobs)
+    return Connections(run_streams, bus, blobs)
 
 
 def tensors(version: int) -> dict[str, Tensor]:
@@ -276,11 +276,11 @@ def test_a_refused_patch_is_answered_with_a_full_snapshot(connections: Connectio
 
 
 def test_a_version_overtaken_by_the_next_is_skipped(
-    own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
+    own_s3: Callable[[], S3Server], bus: Bus, run_streams: str, model_folder: Path
 ) -> None:
     """While storage is unreachable, waiting versions are replaced by newer ones, and the next patch covers them all."""
     storage = own_s3()
-    connections = Connections(ring_streams, bus, Blobs(storage.settings))
+    connections = Connections(run_streams, bus, Blobs(storage.settings))
     publisher = Publisher(connections, model_folder=model_folder)
     publisher.submit(snapshot(0))
     publisher.wait_until_published(PolicyVersion(0), 20.0)
@@ -300,11 +300,11 @@ def test_a_version_overtaken_by_the_next_is_skipped(
 
 
 def test_storage_that_stays_unreachable_is_an_error(
-    own_s3: Callable[[], S3Server], bus: Bus, ring_streams: str, model_folder: Path
+    own_s3: Callable[[], S3Server], bus: Bus, run_streams: str, model_folder: Path
 ) -> None:
     """When the object store does not answer within the deadline, the next submission raises."""
     storage = own_s3()
-    connections = Connections(ring_streams, bus, Blobs(storage.settings, deadline_s=0.5))
+    connections = Connections(run_streams, bus, Blobs(storage.settings, deadline_s=0.5))
     publisher = Publisher(connections, model_folder=model_folder)
     storage.kill()
     publisher.submit(snapshot(0))

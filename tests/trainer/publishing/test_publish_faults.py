@@ -39,15 +39,15 @@ def proxy(s3_settings: S3Settings) -> Iterator[RefusingS3]:
 
 
 @pytest.fixture
-def connections(bus: Bus, proxy: RefusingS3, ring_streams: str) -> Connections:
+def connections(bus: Bus, proxy: RefusingS3, run_streams: str) -> Connections:
     """A bootstrapped run, whose trainer writes through the proxy."""
-    return Connections(ring_streams, bus, Blobs(proxy.settings, deadline_s=30.0))
+    return Connections(run_streams, bus, Blobs(proxy.settings, deadline_s=30.0))
 
 
 @pytest.fixture
-def state(bus: Bus, ring_streams: str) -> KeyValue:
+def state(bus: Bus, run_streams: str) -> KeyValue:
     """The run's state bucket."""
-    return bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    return bus.key_value(streams.state_bucket(run_streams).bucket).wait()
 
 
 def announced(connections: Connections) -> list[WeightsPublished]:

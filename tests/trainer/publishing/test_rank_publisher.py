@@ -90,7 +90,7 @@ def running() -> Iterator[ExitStack]:
 
 
 def test_a_rank_that_is_refused_or_killed_fails_the_publication(
-    nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs, ring_streams: str, tmp_path: Path,
+    nats_settings: NatsSettings, s3_settings: S3Settings, bus: Bus, blobs: Blobs, run_streams: str, tmp_path: Path,
     running: ExitStack,
 ) -> None:  # fmt: skip
     """The error names rank 1 while its store is full, and a retry succeeds; killed during its upload it leaves no manifest."""
@@ -101,12 +101,12 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
         "nats": {**nats_settings.model_dump(mode="json"), "password": nats_settings.password},
         "s3": {**s3_settings.model_dump(mode="json"), **secret},
         "s3_of_rank_1": {**proxy.settings.model_dump(mode="json"), **secret},
-        "run_id": ring_streams,
+        "run_id": run_streams,
         "model": str(tmp_path / "model"),
         "deadline_s": 1.0,
         "kill_at": "object_stored:4@1",  # two buckets of version 0, the pack of version 1, a bucket of version 2
     }
-    connections = Connections(ring_streams, bus, blobs)
+    connections = Connections(run_streams, bus, blobs)
     ranks = TwoRanks(setup, running)
     assert ranks.publish(0) == "published"
     proxy.refusal = (507, "InsufficientStorage")
@@ -123,7 +123,7 @@ def test_a_rank_that_is_refused_or_killed_fails_the_publication(
     assert ranks.processes[1].wait(60) == -signal.SIGKILL
     assert head_of(connections) == head
     stored = [
-        stat.key.rpartition("/")[2] for stat in blobs.list(blob_keys.weights_prefix(ring_streams, PolicyVersion(2)))
+        stat.key.rpartition("/")[2] for stat in blobs.list(blob_keys.weights_prefix(run_streams, PolicyVersion(2)))
     ]
     assert sorted(stored) == [f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3)]  # not rank 1's second bucket
     alone = Publisher(connections, model_folder=tmp_path / "model", epoch=1)

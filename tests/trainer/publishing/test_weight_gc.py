@@ -33,12 +33,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def connections(bus: Bus, blobs: Blobs, ring_streams: str, model_folder: Path) -> Connections:
+def connections(bus: Bus, blobs: Blobs, run_streams: str, model_folder: Path) -> Connections:
     """A run with versions 0 to 13 and full snapshots of 0, 3, 6, 9 and 12."""
-    source = WeightsSource(bus, blobs, ring_streams, model_folder, policy=FullSnapshotPolicy(1e9, 3))
+    source = WeightsSource(bus, blobs, run_streams, model_folder, policy=FullSnapshotPolicy(1e9, 3))
     for version in range(14):
         source.publish(version, tensors(version))
-    return Connections(ring_streams, bus, blobs)
+    return Connections(run_streams, bus, blobs)
 
 
 def collector(connections: Connections, *, pinned: tuple[int, ...] = (), orphan_s: float = 1e9) -> WeightGc:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tests.examples import examples
-from tests.trainer.recovery.ring_commit import RunRecordWriter
-from tests.trainer.recovery.ring_machine import RingMachine
+from tests.trainer.recovery.machine_commit import RunRecordWriter
+from tests.trainer.recovery.trainer_machine import TrainerMachine
 
 from penstock.protocol.record.lineage import AccountState
 from penstock.trainer.groups.accounting import Accounting
@@ -23,18 +23,18 @@ HUNT = settings(
     suppress_health_check=list(HealthCheck), derandomize=True,
 )  # fmt: skip
 
-TestRing = RingMachine.TestCase
-TestRing.settings = examples(100, stateful_step_count=50)
+TestTrainerMachine = TrainerMachine.TestCase
+TestTrainerMachine.settings = examples(100, stateful_step_count=50)
 
 
-class LedgerForgotten(RingMachine):
+class LedgerForgotten(TrainerMachine):
     """A checkpoint without the ids of trained groups."""
 
     def restore(self, document):
         super().restore(document | {"ledger": ()})
 
 
-class PositionForgotten(RingMachine):
+class PositionForgotten(TrainerMachine):
     """A checkpoint whose dispatch starts over."""
 
     def restore(self, document):
@@ -44,7 +44,7 @@ class PositionForgotten(RingMachine):
         self.start(Ledger(document["ledger"]), accounting, counters, document | {"dispatch": dispatch})
 
 
-class AcknowledgedTooEarly(RingMachine):
+class AcknowledgedTooEarly(TrainerMachine):
     """A checkpoint acknowledges all messages held, not only those whose groups it covers."""
 
     def covered(self):
@@ -58,7 +58,7 @@ class EntriesOnly(IssuerState):
         return self.entries.is_empty
 
 
-class RefusalsForgotten(RingMachine):
+class RefusalsForgotten(TrainerMachine):
     """A checkpoint is skipped when there are no entries, although the state has changed."""
 
     class SkipsCheckpoints(Issuer):
@@ -69,7 +69,7 @@ class RefusalsForgotten(RingMachine):
     issuing = SkipsCheckpoints
 
 
-class StepPassedOver(RingMachine):
+class StepPassedOver(TrainerMachine):
     """A checkpoint after a single step is skipped when nothing was issued since the one before."""
 
     class SkipsCheckpoints(RunRecordWriter):
@@ -84,7 +84,7 @@ class StepPassedOver(RingMachine):
 @pytest.mark.parametrize(
     "broken", [LedgerForgotten, PositionForgotten, AcknowledgedTooEarly, StepPassedOver, RefusalsForgotten]
 )
-def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
+def test_the_machine_finds_a_planted_bug(broken: type[TrainerMachine]) -> None:
     """A trainer that omits state from its checkpoint, or acknowledges before the commit, fails the machine."""
     with pytest.raises((AssertionError, ValueError)):
         run_state_machine_as_test(broken, settings=HUNT)
@@ -92,7 +92,7 @@ def test_the_machine_finds_a_planted_bug(broken: type[RingMachine]) -> None:
 
 def test_a_group_for_another_use_whose_pack_is_unreadable_stays_trained() -> None:
     """After a crash it is delivered and cannot be read: it is not used again, and not dropped, since it was trained."""
-    machine = RingMachine()
+    machine = TrainerMachine()
     machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
     machine.flow()
     machine.checkpoint()
@@ -105,7 +105,7 @@ def test_a_group_for_another_use_whose_pack_is_unreadable_stays_trained() -> Non
 
 def test_a_group_for_another_use_that_arrives_as_the_run_ends_is_settled() -> None:
     """It is being fetched when the last batch is done: its message only waits for the checkpoint."""
-    machine = RingMachine()
+    machine = TrainerMachine()
     machine.begin(groups_per_step=1, max_staleness=2, groups_per_message=1, max_attempts=2, uses=2)
     machine.flow()
     machine.checkpoint()

@@ -65,9 +65,9 @@ def announce(bus: Bus, run: str, pack: BlobRef) -> GroupGenerated:
     return fact
 
 
-def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """Trained, queued and dead-lettered packs are kept; a dropped group's pack and an old task list are deleted after a day."""
-    run, clock = ring_streams, Clock()
+    run, clock = run_streams, Clock()
     trained, queued, dead, dropped = (store(blobs, run, name) for name in ("trained", "queued", "dead", "dropped"))
     tasks = blobs.put(blob_keys.task_list(run, "p"), b"tasks")
     commit(bus, blobs, run, trained)
@@ -86,9 +86,9 @@ def test_only_objects_that_nothing_names_are_deleted_after_a_day(bus: Bus, blobs
     assert all(blobs.exists(ref.key) for ref in (trained, queued, dead))
 
 
-def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """The record is read on from the chapter up to which it was read before."""
-    run, clock = ring_streams, Clock()
+    run, clock = run_streams, Clock()
     first, second = store(blobs, run, "first"), store(blobs, run, "second")
     settings = RetentionSettings(trained_packs_h=48.0)
     group_gc = GroupGc(Connections(run, bus, blobs), settings, holder="t", clock=clock)
@@ -102,18 +102,18 @@ def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Bl
     assert sorted(group_gc.sweep()) == sorted([first.key, second.key])
 
 
-def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """With a clock a year behind, no object is old enough."""
-    store(blobs, ring_streams, "dropped")
+    store(blobs, run_streams, "dropped")
     clock = Clock()
     clock.hours = -1e4
-    group_gc = GroupGc(Connections(ring_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
+    group_gc = GroupGc(Connections(run_streams, bus, blobs), RetentionSettings(), holder="t", clock=clock)
     assert group_gc.sweep() == []
 
 
-def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+def test_one_holder_of_the_lease_sweeps(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """A collector without the lease does not sweep; the holder renews it."""
-    connections = Connections(ring_streams, bus, blobs)
+    connections = Connections(run_streams, bus, blobs)
     one, other = (GroupGc(connections, RetentionSettings(), holder=name, clock=Clock()) for name in ("a", "b"))
     assert one._has_lease()
     assert not other._has_lease()
@@ -133,9 +133,9 @@ def test_streams_get_the_ages_that_are_set(bus: Bus, blobs: Blobs, run_id: str) 
         RetentionSettings(events_h=0.5)
 
 
-def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, ring_streams: str) -> None:
+def test_the_packs_of_an_input_never_expire(bus: Bus, blobs: Blobs, run_streams: str) -> None:
     """A run with the id of its own rescored input sweeps below that prefix, and keeps the packs there."""
-    run, clock = ring_streams, Clock()
+    run, clock = run_streams, Clock()
     kept, dropped = store(blobs, run, "kept"), store(blobs, run, "dropped")
     scored = make_scored(make_generated(run, [make_group()])).groups[0]
     piece = RescoredPiece(packs=(kept,), groups=(RecordedGroup(prompt=0, pack=0, scored=scored),))

@@ -23,9 +23,9 @@ BLOB = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 
 
 @pytest.fixture
-def state(bus: Bus, ring_streams: str) -> KeyValue:
+def state(bus: Bus, run_streams: str) -> KeyValue:
     """The state bucket of a bootstrapped run."""
-    return bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    return bus.key_value(streams.state_bucket(run_streams).bucket).wait()
 
 
 @pytest.fixture

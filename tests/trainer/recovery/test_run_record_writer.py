@@ -19,11 +19,11 @@ from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 
 
 @pytest.fixture
-def record_writer(bus: Bus, blobs: Blobs, ring_streams: str) -> RunRecordWriter:
+def record_writer(bus: Bus, blobs: Blobs, run_streams: str) -> RunRecordWriter:
     """The record writer of a new run."""
-    state = bus.key_value(streams.state_bucket(ring_streams).bucket).wait()
+    state = bus.key_value(streams.state_bucket(run_streams).bucket).wait()
     pointer = FencedKey(state, streams.CHECKPOINT_KEY, lambda value: value)
-    return RunRecordWriter(Connections(ring_streams, bus, blobs), pointer, epoch=1, resumed=None)
+    return RunRecordWriter(Connections(run_streams, bus, blobs), pointer, epoch=1, resumed=None)
 
 
 def test_a_single_step_makes_a_chapter(record_writer: RunRecordWriter, blobs: Blobs) -> None:

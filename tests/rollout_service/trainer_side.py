@@ -46,7 +46,7 @@ from tests.weights_source import WeightsSource, adapter_base
 ADAPTER = AdapterConfig(r=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
 
 
-class RingEnd:
+class TrainerSide:
     """One run, seen from outside its workers."""
 
     def __init__(self, bus: Bus, blobs: Blobs, run_id: str, folder: Path) -> None:

@@ -22,13 +22,13 @@ from tests.groups import make_task
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Service
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.rollout_service.ring_end import RingEnd, attached, worker_process
+from tests.rollout_service.trainer_side import TrainerSide, attached, worker_process
 from tests.servers import wait_for
 
 SMALL = 1024 * 1024
 
 
-class Ring:
+class Services:
     """Issues tasks, reads rewards, and reads the heartbeats of the services."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Ring:
         blobs = Blobs(s3.settings)
         bootstrap(bus, blobs, run_id, limits)
         self.bus = bus
-        self.end = RingEnd(bus, blobs, run_id, folder)
+        self.end = TrainerSide(bus, blobs, run_id, folder)
         self.wire = Wire(bus, blobs, run_id)
         self.end.publish(0)
         self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()

@@ -1,7 +1,7 @@
 """A state machine that tests the trainer with all a broker may do (repeat, reorder, lose, dead-letter), and with crashes.
 
 The parts under test are the real ones: `Issuer`, `DeliveryTracker`, `Batcher`, `Ledger`, `Dispatch`, `Accounting`, and the
-commit (`tests/trainer/recovery/ring_commit.py`). The queues are in memory, with the guarantees of the real ones and no
+commit (`tests/trainer/recovery/machine_commit.py`). The queues are in memory, with the guarantees of the real ones and no
 more: a message is delivered again until it is acknowledged, in any order; message ids are lost whenever a server
 restarts. `tests/trainer/recovery/test_exactly_once.py` runs it, and shows that it finds planted bugs.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.trainer.recovery.ring_commit import Commits, DelayedAcks
+from tests.trainer.recovery.machine_commit import Commits, DelayedAcks
 
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
@@ -59,7 +59,7 @@ class CachedPrompts(PromptSet):
 @functools.cache
 def prompts() -> PromptSet:
     """Six prompts of the quickstart's task."""
-    folder = Path(tempfile.mkdtemp(prefix="ring-machine-"))  # they are read from it as long as the machine runs
+    folder = Path(tempfile.mkdtemp(prefix="trainer-machine-"))  # they are read from it as long as the machine runs
     atexit.register(shutil.rmtree, folder)
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=6, num_eval=1)
@@ -130,7 +130,7 @@ class Record:
         assert {reason: n for reason, n in totals.dropped.items() if n} == dict(reasons)
 
 
-class RingMachine(RuleBasedStateMachine):
+class TrainerMachine(RuleBasedStateMachine):
     """Every rule is one event that can happen next, in any order."""
 
     record_writer = RunRecordWriter  # planted bugs override these

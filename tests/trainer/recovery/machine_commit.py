@@ -38,7 +38,7 @@ RUN = "machine"
 def memory_folder() -> Path:
     """The parent of all machines' folders until the process exits: in memory, where an fsync costs nothing."""
     memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="ring-machine-", dir=memory if memory.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix="trainer-machine-", dir=memory if memory.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
