@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.servers import NatsServer, S3Server
@@ -26,6 +29,12 @@ def pytest_configure() -> None:
     """Handle SIGINT even in the background job of a script, whose shell ignores it for all its children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    structlog.configure = functools.partial(_configure_uncached, structlog.configure)
+
+
+def _configure_uncached(configure: Callable[..., None], **settings: Any) -> None:
+    """Configure logging so that it can be reset: a cached logger would keep the level that one test has set."""
+    configure(**settings | {"cache_logger_on_first_use": False})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,6 +63,13 @@ def leaks_are_reported_in_their_own_test() -> Iterator[None]:
     gc.freeze()
     yield
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def logging_is_reset_after_each_test() -> Iterator[None]:
+    """Undo what a command that was called in this process configured."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

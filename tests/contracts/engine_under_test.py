@@ -70,7 +70,7 @@ class EngineUnderTest:
         }
         with httpx.stream("POST", self.url + "/generate", json=body, timeout=DEADLINE_S) as reply:
             assert reply.status_code == 200
-            stream = Stream(reply.iter_lines())
+            stream = Stream(_lines(reply.iter_bytes()))
             stream.wait_for_tokens(8)
             yield stream
 
@@ -116,6 +116,14 @@ class Stream:
             if line.startswith("data: "):
                 return line.removeprefix("data: ")
         return None
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
+    """Yield the lines of an event stream, which end with LF; httpx would also cut a text at U+0085 or U+2028."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode().removesuffix("\r") for line in whole)
 
 
 def _parse(data: str) -> dict[str, Any]:
