@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.console.tools.runs import is_locked
 from penstock.trainer.algorithm.engine_check import MIN_TOKENS
+from tests.packaging.conftest import HostileFolder
 from tests.servers import require
 
 ROOT = Path(__file__).parents[2]
@@ -22,16 +23,22 @@ STEPS = 16
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """One short quickstart with a SIGKILL in the middle; its JSON line, with the folder of its run."""
+    """One short quickstart with a SIGKILL in the middle; its JSON line, with the folder of its run.
+
+    Its working directory is full of files with the names of the modules that its processes import.
+    """
     require("nats-server")
     require("rclone")
-    folder = tmp_path_factory.mktemp("runs")
+    base = tmp_path_factory.mktemp("quickstart")
+    here, folder = HostileFolder(base / "here", base / "imported"), base / "runs"
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", "quickstart", "--json", "--steps", str(STEPS), "--dir", str(folder)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        [str(Path(sys.executable).with_name("penstock")), "quickstart", "--json", "--steps", str(STEPS), "--dir", str(folder)],
+        cwd=here.path, env={k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PENSTOCK_"))},
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]) | {"folder": folder / "quickstart"}
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result | {"folder": folder / "quickstart", "imported": here.imported()}
 
 
 @pytest.mark.slow
@@ -61,6 +68,12 @@ def test_no_group_is_lost_although_a_worker_was_killed(quickstart: dict):
     assert quickstart["workers"]["worker-0"]["num_lives"] == 2
     assert any("SIGKILL" in incident for incident in quickstart["incidents"])
     assert any("redelivered" in incident for incident in quickstart["incidents"])
+
+
+@pytest.mark.slow
+def test_no_service_imports_from_the_working_directory(quickstart: dict):
+    """Servers, reward service, workers, their engines and the trainer run in that folder as anywhere else."""
+    assert quickstart["imported"] == ""
 
 
 @pytest.mark.slow
