@@ -53,13 +53,13 @@ PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 class Rule:
     name: str
     counts_lag: bool
-    patience: float  # in durations of the last step
+    wait_steps: float  # in durations of the last step
 
 
 RULES = (
-    Rule("the count of groups alone", counts_lag=False, patience=0.0),
-    Rule("and the lag of publication", counts_lag=True, patience=0.0),
-    *(Rule(f"and a full batch waits, at most {n} steps", counts_lag=True, patience=n) for n in (0.5, 1.0, 2.0)),
+    Rule("the count of groups alone", counts_lag=False, wait_steps=0.0),
+    Rule("and the lag of publication", counts_lag=True, wait_steps=0.0),
+    *(Rule(f"and a full batch waits, at most {n} steps", counts_lag=True, wait_steps=n) for n in (0.5, 1.0, 2.0)),
 )
 
 
@@ -190,13 +190,13 @@ class SimulatedRun:
         self._tracker.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
 
     def _train(self) -> None:
-        patience_s = self._backoff.scale(self._rule.patience * self._step_s)
-        overtakes = patience_s > 0.0 and bool(self._tracker.overtaken(self._version))
+        wait_s = self._backoff.scale(self._rule.wait_steps * self._step_s)
+        overtakes = wait_s > 0.0 and bool(self._tracker.overtaken(self._version))
         if overtakes:
             if self._full_since is None:
                 self._full_since = self._now
-                self._after(patience_s, lambda: None)  # look again then
-            if self._now < self._full_since + patience_s:
+                self._after(wait_s, lambda: None)  # look again then
+            if self._now < self._full_since + wait_s:
                 return
         dropped = self.outcome.dropped.total()
         batch = self._tracker.take(self._version)

@@ -39,9 +39,9 @@ V0 = PolicyVersion(0)
 
 def engines(scratch: Path) -> dict[str, ManagedEngine]:
     """Both, not started."""
-    told = sglang_cpu.section()
-    told |= {"python": Path(told["python"]), "extra_args": tuple(told["extra_args"])}
-    sglang = SglangSettings(**told)
+    settings = sglang_cpu.section()
+    settings |= {"python": Path(settings["python"]), "extra_args": tuple(settings["extra_args"])}
+    sglang = SglangSettings(**settings)
     return {
         "embedded": ManagedEngine(
             embedded_command(WorkerSettings()), SglangClient, log_file=scratch / "embedded.log", start_deadline_s=180,

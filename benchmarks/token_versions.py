@@ -138,11 +138,11 @@ def main() -> int:
     parser.add_argument("run")
     parser.add_argument("--groups", type=int, default=200)
     parser.add_argument("--kept-cache", action="store_true")
-    told = parser.parse_args()
-    blobs = Blobs(load(ConnectionSettings, overrides=[f"run.id={told.run}"], environ=os.environ).settings.s3)
+    options = parser.parse_args()
+    blobs = Blobs(load(ConnectionSettings, overrides=[f"run.id={options.run}"], environ=os.environ).settings.s3)
     with tempfile.TemporaryDirectory() as scratch:
-        groups = sampled_groups(blobs, told.run, told.groups)
-        found = judge(groups, Versions(blobs, told.run, Path(scratch)), kept_cache=told.kept_cache)
+        groups = sampled_groups(blobs, options.run, options.groups)
+        found = judge(groups, Versions(blobs, options.run, Path(scratch)), kept_cache=options.kept_cache)
     print(json.dumps(found, indent=1))
     return 1 if found["own_version"]["beyond"] else 0
 

@@ -90,10 +90,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("version", type=int, nargs="+")
-    told = parser.parse_args()
-    blobs = Blobs(load(ConnectionSettings, overrides=[f"run.id={told.run}"], environ=os.environ).settings.s3)
+    options = parser.parse_args()
+    blobs = Blobs(load(ConnectionSettings, overrides=[f"run.id={options.run}"], environ=os.environ).settings.s3)
     with tempfile.TemporaryDirectory() as scratch:
-        asyncio.run(compare(blobs, told.run, told.version, Path(scratch)))
+        asyncio.run(compare(blobs, options.run, options.version, Path(scratch)))
 
 
 if __name__ == "__main__":

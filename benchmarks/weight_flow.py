@@ -84,12 +84,12 @@ def run(mb: int, versions: int, density: float, folder: Path) -> dict[str, objec
 def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder: Path) -> dict[str, object]:
     model = folder / "model"
     write_model(model, seed=0)
-    told: list[Publication] = []
+    published: list[Publication] = []
     facts: dict[int, WeightsPublished] = {}
     subject = f"penstock.{RUN}.weights.published"
     bus.tail(f"{RUN}-weights", subject, WeightsPublished, lambda f: facts.__setitem__(f.version, f)).wait()
     never = FullSnapshotPolicy(max_ratio=1e9, max_versions=10**6)
-    publisher = Publisher(Connections(RUN, bus, blobs), model_folder=model, policy=never, on_published=told.append)
+    publisher = Publisher(Connections(RUN, bus, blobs), model_folder=model, policy=never, on_published=published.append)
     mirror = Mirror(blobs, folder / "w0", RUN)
     mirror_s, mirror_cpu_s, submit_s = [], [], []
     source = states(mb, density)
@@ -111,12 +111,12 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     cpu = time.process_time()
     joined = late.fetch(PolicyVersion(versions - 1), facts[versions - 1].manifest, newest=True)
     late_cpu_s = time.process_time() - cpu
-    patches = [p for p in told if p.kind == "patch"]
+    patches = [p for p in published if p.kind == "patch"]
     mirror.close(), late.close()
-    copy_s = memcpy_s(told[0].raw_bytes)
+    copy_s = memcpy_s(published[0].raw_bytes)
     middle = statistics.median
     return {
-        "raw_bytes": told[0].raw_bytes,
+        "raw_bytes": published[0].raw_bytes,
         "density": middle(p.density for p in patches),
         "patch_bytes": middle(p.sent_bytes for p in patches),
         "patch_share": middle(p.sent_bytes / p.raw_bytes for p in patches),
@@ -124,13 +124,13 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
         "diff_s": middle(p.diff_s for p in patches),
         "upload_s": middle(p.upload_s for p in patches),
         "publish_s": middle(p.publish_s for p in patches),
-        "anchor_publish_s": told[0].publish_s,
+        "anchor_publish_s": published[0].publish_s,
         "mirror_s": middle(mirror_s[2:]),
         "mirror_cpu_s": middle(mirror_cpu_s[2:]),
         "memcpy_s": copy_s,
         "late_versions_behind": versions - 1,
         "late_bytes": joined.num_bytes,
-        "late_bytes_share": joined.num_bytes / told[0].raw_bytes,
+        "late_bytes_share": joined.num_bytes / published[0].raw_bytes,
         "late_s": joined.fetch_s,
         "late_cpu_s": late_cpu_s,
     }

@@ -107,27 +107,27 @@ def _move(policy: Policy, version: int) -> None:
         held.view(torch.int16)[hit] += 1
 
 
-def rank(told: dict[str, Any]) -> None:
+def rank(setup: dict[str, Any]) -> None:
     """One rank's part of a measurement; rank 0 prints the figures."""
     logs.configure("benchmark", level="warning")
     torch.set_num_threads(1)
     ranks = Ranks()
-    blobs = Blobs(S3Settings.model_validate(told["s3"]))
+    blobs = Blobs(S3Settings.model_validate(setup["s3"]))
     dims = ParallelDims(ranks)
-    policy = _policy(Path(told["model"]), told["stage"], dims)
+    policy = _policy(Path(setup["model"]), setup["stage"], dims)
     rank_group = RankGroup(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
     rank_group.bucket_bytes = _BUCKET_BYTES
-    own = RankPublisher(blobs, told["run_id"], dims.buckets)
+    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
-    leader = _Leader(told, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
+    leader = _Leader(setup, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
     if leader is None and channels is not None:
         serve_requests(own, channels)
     for way in ("shares", "gathered"):
         ranks.barrier()
         watch.restart()
         cpu = 0.0
-        for version in range(told["versions"]):
+        for version in range(setup["versions"]):
             _move(policy, version)
             ranks.barrier()
             before = time.process_time()
@@ -138,7 +138,7 @@ def rank(told: dict[str, Any]) -> None:
                 rank_group.follow(own)
             cpu += time.process_time() - before if version else 0.0  # the first is whole
         ranks.barrier()
-        peaks.append((watch.peak(), cpu / (told["versions"] - 1)))
+        peaks.append((watch.peak(), cpu / (setup["versions"] - 1)))
     found = ranks.gather(json.dumps(peaks).encode())
     if leader is not None:
         figures = {way: leader.figures(way) for way in ("shares", "gathered")}
@@ -146,15 +146,15 @@ def rank(told: dict[str, Any]) -> None:
             of_ranks = [json.loads(data)[number] for data in found]
             figures[way]["peak_mb_by_rank"] = [round(peak) for peak, _ in of_ranks]
             figures[way]["cpu_s_by_rank"] = [cpu for _, cpu in of_ranks]
-        print(json.dumps({"num_ranks": ranks.num_ranks, "zero_stage": told["stage"], **figures}), flush=True)
+        print(json.dumps({"num_ranks": ranks.num_ranks, "zero_stage": setup["stage"], **figures}), flush=True)
     ranks.leave(0)
 
 
 class _Leader:
     def __init__(
-        self, told: dict[str, Any], rank_group: RankGroup, coordinator: PublishCoordinator, blobs: Blobs
+        self, setup: dict[str, Any], rank_group: RankGroup, coordinator: PublishCoordinator, blobs: Blobs
     ) -> None:
-        bus = Bus.connect(NatsSettings.model_validate(told["nats"]), name="benchmark")
+        bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="benchmark")
         self._rank_group = rank_group
         self._publishers: dict[str, Publisher] = {}
         self._told: dict[str, list[Publication]] = {"shares": [], "gathered": []}
@@ -162,12 +162,12 @@ class _Leader:
         self._wait_cpu: dict[str, list[float]] = {"shares": [], "gathered": []}
         self._part_bytes = 0
         for way, run_id, of in (
-            ("shares", told["run_id"], coordinator),
-            ("gathered", f"{told['run_id']}-gathered", None),
+            ("shares", setup["run_id"], coordinator),
+            ("gathered", f"{setup['run_id']}-gathered", None),
         ):
             bootstrap(bus, blobs, run_id)
             self._publishers[way] = Publisher(
-                Connections(run_id, bus, blobs), model_folder=Path(told["model"]), policy=_NEVER,
+                Connections(run_id, bus, blobs), model_folder=Path(setup["model"]), policy=_NEVER,
                 on_published=self._told[way].append, coordinator=of,
             )  # fmt: skip
 
@@ -213,7 +213,7 @@ def _measure(
     folder: Path, model: Path, servers: tuple[NatsServer, S3Server], options: dict[str, Any]
 ) -> dict[str, Any]:
     nats, s3 = servers
-    told = {
+    setup = {
         **options,
         "model": str(model),
         "run_id": f"shares-{options['num_ranks']}-{options['stage']}",
@@ -237,7 +237,7 @@ def _measure(
     try:
         for process in processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(told))
+            process.stdin.write(json.dumps(setup))
             process.stdin.close()
         assert processes[0].stdout is not None
         return json.loads(processes[0].stdout.read().splitlines()[-1])

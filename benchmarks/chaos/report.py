@@ -56,10 +56,10 @@ def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -
     """Set when each kill was detected, the process restarted and productive again, from events of supervisor and run."""
     for kill in kills:
         later = [event for event in events if event.name == kill.victim and event.at >= kill.at]
-        died = next((event.at for event in later if event.kind == "crashed"), None)
+        exited = next((event.at for event in later if event.kind == "crashed"), None)
         restarted = next((event.at for event in later if event.kind == "restarted"), None)
-        if died is not None and kill.cause == "random":
-            kill.detected_s = round(died - kill.at, 3)
+        if exited is not None and kill.cause == "random":
+            kill.detected_s = round(exited - kill.at, 3)
         if restarted is not None:
             kill.restarted_s = round(restarted - kill.at, 3)
             productive = seen.productive_at(kill.victim, restarted)

@@ -135,7 +135,7 @@ class ChaosRun:
             [str(self.run_file), *self.overrides],
             reward_files=[REWARD_FILE],
             rule=_RULE,
-            trainer_overrides=self._overrides_of_life,
+            trainer_overrides=self._trainer_overrides,
         )
         with run:
             run.start_services()
@@ -150,12 +150,12 @@ class ChaosRun:
                 blobs = Blobs(run.s3)
                 proof = check_record(gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
                 state = committed(run.folder / "checkpoints")[-1][1]
-                told = list(chapters(state.record, blobs.get))
+                recorded = list(chapters(state.record, blobs.get))
             events, incidents = run.events, panel.snapshot().incidents
         outcome.wall_s, outcome.cpu_s = run.usage.wall_s, run.usage.cpu_s
         outcome.kills = self.kills
         outcome.account = proof.to_document()
-        outcome.issued_again = _num_issued_again(told)
+        outcome.issued_again = _num_issued_again(recorded)
         outcome.num_redelivered = self.seen.num_redelivered
         measure(self.kills, events, self.seen)
         notice_silence(self.kills, [(i.at, i.text) for i in incidents if i.kind == "lost"])
@@ -208,9 +208,9 @@ class ChaosRun:
                 self.points.pop(0)
             self._shot = False
 
-    def _overrides_of_life(self, life: int) -> Sequence[str]:
+    def _trainer_overrides(self, start: int) -> Sequence[str]:
         """Arm the next crash point that has not killed yet; in the control, remove the ids first."""
-        if life and self.without_ids:
+        if start and self.without_ids:
             take_ids_out(self.folder / "runs" / self.run_id / "checkpoints")
         self._armed = self.points[0] if self.points else None
         return [f"trainer.kill_at={self._armed[0]}:{self._armed[1]}"] if self._armed else []
@@ -242,8 +242,8 @@ def take_ids_out(checkpoints: Path) -> None:
     path.write_text(json.dumps(state))
 
 
-def _num_issued_again(told: Sequence[LineageChapter]) -> int:
-    ids = [group_id for chapter in told for group_id in chapter.issued.get("train", ())]
+def _num_issued_again(recorded: Sequence[LineageChapter]) -> int:
+    ids = [group_id for chapter in recorded for group_id in chapter.issued.get("train", ())]
     return sum(not group_id.endswith(".a0") for group_id in ids)
 
 

@@ -108,12 +108,12 @@ def _read(client: Any, stream: str, reader: str) -> list[tuple[bytes, dict[bytes
 def redis_scorer(client: Any, case: Case, count: int, _folder: Path) -> None:
     left = count
     while left:
-        told = client.pipeline(transaction=False)  # one round trip, and one fsync, for all that was read together
+        batch = client.pipeline(transaction=False)  # one round trip, and one fsync, for all that was read together
         for entry, fields in _read(client, "packs", "scorer"):
-            told.xadd("scores", {"entry": entry, "scores": json.dumps(score(fields[b"pack"], case))})
-            told.xack("packs", "scorer", entry)
+            batch.xadd("scores", {"entry": entry, "scores": json.dumps(score(fields[b"pack"], case))})
+            batch.xack("packs", "scorer", entry)
             left -= 1
-        told.execute()
+        batch.execute()
 
 
 def redis_consumer(client: Any, case: Case, count: int, folder: Path) -> None:

@@ -20,7 +20,7 @@ from penstock.reward_service.scores import Scorer
 def check(define: Mapping[str, RewardDefinition]) -> dict[str, dict[str, Section]]:
     """Return the parameters of every built-in part, by definition and part.
 
-    Raises ConfigError that lists every mistake: a built-in's name taken, unknown or wrong parameters, parameters of
+    Raises ConfigError that lists every error: a built-in's name taken, unknown or wrong parameters, parameters of
     something that is no built-in.
     """
     problems: list[str] = []

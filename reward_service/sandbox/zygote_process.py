@@ -297,9 +297,9 @@ class Watch:
 
         def read(fd: int) -> None:
             data = os.read(fd, _CHUNK)
-            room = self._limits.output_bytes - len(buffer)
-            buffer.extend(data[: max(0, room)])
-            if len(data) > room:
+            remaining = self._limits.output_bytes - len(buffer)
+            buffer.extend(data[: max(0, remaining)])
+            if len(data) > remaining:
                 for zygote in [zygote for zygote, one in self._running.items() if one is run]:
                     self._kill(zygote, run, Killed.OUTPUT)
             if not data:

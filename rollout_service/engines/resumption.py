@@ -28,14 +28,14 @@ class Resumption:
         return [token for part in self.parts for token in part.token_ids]
 
     @property
-    def room(self) -> int:
+    def num_left(self) -> int:
         """The number of tokens that may still be sampled."""
         return self.max_new_tokens - sum(len(part.token_ids) for part in self.parts)
 
     @property
     def is_cut(self) -> bool:
         """Whether an update interrupted it, and nothing else ended it."""
-        return self.parts[-1].finish_reason == "abort" and self.room > 0
+        return self.parts[-1].finish_reason == "abort" and self.num_left > 0
 
     @property
     def visible(self) -> list[int]:

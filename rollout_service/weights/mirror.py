@@ -139,7 +139,7 @@ class Mirror:
         except OSError as err:
             if err.errno in _DISK_FULL:
                 raise MirrorFull(
-                    f"worker.cache_dir: {folder} has no room for version {version} ({err.strerror}; "
+                    f"worker.cache_dir: {folder} has no space for version {version} ({err.strerror}; "
                     f"{self._cache.free_bytes() / 1e6:.1f} MB free). Two copies of the model are kept there: "
                     "free disk space, or choose another folder"
                 ) from None

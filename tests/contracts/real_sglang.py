@@ -26,9 +26,9 @@ ASKED = os.environ.get("PENSTOCK_TEST_SGLANG") == "1"
 
 def cpu_settings(**changes: Any) -> SglangSettings:
     """Return the worker's settings for a machine without a GPU."""
-    told = sglang_cpu.section()
-    told |= {"python": Path(told["python"]), "extra_args": tuple(told["extra_args"])}
-    return SglangSettings(**{**told, **changes})
+    settings = sglang_cpu.section()
+    settings |= {"python": Path(settings["python"]), "extra_args": tuple(settings["extra_args"])}
+    return SglangSettings(**{**settings, **changes})
 
 
 def managed_sglang(log_file: Path, **changes: Any) -> ManagedEngine:

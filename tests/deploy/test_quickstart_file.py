@@ -18,7 +18,7 @@ def test_a_real_sglang_is_updated_in_mid_generation(tmp_path: Path, monkeypatch:
     monkeypatch.setenv(sglang_cpu.PYTHON_VARIABLE, sys.executable)
     file = tmp_path / "run.toml"
     file.write_text('[run]\nid = "r"\n' + _engine_sections("sglang"))
-    told = load(RolloutSettings, files=[file]).settings
-    assert (told.worker.engine, told.worker.update_mode) == ("sglang", "retract")
-    assert told.sglang.python == Path(sys.executable)
+    settings = load(RolloutSettings, files=[file]).settings
+    assert (settings.worker.engine, settings.worker.update_mode) == ("sglang", "retract")
+    assert settings.sglang.python == Path(sys.executable)
     assert _engine_sections("embedded") == ""

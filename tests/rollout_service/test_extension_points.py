@@ -72,10 +72,10 @@ def settings(*overrides: str) -> RolloutSettings:
 @pytest.mark.parametrize("reference", ["own_engine:TINY", "own_engine.py:TINY"])
 def test_an_engine_of_the_user_is_found_by_module_or_file(own_files: Path, reference: str) -> None:
     """Its options are checked by its own class, and the worker builds it like a built-in one."""
-    told = settings(f"worker.engine={reference}", "worker.engine_options={lanes = 3}")
-    assert told.engine_options.model_dump() == {"lanes": 3}
+    loaded = settings(f"worker.engine={reference}", "worker.engine_options={lanes = 3}")
+    assert loaded.engine_options.model_dump() == {"lanes": 3}
     site = EngineSite(["http://a:1", "http://b:2"], "", own_files, 10.0, 10.0, {})
-    assert type(create_engine(told.worker.kind, told.engine_options, site)).__name__ == "EnginePool"
+    assert type(create_engine(loaded.worker.kind, loaded.engine_options, site)).__name__ == "EnginePool"
 
 
 @pytest.mark.parametrize(
@@ -111,19 +111,19 @@ def test_every_built_in_engine_is_found() -> None:
     """Each package of engines registers its kinds; those with a section find their options there."""
     assert {"embedded", "sglang", "sglang-url", "vllm", "vllm-url"} <= set(ENGINES.names())
     for name in ("embedded", "sglang", "vllm"):
-        told = load(RolloutSettings, overrides=["run.id=demo", f"worker.engine={name}"]).settings
-        kind = told.worker.kind
-        assert told.engine_options is getattr(told, kind.section)
+        loaded = load(RolloutSettings, overrides=["run.id=demo", f"worker.engine={name}"]).settings
+        kind = loaded.worker.kind
+        assert loaded.engine_options is getattr(loaded, kind.section)
         assert kind.launches is not None
-        [launch] = kind.launches(told.engine_options, {})
+        [launch] = kind.launches(loaded.engine_options, {})
         assert "/cache/v7" in launch.command(Path("/cache/v7"), PolicyVersion(7), Path("/cache/port"))
 
 
 def test_an_environment_of_the_user_is_found_only_where_the_run_file_names_it(own_files: Path) -> None:
     """A task's text alone never has code loaded."""
     assert set(load_environments(())) == {"single_turn"}
-    told = settings("worker.engine=sglang-url", "worker.environments=['own_environment.py:SILENT']")
-    assert set(load_environments(told.worker.environments)) == {"single_turn", "silent"}
+    loaded = settings("worker.engine=sglang-url", "worker.environments=['own_environment.py:SILENT']")
+    assert set(load_environments(loaded.worker.environments)) == {"single_turn", "silent"}
 
 
 def test_two_environments_of_one_name_are_refused(own_files: Path) -> None:
@@ -138,8 +138,8 @@ from penstock.protocol.config.run_file import load
 from penstock.rollout_service.environments.environment import load_environments
 from penstock.rollout_service.settings import RolloutSettings
 
-told = load(RolloutSettings, overrides=["run.id=d", "worker.engine=tiny", "worker.engine_url=http://127.0.0.1:1"]).settings
-print(told.worker.kind.name, *sorted(load_environments(())))
+loaded = load(RolloutSettings, overrides=["run.id=d", "worker.engine=tiny", "worker.engine_url=http://127.0.0.1:1"]).settings
+print(loaded.worker.kind.name, *sorted(load_environments(())))
 """
 
 
@@ -153,7 +153,7 @@ def test_one_file_in_the_package_is_a_new_engine(tmp_path: Path) -> None:
     (package / "rollout_service" / "engines" / "tiny.py").write_text(ENGINE)
     (package / "rollout_service" / "environments" / "silent.py").write_text(ENVIRONMENT)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
-    told = subprocess.run(
+    loaded = subprocess.run(
         [sys.executable, "-c", _CHECK],
         env=environ,
         cwd=tmp_path,
@@ -162,4 +162,4 @@ def test_one_file_in_the_package_is_a_new_engine(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert told.stdout.split() == ["tiny", "silent", "single_turn"], told.stderr
+    assert loaded.stdout.split() == ["tiny", "silent", "single_turn"], loaded.stderr

@@ -135,13 +135,13 @@ def _check_prompt(prompt: tuple[int, ...], model: ServedModel) -> None:
 
 
 def _sampling(requested: SamplingParams, index: int, prompt_tokens: int, model: ServedModel) -> Sampling:
-    room = model.max_tokens - prompt_tokens
-    wanted = room if requested.max_new_tokens is None else requested.max_new_tokens
-    if wanted > room:
+    available = model.max_tokens - prompt_tokens
+    wanted = available if requested.max_new_tokens is None else requested.max_new_tokens
+    if wanted > available:
         raise RequestRefused(
             f"Requested token count exceeds the model's maximum context length of {model.max_tokens} tokens: "
             f"{prompt_tokens} tokens from the prompt and {wanted} for the completion. Send at most "
-            f"max_new_tokens={room}."
+            f"max_new_tokens={available}."
         )
     if requested.min_new_tokens > wanted:
         raise RequestRefused(

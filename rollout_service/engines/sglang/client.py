@@ -80,7 +80,7 @@ class SglangClient:
     async def _sample(self, sequences: Sequence[Resumption], request: SampleRequest) -> list[Completion]:
         n, num_aborts = request.n, self._num_aborts
         prompts = [[*one.prompt, *one.sampled] for one in sequences[::n]]
-        params = [_sampling_params(request.sampling, n, one.room) for one in sequences[::n]]
+        params = [_sampling_params(request.sampling, n, one.num_left) for one in sequences[::n]]
         body: dict[str, Any] = {
             "rid": [uuid.uuid4().hex for _ in prompts],  # of one length: aborts match by prefix
             "input_ids": prompts,
@@ -102,7 +102,7 @@ class SglangClient:
             read_completion(
                 row,
                 num_prompt_tokens=len(prompts[index // n]),
-                max_new_tokens=sequence.room,
+                max_new_tokens=sequence.num_left,
                 interrupted=interrupted,
             )
             for index, (sequence, row) in enumerate(zip(sequences, rows, strict=True))

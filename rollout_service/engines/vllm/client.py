@@ -92,7 +92,7 @@ class VllmClient:
         body: dict[str, Any] = {
             "request_id": uuid.uuid4().hex,
             "token_ids": [*first.prompt, *first.sampled],
-            "sampling_params": _sampling_params(request.sampling, len(sequences), first.room),
+            "sampling_params": _sampling_params(request.sampling, len(sequences), first.num_left),
         }
         if request.adapter is not None:
             body["model"] = adapter_name(request.adapter)
@@ -109,7 +109,7 @@ class VllmClient:
                     continue  # it arrived after the pause had begun
                 raise
             interrupted = self._aborting or num_aborts != self._num_aborts
-            return read_completions(answer, [one.room for one in sequences], interrupted=interrupted)
+            return read_completions(answer, [one.num_left for one in sequences], interrupted=interrupted)
 
     def mark_unverified(self, reason: str) -> None:
         """Refuse running and new requests until `mark_verified`: the weights that sample them are unknown."""

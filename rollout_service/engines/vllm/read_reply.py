@@ -20,28 +20,28 @@ from penstock.rollout_service.engines.completion import (
 from penstock.rollout_service.errors import EngineAborted, ReplyRefused
 
 
-def read_completions(answer: Any, rooms: Sequence[int], *, interrupted: bool) -> list[Completion]:
-    """Read the reply of ``/inference/v1/generate``, one choice for each of ``rooms``, the tokens it may have.
+def read_completions(answer: Any, limits: Sequence[int], *, interrupted: bool) -> list[Completion]:
+    """Read the reply of ``/inference/v1/generate``, one choice for each of ``limits``, the tokens it may have.
 
     Raises ReplyRefused or EngineAborted, naming what does not fit. The engine may have aborted a choice of an
     ``interrupted`` request, even before its first token: its tokens so far are returned with the finish reason
     ``"abort"``. The texts are empty: this API returns token ids.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or len(choices) != len(rooms):
+    if not isinstance(choices, list) or len(choices) != len(limits):
         got = f"{len(choices)} choices" if isinstance(choices, list) else shorten(answer)
-        raise ReplyRefused(f"expected {len(rooms)} choices, got {got}")
+        raise ReplyRefused(f"expected {len(limits)} choices, got {got}")
     try:
         ordered = sorted(choices, key=lambda choice: choice["index"])
         numbers = [choice["index"] for choice in ordered]
     except (KeyError, TypeError) as err:
         raise ReplyRefused(f"choices do not have vLLM's form ({err!r}): {shorten(choices)}") from None
-    if numbers != list(range(len(rooms))):
-        raise ReplyRefused(f"expected choices 0 to {len(rooms) - 1}, got {numbers}")
-    return [_completion(choice, room, interrupted) for choice, room in zip(ordered, rooms, strict=True)]
+    if numbers != list(range(len(limits))):
+        raise ReplyRefused(f"expected choices 0 to {len(limits) - 1}, got {numbers}")
+    return [_completion(choice, limit, interrupted) for choice, limit in zip(ordered, limits, strict=True)]
 
 
-def _completion(choice: dict[str, Any], room: int, interrupted: bool) -> Completion:
+def _completion(choice: dict[str, Any], limit: int, interrupted: bool) -> Completion:
     finish = choice.get("finish_reason")
     is_part = interrupted and finish == "abort"
     if finish == "abort" and not is_part:
@@ -55,7 +55,7 @@ def _completion(choice: dict[str, Any], room: int, interrupted: bool) -> Complet
         logprobs = [entry["logprob"] for entry in content]
     except (KeyError, TypeError, AttributeError) as err:
         raise ReplyRefused(f"a choice does not have vLLM's form ({err!r}): {shorten(choice)}") from None
-    check_tokens(token_ids, logprob_ids, logprobs, at_least=0 if is_part else 1, at_most=room)
+    check_tokens(token_ids, logprob_ids, logprobs, at_least=0 if is_part else 1, at_most=limit)
     runs = read_version_runs(choice.get("weight_versions"), len(token_ids), engine="vLLM")
     return Completion(token_ids, logprobs, runs, finish, "")
 

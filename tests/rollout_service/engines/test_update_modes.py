@@ -170,7 +170,7 @@ def test_parts_are_joined_without_loss(parts: list[tuple[list[tuple[int, float]]
         assert before.end == after.start
         assert before.version != after.version
     assert joined.finish_reason == finishes[-1]
-    assert sequence.room == 100 - len(flat)
+    assert sequence.num_left == 100 - len(flat)
 
 
 def test_a_part_that_was_cut_at_its_last_token_ended_by_length():

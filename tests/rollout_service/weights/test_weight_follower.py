@@ -130,7 +130,7 @@ def test_a_full_disk_keeps_the_version_before_until_there_is_space(
         trainer_side.wait_applied("w0", 0)
         ballast = fill(disk)
         trainer_side.publish(1)
-        wait_for(lambda: "has no room for version 1" in worker.log_tail(), "the worker to log it")
+        wait_for(lambda: "has no space for version 1" in worker.log_tail(), "the worker to log it")
         trainer_side.issue("pack-0", [make_task("e0.p0.a0", issued_version=0)])
         [group] = trainer_side.collect_groups(1)
         assert versions_of([group]) == {0}
