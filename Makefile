@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
 .PHONY: bench-plane wheel-test test-vllm
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness

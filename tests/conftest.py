@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from tests import examples, servers
 
 _numbers = itertools.count(1)
 examples.take_effect()
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads wait for each other by spinning: slow on a busy machine
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles every module again
 
 
 def pytest_configure() -> None:

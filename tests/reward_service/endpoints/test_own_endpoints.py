@@ -203,10 +203,10 @@ def test_a_served_file_checks_signatures_and_ends_when_its_calls_have(
         listed = lambda: httpx.get(service.url + "/v1/endpoints", headers=headers, timeout=60).json()  # noqa: E731
         wait_for(lambda: name not in {row["endpoint"]["name"] for row in listed()}, "the endpoint to unregister")
         assert process.alive()
+        wait_for(lambda: "1 calls in progress" in process.output, "the command to say what it waits for")
         may_end.touch()
         calling.join(60)
         assert answers[0].json()["results"][0]["scores"][0]["score"] == 3.0
         assert process.wait(20) == 0, process.output
-        assert "1 calls in progress" in process.output
     finally:
         process.kill()
