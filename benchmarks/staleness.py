@@ -155,7 +155,7 @@ class Codec:
 
 
 def exact(tokens: Tensor, answers: Tensor) -> Tensor:
-    """Return reward 1 for exactly the answer, its end included, and 0 otherwise."""
+    """Return reward 1 for exactly the answer, its end included."""
     return (tokens == answers).all(1).double()
 
 

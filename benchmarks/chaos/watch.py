@@ -77,12 +77,12 @@ class Observer:
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def __enter__(self) -> Observer:
-        """Start to observe."""
+        """Start observing."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop to observe."""
+        """Stop observing."""
         self._ending.set()
         self._thread.join(30.0)
 

@@ -108,12 +108,12 @@ def _read(client: Any, stream: str, reader: str) -> list[tuple[bytes, dict[bytes
 def redis_scorer(client: Any, case: Case, count: int, _folder: Path) -> None:
     left = count
     while left:
-        replies = client.pipeline(transaction=False)  # one round trip and one fsync for all entries read together
+        pipeline = client.pipeline(transaction=False)  # one round trip and one fsync for all entries read together
         for entry, fields in _read(client, "packs", "scorer"):
-            replies.xadd("scores", {"entry": entry, "scores": json.dumps(score(fields[b"pack"], case))})
-            replies.xack("packs", "scorer", entry)
+            pipeline.xadd("scores", {"entry": entry, "scores": json.dumps(score(fields[b"pack"], case))})
+            pipeline.xack("packs", "scorer", entry)
             left -= 1
-        replies.execute()
+        pipeline.execute()
 
 
 def redis_consumer(client: Any, case: Case, count: int, folder: Path) -> None:
