@@ -39,8 +39,8 @@ NUM_STEPS = 150
 NUM_WORKERS = 2
 STEP_S = 0.17
 PUBLISH_S = 0.03
-SLOW_PUBLISH_S, SLOW_SHARE = 0.4, 0.05  # a busy disk, now and then
-SLOW_PACK_S = 0.4  # a worker that gets no processor for a while, as often
+SLOW_PUBLISH_S, SLOW_SHARE = 0.4, 0.05  # a busy disk, occasionally
+SLOW_PACK_S = 0.4  # a worker without a processor for some time; the same share
 SWAP_S = 0.03
 SCORE_S = 0.02
 EVAL_EVERY, EVAL_S = 25, 0.4
@@ -53,13 +53,13 @@ PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 class Rule:
     name: str
     counts_lag: bool
-    wait_steps: float  # in durations of the last step
+    full_batch_wait: float  # in durations of the last step
 
 
 RULES = (
-    Rule("the count of groups alone", counts_lag=False, wait_steps=0.0),
-    Rule("and the lag of publication", counts_lag=True, wait_steps=0.0),
-    *(Rule(f"and a full batch waits, at most {n} steps", counts_lag=True, wait_steps=n) for n in (0.5, 1.0, 2.0)),
+    Rule("group count only", counts_lag=False, full_batch_wait=0.0),
+    Rule("+ publication lag", counts_lag=True, full_batch_wait=0.0),
+    *(Rule(f"+ wait of a full batch, at most {n} steps", counts_lag=True, full_batch_wait=n) for n in (0.5, 1.0, 2.0)),
 )
 
 
@@ -98,7 +98,7 @@ class _Issued:
 
 
 class SimulatedRun:
-    """One run: everything happens at a time of the simulated clock."""
+    """One run on a simulated clock."""
 
     def __init__(self, prompts: PromptSet, rule: Rule, *, load: float, seed: int) -> None:
         """``load`` is the share of the workers' time that generation takes when nothing is generated twice."""
@@ -122,7 +122,7 @@ class SimulatedRun:
         self._backoff = OvertakeBackoff()
 
     def run(self) -> Outcome:
-        """Train all steps; returns the result."""
+        """Train all steps; return the result."""
         self._issue()
         while self._steps_done < NUM_STEPS:
             for worker in range(NUM_WORKERS):
@@ -171,7 +171,7 @@ class SimulatedRun:
         self._after(duration_s, free)
 
     def _follow(self, worker: int) -> None:
-        """Swap to the published version once nothing runs."""
+        """Swap to the published version once the worker is idle."""
         if self._busy[worker] or self._served[worker] == self._published:
             return
         version = self._published
@@ -190,13 +190,13 @@ class SimulatedRun:
         self._tracker.offer(ReadyGroup(one, PACK, None) for one in wanted)  # type: ignore[arg-type]
 
     def _train(self) -> None:
-        wait_s = self._backoff.scale(self._rule.wait_steps * self._step_s)
-        overtakes = wait_s > 0.0 and bool(self._tracker.overtaken(self._version))
+        full_batch_wait_s = self._backoff.scale(self._rule.full_batch_wait * self._step_s)
+        overtakes = full_batch_wait_s > 0.0 and bool(self._tracker.overtaken(self._version))
         if overtakes:
             if self._full_since is None:
                 self._full_since = self._now
-                self._after(wait_s, lambda: None)  # look again then
-            if self._now < self._full_since + wait_s:
+                self._after(full_batch_wait_s, lambda: None)  # check again then
+            if self._now < self._full_since + full_batch_wait_s:
                 return
         dropped = self.outcome.dropped.total()
         batch = self._tracker.take(self._version)
@@ -251,18 +251,20 @@ def main() -> None:
         reward=RewardSettings(name="exact_match"),
         tokenizer=ChatTokenizer.read(folder / "model"),
     )
-    print("| workers' load | rule | dropped of 7,200 | by seed | generated in vain | wall s | trainer waits s |")
+    print("| workers' load | rule | dropped of 7,200 | by seed | wasted generations | wall s | trainer wait s |")
     print("|---|---|---|---|---|---|---|")
     for load in (0.5, 0.8):
         for rule in RULES:
             found = [SimulatedRun(prompts, rule, load=load, seed=seed).run() for seed in range(3)]
             dropped = [outcome.dropped.total() for outcome in found]
-            vain = sum(outcome.generated for outcome in found) / (len(found) * NUM_STEPS * ROLLOUT.groups_per_step) - 1
+            wasted = (
+                sum(outcome.generated for outcome in found) / (len(found) * NUM_STEPS * ROLLOUT.groups_per_step) - 1
+            )
             wall, waited = (
                 sum(times) / len(found) for times in zip(*((o.wall_s, o.waited_s) for o in found), strict=True)
             )
             print(
-                f"| {load} | {rule.name} | {sum(dropped) / len(found):.0f} | {' '.join(map(str, dropped))} | {vain:.1%} "
+                f"| {load} | {rule.name} | {sum(dropped) / len(found):.0f} | {' '.join(map(str, dropped))} | {wasted:.1%} "
                 f"| {wall:.1f} | {waited:.1f} |",
                 flush=True,
             )

@@ -68,7 +68,7 @@ def run_engine(
     dtype: torch.dtype,
     adapters: tuple[Adapter | None, ...] = (None,),
 ) -> Callable[[], int]:
-    """Return a function that serves all requests once, ``adapters`` in turn, and returns the number of new tokens."""
+    """Return a function that serves all requests once, assigns ``adapters`` in turn, and returns the number of new tokens."""
     config = read_model_config(folder)
     device = torch.device("cpu")
     limits = Limits(max_running, max_total_tokens=max_running * 512, max_prefill_tokens=8192)
@@ -118,17 +118,17 @@ def random_adapter(folder: Path, rank: int, seed: int) -> Adapter:
 
 
 def adapters_table(folder: Path, batch: int, rank: int, repeats: int) -> list[str]:
-    """Return rows of the table of adapters: tokens a CPU second, and their ratio to the weights alone."""
+    """Return rows of the table of adapters: tokens per CPU second, and their ratio to the weights alone."""
     four = tuple(random_adapter(folder, rank, seed) for seed in range(1, 5))
-    dealt: list[tuple[Adapter | None, ...]] = [(None,), four[:1], (None, four[0]), four[:2], four]
+    mixes: list[tuple[Adapter | None, ...]] = [(None,), four[:1], (None, four[0]), four[:2], four]
     names = ["the weights alone", "1 adapter", "1 adapter and none", "2 adapters", "4 adapters"]
-    functions = [run_engine(folder, equal(batch), batch, torch.float32, given) for given in dealt]
+    functions = [run_engine(folder, equal(batch), batch, torch.float32, given) for given in mixes]
 
-    def one_after_the_other() -> int:
-        return sum(serve() for serve in apart)
+    def run_in_sequence() -> int:
+        return sum(serve() for serve in separate)
 
-    apart = [run_engine(folder, equal(batch // 4), batch // 4, torch.float32, (one,)) for one in four]
-    rates = tokens_per_cpu_second([*functions, one_after_the_other], repeats)
+    separate = [run_engine(folder, equal(batch // 4), batch // 4, torch.float32, (one,)) for one in four]
+    rates = tokens_per_cpu_second([*functions, run_in_sequence], repeats)
     return [
         f"| B={batch}, rank {rank} | {name} | {rate:,.0f} | {rate / rates[0]:.2f} |"
         for name, rate in zip([*names, f"4 batches of {batch // 4}, an adapter each"], rates, strict=True)
@@ -156,7 +156,7 @@ def run_transformers(model: Any, requests: list[Request], wave: int, dtype: torc
 
 
 def tokens_per_cpu_second(functions: list[Callable[[], int]], repeats: int) -> list[float]:
-    """Take the functions in turns; return the median rate of each."""
+    """Run the functions alternately; return the median rate of each."""
     rates: list[list[float]] = [[] for _ in functions]
     for attempt in range(repeats + 1):
         for function, found in zip(functions, rates, strict=True):
@@ -233,10 +233,10 @@ def cpu_seconds(pid: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default="", help="run only the workloads whose name starts so")
+    parser.add_argument("--only", default="", help="run only the workloads whose name starts with this")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    keep_freed_memory()  # for both: neither is to pay for the allocator
+    keep_freed_memory()  # for both, so that neither includes the cost of the allocator
     processor = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -263,13 +263,13 @@ def main() -> None:
             if not name.startswith(options.only):
                 continue
             functions = [run_transformers(hf, requests, batch, dtype), run_engine(folder, requests, batch, dtype)]
-            baseline, ours = tokens_per_cpu_second(functions, options.repeats)
+            baseline, engine_rate = tokens_per_cpu_second(functions, options.repeats)
             print(
-                f"| {name} | {str(dtype).split('.')[1]} | {baseline:,.0f} | {ours:,.0f} | {ours / baseline:.2f} |",
+                f"| {name} | {str(dtype).split('.')[1]} | {baseline:,.0f} | {engine_rate:,.0f} | {engine_rate / baseline:.2f} |",
                 flush=True,
             )
         if "adapters".startswith(options.only):
-            print("\n| batch | adapters in it | tok/cpu-s | of the weights alone |\n|---|---|---|---|")
+            print("\n| batch | adapters in it | tok/cpu-s | relative to the weights alone |\n|---|---|---|---|")
             for batch, rank in ((64, 8), (64, 32), (16, 8)):
                 print(*adapters_table(small, batch, rank, options.repeats), sep="\n", flush=True)
         if "http".startswith(options.only):

@@ -1,7 +1,7 @@
-"""What it saves to keep the completions of a prompt in one micro-batch: tokens that are computed, and CPU time.
+"""Measure the tokens and the CPU time saved by keeping the completions of a prompt in one micro-batch.
 
-python -m benchmarks.micro_batches          # counts tokens, for several shapes of ragged groups; a second
-python -m benchmarks.micro_batches --time   # also forward and backward of a small model, CPU seconds
+python -m benchmarks.micro_batches          # count tokens for several shapes of ragged groups; one second
+python -m benchmarks.micro_batches --time   # also time forward and backward of a small model, in CPU seconds
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.trainer.algorithm.batch import Prompt, Row, build, num_computed, p
 
 @dataclass(frozen=True)
 class Shape:
-    """Groups whose completions differ in length as those of easy and hard prompts do (log-normal)."""
+    """Groups with completions of log-normal length, which differs between easy and hard prompts and within a group."""
 
     shortest_prompt: int
     longest_prompt: int
@@ -45,7 +45,7 @@ SHAPES = (
 
 
 def rows_of(shape: Shape, vocabulary: int = 2000) -> tuple[list[Row], list[Prompt | None]]:
-    """Invent the rows of a batch."""
+    """Return the random rows of a batch, and the prompt of each."""
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     prompts: list[Prompt | None] = []
@@ -81,7 +81,7 @@ def count() -> None:
 
 
 def measure() -> None:
-    """Print CPU seconds of both ways, in turn, and that they come to the same."""
+    """Print CPU seconds of both plans, alternating, and the sums that show that the results are equal."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from penstock.trainer.learner.logprobs import CompletionScorer

@@ -45,7 +45,7 @@ class Round:
 
     cpu_s: float  # of the engine, from the first request to the last update's end
     updates: int
-    waits_s: list[float]  # CPU seconds of the engine from asking for an update to its version being served
+    waits_s: list[float]  # CPU seconds of the engine from the request for an update until its version is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,10 @@ async def one_round(
 
 
 async def measure(scratch: Path, options: Options) -> dict[UpdateMode | None, list[Round]]:
-    """All modes in turns, on one engine."""
+    """Measure all modes, alternating, on one engine."""
     build_model(scratch / "v0", eos_token_id=None, max_position_embeddings=8192, **SHAPE)
     settings = json.loads((scratch / "v0/tokenizer_config.json").read_text())
-    del settings["eos_token"]  # nothing ends a completion but its length
+    del settings["eos_token"]  # only its length ends a completion
     (scratch / "v0/tokenizer_config.json").write_text(json.dumps(settings))
     folders = [scratch / "v0", write_changed_copy(scratch / "v0", scratch / "v1", seed=1, scale=0.001)]
     command = embedded_command(WorkerSettings())  # pyright: ignore[reportCallIssue]
@@ -103,21 +103,21 @@ async def measure(scratch: Path, options: Options) -> dict[UpdateMode | None, li
 
 
 def table(rounds: dict[UpdateMode | None, list[Round]], options: Options) -> str:
-    """Return the figures of all modes and of the run without updates."""
+    """Return a Markdown table of all modes and of the run without updates."""
     num_tokens = options.tokens * len(PROMPTS) * NUM_SAMPLES
-    alone = statistics.median(one.cpu_s for one in rounds[None])
+    baseline = statistics.median(one.cpu_s for one in rounds[None])
     lines = [
-        "| mode | updates in a round | tokens per CPU s | of no update | CPU s lost per update "
+        "| mode | updates in a round | tokens per CPU s | relative to no update | CPU s lost per update "
         "| CPU s until a version is served |",
         "|---|---|---|---|---|---|",
     ]
     for mode, several in rounds.items():
         cpu_s = statistics.median(one.cpu_s for one in several)
         updates = statistics.median(one.updates for one in several)
-        lost = f"{(cpu_s - alone) / updates:.3f}" if updates else "-"
+        lost = f"{(cpu_s - baseline) / updates:.3f}" if updates else "-"
         waits = [value for one in several for value in one.waits_s]
         lines.append(
-            f"| {mode or 'no update'} | {updates:.0f} | {num_tokens / cpu_s:.0f} | {alone / cpu_s:.2f} | {lost} "
+            f"| {mode or 'no update'} | {updates:.0f} | {num_tokens / cpu_s:.0f} | {baseline / cpu_s:.2f} | {lost} "
             f"| {f'{statistics.median(waits):.2f}' if waits else '-'} |"
         )
     return "\n".join(lines)

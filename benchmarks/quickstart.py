@@ -30,13 +30,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--peer", type=Path, help="python of an environment with TRL; runs after every seed")
+    parser.add_argument("--peer", type=Path, help="Python of an environment with TRL, which is run after every seed")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args()
 
     print(f"machine: {_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}\n")
     print(
-        "| seed | system | accuracy before | after | stale tokens | wall s | RL wall s | CPU s | groups again | bar |"
+        "| seed | system | accuracy before | after | stale tokens | wall s | RL wall s | CPU s | groups redelivered | threshold |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     results, missed = [], 0
@@ -74,7 +74,7 @@ def _quickstart(folder: Path, seed: int, steps: int) -> dict[str, Any]:
     ]
     done = subprocess.run([*command, "--dir", str(folder)], capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
-        raise SystemExit(f"seed {seed}: quickstart ended with {done.returncode}\n{done.stderr[-4000:]}")
+        raise SystemExit(f"seed {seed}: the quickstart exited with code {done.returncode}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -86,7 +86,7 @@ def _peer(python: Path, run: Path, steps: int) -> dict[str, Any]:
         capture_output=True, text=True, timeout=1800, check=False, env=environ,
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"the peer ended with {done.returncode}\n{done.stderr[-4000:]}")
+        raise SystemExit(f"the peer exited with code {done.returncode}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -104,10 +104,12 @@ def _reached(run: dict[str, Any]) -> bool:
 
 
 def _row(seed: int, system: str, run: dict[str, Any], verdict: str) -> str:
-    again = sum(int(n) for incident in run["incidents"] for n in re.findall(r"(\d+) groups? redelivered", incident))
+    redelivered = sum(
+        int(n) for incident in run["incidents"] for n in re.findall(r"(\d+) groups? redelivered", incident)
+    )
     return (
         f"| {seed} | {system} | {run['accuracy_before']:.3f} | {run['accuracy_after']:.3f} | {_stale_share(run):.0%} "
-        f"| {run['total_wall_s']:.1f} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} | {again} | {verdict} |"
+        f"| {run['total_wall_s']:.1f} | {run['wall_s']:.1f} | {run['cpu_s']:.1f} | {redelivered} | {verdict} |"
     )
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
-    """Run a command in a folder; returns its JSON object and the CPU seconds of all its processes."""
+    """Run a command in a folder; return its JSON object and the CPU seconds of all its processes."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "penstock", *arguments],
@@ -34,11 +34,11 @@ def penstock(folder: Path, *arguments: str) -> tuple[dict[str, Any], float]:
 
 
 def measure(steps: int, folder: Path) -> dict[str, Any]:
-    """Run and replay; returns the figures of both."""
+    """Run and replay; return the measurements of both."""
     ran, run_cpu_s = penstock(folder, "quickstart", "--steps", str(steps), "--json")
-    home = folder / "runs" / "quickstart"
-    trainer = json.loads((home / "trainer.json").read_text())
-    rows = [json.loads(line) for line in (home / "metrics.jsonl").read_text().splitlines()]
+    run_folder = folder / "runs" / "quickstart"
+    trainer = json.loads((run_folder / "trainer.json").read_text())
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
     replayed, replay_cpu_s = penstock(folder, "replay", "quickstart", "--json")
     return {
@@ -69,7 +69,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--folder", type=Path, help="where the run is left (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder for the run (default: a temporary folder)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         print(json.dumps(measure(options.steps, options.folder or Path(scratch)), indent=1))

@@ -2,7 +2,7 @@
 
 python -m benchmarks.reward_endpoint BEHAVIOUR PORT
 
-The benchmark computes the right score of each completion (`score_of`), so that an invented score is detected.
+The benchmark computes the correct score of each completion (`score_of`), so that an invented score is detected.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import zlib
 from typing import Any
 
 SLOW_S = 2.0
-HUNG_S = 12.0  # after its start, then it is well
+HUNG_S = 12.0  # after its start; then it works normally
 FAULTY_SHARE = 0.3
 _HUGE = b" " * (8 * 1024 * 1024)
 
 
 def score_of(completion: str) -> float:
-    """Return the one right score of a text, from 0 to 1."""
+    """Return the one correct score of a text, from 0 to 1."""
     return (zlib.crc32(completion.encode()) % 1000) / 1000
 
 
@@ -38,7 +38,7 @@ class Endpoint:
     def __init__(self, behaviour: str) -> None:
         self._behave = getattr(self, f"_{behaviour}")
         self._random = random.Random(0)
-        self._well_at = asyncio.get_running_loop().time() + HUNG_S
+        self._healthy_at = asyncio.get_running_loop().time() + HUNG_S
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -59,37 +59,37 @@ class Endpoint:
     async def _good(self, request: dict[str, Any]) -> tuple[int, bytes]:
         return 200, json.dumps(answer_to(request)).encode()
 
-    _dying = _good  # whoever started it kills it
+    _dying = _good  # the process that started it kills it
 
     async def _slow(self, request: dict[str, Any]) -> tuple[int, bytes]:
         await asyncio.sleep(SLOW_S)
         return await self._good(request)
 
     async def _hung(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        if asyncio.get_running_loop().time() < self._well_at:
+        if asyncio.get_running_loop().time() < self._healthy_at:
             await asyncio.sleep(3600)
         return await self._good(request)
 
     async def _flaky(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Errors, and connections that are cut without an answer."""
+        """Return errors, or close the connection without an answer."""
         if self._random.random() < FAULTY_SHARE:
             return self._random.choice([(500, b"out of order"), (503, b"busy"), (0, b"")])
         return await self._good(request)
 
     async def _lying(self, request: dict[str, Any]) -> tuple[int, bytes]:
-        """Too few scores, NaN, other groups, eight megabytes, no JSON; all with status 200."""
+        """Return too few scores, NaN, other groups, eight megabytes or no JSON, all with status 200."""
         if self._random.random() >= FAULTY_SHARE:
             return await self._good(request)
         answer = answer_to(request)
-        lie = self._random.choice(["count", "nan", "groups", "huge", "text"])
-        if lie == "huge":
+        fault = self._random.choice(["count", "nan", "groups", "huge", "text"])
+        if fault == "huge":
             return 200, _HUGE
-        if lie == "text":
+        if fault == "text":
             return 200, b"<html>all is well</html>"
         for result in answer["results"]:
-            if lie == "count":
+            if fault == "count":
                 result["scores"].pop()
-            elif lie == "nan":
+            elif fault == "nan":
                 result["scores"][0]["score"] = float("nan")
             else:
                 result["group_id"] += "x"

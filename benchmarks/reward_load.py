@@ -1,6 +1,6 @@
 """Send thousands of trajectories a second through HTTP endpoints: healthy ones alone, then together with faulty ones.
 
-The faulty ones are slow, hung, flaky, crashing or return invalid scores. Figures: throughput, latency of the healthy
+The faulty ones are slow, hung, flaky, crashing or return invalid scores. Measured: throughput, latency of the healthy
 ones, and whether a score was lost, duplicated or invented.
 
 python -m benchmarks.reward_load [--seconds 20] [--rate 20] [--part cost|load]
@@ -38,7 +38,7 @@ GROUPS, SIZE = 12, 8  # of a pack
 GOOD = ("good-0", "good-1")
 BAD = ("slow", "hung", "flaky", "dying", "lying")
 BAD_PACKS_PER_S = 1.0  # to each of them
-LIVES_S, DEAD_S = 3.0, 1.0  # of the dying one
+UP_S, DOWN_S = 3.0, 1.0  # of the crashing endpoint
 SETTLE_S = 240.0
 
 
@@ -81,7 +81,7 @@ class Endpoints:
         self.ports: dict[str, int] = {}
         self.num_kills = 0
         self._stop = threading.Event()
-        self._killer = threading.Thread(target=self._kill_again_and_again, daemon=True)
+        self._killer = threading.Thread(target=self._kill_repeatedly, daemon=True)
 
     def start(self, name: str) -> None:
         if (former := self._processes.get(name)) is not None:
@@ -102,11 +102,11 @@ class Endpoints:
     def start_killing(self) -> None:
         self._killer.start()
 
-    def _kill_again_and_again(self) -> None:
-        while not self._stop.wait(LIVES_S):
+    def _kill_repeatedly(self) -> None:
+        while not self._stop.wait(UP_S):
             self._processes["dying"].kill()
             self.num_kills += 1
-            self._stop.wait(DEAD_S)
+            self._stop.wait(DOWN_S)
             self.start("dying")
 
     def stop_killing(self) -> None:
@@ -138,11 +138,11 @@ class Bench:
         self.ledger = Ledger()
         self._stop = threading.Event()
         self._inbox = bus.inbox(streams.scored_consumer(run_id, "train"), GroupScored).wait()
-        bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self._bury, from_start=True).wait()
+        bus.tail(f"{run_id}-dead", subjects.dead(run_id), DeadLetter, self._record_dead, from_start=True).wait()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _bury(self, letter: DeadLetter) -> None:
+    def _record_dead(self, letter: DeadLetter) -> None:
         self.ledger.dead[letter.reason] += len(letter.group_ids)
 
     def _read(self) -> None:
@@ -152,7 +152,7 @@ class Bench:
                 delivery.ack().wait()
 
     def pack(self, reward: str, number: int) -> GroupGenerated:
-        """Store a pack whose groups all use one reward; returns its announcement."""
+        """Store a pack whose groups all use one reward; return its announcement."""
         groups = [
             make_group(f"{reward}.{number}.{i}", size=SIZE, reward_name=reward, seed=i, texts=_texts(reward, number, i))
             for i in range(GROUPS)
@@ -191,8 +191,8 @@ def bench(stack: LocalStack, bus: Bus, folder: Path, run_id: str) -> Iterator[Be
 
 
 def cost(one: Bench, num_packs: int) -> None:
-    """CPU of the service for a pack of the built-in reward, which needs no HTTP."""
-    one.ledger.take = lambda _: None  # type: ignore[method-assign] the right scores are other ones here
+    """Print the service's CPU for a pack of the built-in reward, which needs no HTTP."""
+    one.ledger.take = lambda _: None  # type: ignore[method-assign] the correct scores differ here
     packs = [one.pack("exact_match", number) for number in range(num_packs)]
     consumer = streams.generated_consumer(one.run_id)
     for timed in (False, True):
@@ -204,7 +204,9 @@ def cost(one: Bench, num_packs: int) -> None:
         if timed:
             per_pack = 1000 * (cpu_of(one.service.pid) - before) / len(some)
             rate = len(some) * GROUPS * SIZE / (time.perf_counter() - at)
-            print(f"built-in reward: {per_pack:.1f} ms of CPU a pack of {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s")
+            print(
+                f"built-in reward: {per_pack:.1f} ms of CPU per pack of {GROUPS} x {SIZE}, {rate:,.0f} trajectories/s"
+            )
 
 
 def _idle(one: Bench, consumer: streams.ConsumerSpec) -> bool:
@@ -223,7 +225,7 @@ def flood(one: Bench, endpoints: Endpoints, num_packs: int) -> None:
     wall = max(times[0] for times in one.ledger.scored_at.values()) - at
     print(
         f"flood, good endpoints: {num_packs * GROUPS * SIZE / wall:,.0f} trajectories/s, "
-        f"{1000 * (cpu_of(one.service.pid) - before) / num_packs:.1f} ms of CPU a pack"
+        f"{1000 * (cpu_of(one.service.pid) - before) / num_packs:.1f} ms of CPU per pack"
     )
 
 
@@ -248,7 +250,7 @@ def load(one: Bench, endpoints: Endpoints, *, seconds: float, rate: float, bad: 
         ]
     packs = [(at, one.pack(name, number)) for at, name, number in sorted(schedule)]
     if bad:
-        endpoints.start("hung")  # it hangs from now on
+        endpoints.start("hung")  # restarted, so that it hangs from now on
         endpoints.start_killing()
     before, started = cpu_of(one.service.pid), time.perf_counter()
     for at, pack in packs:
@@ -266,10 +268,10 @@ def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_pa
     ledger = one.ledger
     lost = len(ledger.sent_at) - len(ledger.scored_at) - sum(ledger.dead.values())
     double = sum(len(times) > 1 for times in ledger.scored_at.values())
-    print(f"\n{'good endpoints beside bad ones' if bad else 'good endpoints alone'}:")
+    print(f"\n{'good endpoints with bad ones' if bad else 'good endpoints alone'}:")
     print(
         f"  offered {num_packs * GROUPS * SIZE / sent_s:,.0f} trajectories/s for {sent_s:.0f} s, "
-        f"{1000 * cpu_s / num_packs:.1f} ms of CPU a pack; "
+        f"{1000 * cpu_s / num_packs:.1f} ms of CPU per pack; "
         f"lost {lost}, scored twice {double}, invented {len(ledger.wrong)}, dead letters {dict(ledger.dead)}"
     )
     for title, names in [("good", GOOD), *((name, (name,)) for name in (BAD if bad else ()))]:
@@ -289,8 +291,8 @@ def report(one: Bench, endpoints: Endpoints, sent_s: float, cpu_s: float, num_pa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rate", type=float, default=20.0, help="packs a second to the good endpoints")
-    parser.add_argument("--part", choices=("cost", "load"), help="one part alone")
+    parser.add_argument("--rate", type=float, default=20.0, help="packs per second to the good endpoints")
+    parser.add_argument("--part", choices=("cost", "load"), help="run only this part")
     options = parser.parse_args()
     endpoints = Endpoints()
     try:
@@ -309,7 +311,7 @@ def main() -> None:
                     flood(one, endpoints, 200)
                 with bench(stack, bus, Path(folder), "alone") as one:
                     load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=False)
-                with bench(stack, bus, Path(folder), "beside") as one:
+                with bench(stack, bus, Path(folder), "mixed") as one:
                     load(one, endpoints, seconds=options.seconds, rate=options.rate, bad=True)
     finally:
         endpoints.close()

@@ -1,6 +1,6 @@
 """Measure programs per CPU second in each sandbox available on this machine, and in a plain subprocess.
 
-python -m benchmarks.sandbox [programs of each kind, 200 unless given]
+python -m benchmarks.sandbox [programs of each kind, default 200]
 
 All variants alternate on one core and run the same program: read a number, write its double. CPU time is that of this
 process and its children; wall times are printed too, but depend on the machine's other load.
@@ -26,7 +26,7 @@ FUNCTION = "def double(x):\n    return 2 * x"
 LIMITS = Limits()
 
 
-def bare(start: list[str]) -> Callable[[], None]:
+def plain(start: list[str]) -> Callable[[], None]:
     def run() -> None:
         answer = subprocess.run([*start, "-c", PROGRAM], input=b"21", capture_output=True, env=ENVIRONMENT, check=True)
         assert answer.stdout == b"42\n"
@@ -60,13 +60,13 @@ def cold(launch: Launch) -> Callable[[], None]:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of what it has waited for."""
+    """Return the CPU seconds of this process and of the children it has waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def of_zygotes(slot: Slot) -> float:
-    """CPU seconds of a slot's running zygotes and of the programs that have ended in them."""
+    """Return the CPU seconds of a slot's running zygotes and of the programs that have ended in them."""
     ticks = 0
     for pid in (slot.programs.pid, slot.tests.pid):
         for one in [pid, *descendants(pid)] if pid else []:
@@ -87,13 +87,13 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     slots: dict[str, Slot] = {}
     variants: dict[str, tuple[Callable[[], None], int]] = {
-        "bare subprocess, python": (bare([interpreter()]), count),
-        "bare subprocess, python -S -s": (bare([interpreter(), "-S", "-s"]), count),
+        "plain subprocess, python": (plain([interpreter()]), count),
+        "plain subprocess, python -S -s": (plain([interpreter(), "-S", "-s"]), count),
     }
     for kind in Kind:
         problem = canary.attack(kind)
         if problem:
-            print(f"{kind} does not hold here: {problem}")
+            print(f"{kind} does not confine programs on this machine: {problem}")
             continue
         launch = Launch(kind)
         for name, make in (("a stdin test", in_sandbox), ("3 asserts, two processes", by_test_code)):
@@ -123,13 +123,13 @@ def main() -> None:
 
 
 def show(spent: dict[str, list[float]], counted: set[str]) -> None:
-    base = spent["bare subprocess, python"][0] / spent["bare subprocess, python"][2]
-    print(f"{'':36}{'programs':>9}{'CPU ms':>9}{'a core-second':>15}{'of bare':>9}{'clock ms':>10}")
+    base = spent["plain subprocess, python"][0] / spent["plain subprocess, python"][2]
+    print(f"{'':36}{'programs':>9}{'CPU ms':>9}{'per core-second':>16}{'vs plain':>9}{'wall ms':>10}")
     for name, (cpu, clock, done) in spent.items():
         each = cpu / done
-        figures = f"{1000 * each:>9.1f}{1 / each:>15.0f}{base / each:>9.2f}"
-        if name not in counted and not name.startswith("bare"):  # a killed zygote takes its count with it
-            figures = f"{'-':>9}{'-':>15}{'-':>9}"
+        figures = f"{1000 * each:>9.1f}{1 / each:>16.0f}{base / each:>9.2f}"
+        if name not in counted and not name.startswith("plain"):  # the CPU time of a killed zygote cannot be read
+            figures = f"{'-':>9}{'-':>16}{'-':>9}"
         print(f"{name:36}{done:>9}{figures}{1000 * clock / done:>10.1f}")
 
 

@@ -38,10 +38,10 @@ V0 = PolicyVersion(0)
 
 
 def engines(scratch: Path) -> dict[str, ManagedEngine]:
-    """Both, not started."""
-    settings = sglang_cpu.section()
-    settings |= {"python": Path(settings["python"]), "extra_args": tuple(settings["extra_args"])}
-    sglang = SglangSettings(**settings)
+    """Return both engines, not started."""
+    section = sglang_cpu.section()
+    section |= {"python": Path(section["python"]), "extra_args": tuple(section["extra_args"])}
+    sglang = SglangSettings(**section)
     return {
         "embedded": ManagedEngine(
             embedded_command(WorkerSettings()), SglangClient, log_file=scratch / "embedded.log", start_deadline_s=180,
@@ -68,7 +68,7 @@ async def measure(engine: ManagedEngine, work: Callable[[], Awaitable[int]], rou
 
 
 async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> None:
-    """Print one engine's rows."""
+    """Print the rows of one engine."""
     started = time.perf_counter()
     await engine.load(model, V0)
     assert engine._process is not None
@@ -78,9 +78,9 @@ async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> N
     [samples] = await engine.client.generate(LONG[0], LONG[1], 2)
     dense = Dense(model)
     gap = max(
-        abs(mine - theirs)
+        abs(reported - computed)
         for one in samples
-        for mine, theirs in zip(one.logprobs, dense.of_completion(LONG[0][0], one.token_ids), strict=True)
+        for reported, computed in zip(one.logprobs, dense.of_completion(LONG[0][0], one.token_ids), strict=True)
     )
     assert gap < 1e-4, f"{name}: log-probabilities differ by {gap} from the dense forward"
     try:
@@ -104,7 +104,7 @@ async def bench(name: str, engine: ManagedEngine, model: Path, rounds: int) -> N
 
 
 async def main() -> None:
-    """One engine after the other: the machine has few cores."""
+    """Measure one engine after the other, because the machine has few cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

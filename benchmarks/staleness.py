@@ -1,8 +1,8 @@
-"""Measure which corrections learn from stale samples: forced lags, in one process, on tasks that learn in a minute.
+"""Measure which corrections learn from stale samples: fixed lags, in one process, on tasks that are learned in a minute.
 
-    make bench-staleness                                          # every run of the table that is missing; hours
-    python -m benchmarks.staleness --task sort --method default --lag 16 --seed 0    # one run
-    python -m benchmarks.staleness --report                       # the table and the plot of what has been run
+    make bench-staleness                                          # make every missing run of the table; takes hours
+    python -m benchmarks.staleness --task sort --method default --lag 16 --seed 0    # make one run
+    python -m benchmarks.staleness --report                       # write the table and the plot of the existing runs
 
 A policy is warmed up on correct answers and then trained with the trainer's own losses, advantages and
 corrections on samples of weights that are exactly k optimizer steps old (`--lag 16`), or of four ages at
@@ -92,7 +92,7 @@ METHODS: dict[str, PolicyGradient] = {
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt of fixed length and its one right answer, as token ids."""
+    """A prompt of fixed length and its one correct answer, as token ids."""
 
     name: str
     symbols: str
@@ -112,7 +112,7 @@ class Task:
         return len(self.answer("0" * self.length)) + 1
 
     def problems(self, seed: int, *, held_out: bool) -> Callable[[int], list[str]]:
-        """Return a source of random problems of one side of the split."""
+        """Return a source of random problems from one side of the split."""
         rng = np.random.default_rng([seed, int(held_out), len(self.symbols), self.length])
         letters = np.array(list(self.symbols))
 
@@ -135,7 +135,7 @@ TASKS = {
 
 
 class Codec:
-    """Text to token ids with the quickstart's own tokenizer and template."""
+    """Convert text to token ids with the quickstart's own tokenizer and template."""
 
     def __init__(self, folder: Path, task: Task) -> None:
         from tokenizers import Tokenizer
@@ -155,7 +155,7 @@ class Codec:
 
 
 def exact(tokens: Tensor, answers: Tensor) -> Tensor:
-    """Reward 1 for exactly the answer, its end included."""
+    """Return reward 1 for exactly the answer, its end included."""
     return (tokens == answers).all(1).double()
 
 
@@ -173,7 +173,7 @@ def accuracy(weights: tiny_policy.Tensors, codec: Codec, shape: tiny_policy.Shap
 
 
 def warm_up(task: Task, seed: int, cache: Path) -> tuple[tiny_policy.Tensors, tiny_policy.Shape, Codec]:
-    """Train briefly on right answers; the same for every method, so it is cached on disk."""
+    """Train briefly on correct answers; the result is the same for every method, so it is cached on disk."""
     key = hashlib.sha256(repr([task, seed]).split("lambda")[0].encode() + repr(task.sft_steps).encode()).hexdigest()[
         :12
     ]
@@ -271,7 +271,7 @@ def train(
     cache: Path,
     lr: float,
 ) -> dict:
-    """One run; returns its curve and what the objective reported."""
+    """Make one run; return its curve and the means of what the objective reported."""
     torch.set_num_threads(1)
     started = time.process_time()
     weights, shape, codec = warm_up(task, seed, cache)
@@ -358,8 +358,8 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every run of the table that is missing in --out")
-    parser.add_argument("--report", action="store_true", help="write the table and the plot of what is in --out")
+    parser.add_argument("--all", action="store_true", help="make every run of the table that is missing in --out")
+    parser.add_argument("--report", action="store_true", help="write the table and the plot of the runs in --out")
     parser.add_argument("--task", choices=TASKS, default="sort")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=[])
     parser.add_argument("--lag", nargs="+", default=["0"])

@@ -1,4 +1,4 @@
-"""The table and the plot of what `benchmarks/staleness.py` has measured."""
+"""Write the table and the plot of the results of `benchmarks/staleness.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Runs = dict[tuple[str, str, str], list[dict]]  # (task, method, lag) -> one run 
 
 
 def read(path: Path) -> Runs:
-    """Read the runs; the newest of a seed counts."""
+    """Read the runs; of several with one seed the newest is used."""
     newest: dict[tuple[str, str, str, int], dict] = {}
     for line in path.read_text().splitlines():
         run = json.loads(line)
@@ -89,7 +89,7 @@ def plot(runs: Runs, path: Path) -> None:
 
 
 def write(results: Path) -> str:
-    """Write ``staleness.md`` (between its marks) and ``staleness.png``; returns the tables."""
+    """Write ``staleness.md`` (between its marks) and ``staleness.png``; return the tables."""
     runs = read(results)
     tables = markdown(runs)
     page = HERE / "staleness.md"

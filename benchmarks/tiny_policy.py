@@ -43,8 +43,8 @@ def read(folder: Path) -> Tensors:
 
 def _rotated(x: Tensor, start: int, shape: Shape) -> Tensor:
     half = shape.head_dim // 2
-    places = torch.arange(start, start + x.shape[2], dtype=torch.float32)
-    angles = places[:, None] * shape.theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    positions = torch.arange(start, start + x.shape[2], dtype=torch.float32)
+    angles = positions[:, None] * shape.theta ** (-torch.arange(half, dtype=torch.float32) / half)
     cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -164,7 +164,7 @@ def generate(
 
 
 def main() -> None:
-    """Compare with transformers on random tokens."""
+    """Compare this model with transformers on random tokens."""
     import tempfile
 
     from transformers import AutoModelForCausalLM
@@ -177,15 +177,19 @@ def main() -> None:
         weights, shape = read(Path(folder)), Shape.of(Path(folder))
         prompts, completions = torch.randint(0, 50, (3, 20)), torch.randint(0, 50, (6, 9))
         whole = torch.cat([prompts.repeat_interleave(2, 0), completions], 1)
-        theirs = model(input_ids=whole).logits[:, 19:-1]
-        ours = completion_logits(weights, prompts, completions, shape)
-        print("largest difference of logits:", float((theirs - ours).abs().max().detach()))
+        expected = model(input_ids=whole).logits[:, 19:-1]
+        computed = completion_logits(weights, prompts, completions, shape)
+        print("largest difference of logits:", float((expected - computed).abs().max().detach()))
         tokens, logprobs, lengths = generate(
             weights, prompts, groups=2, longest=9, end=2, shape=shape, generator=torch.Generator().manual_seed(0)
         )
         again = completion_logits(weights, prompts, tokens, shape).log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         inside = torch.arange(9) < lengths[:, None]
-        print("sampled against scored:", float((again - logprobs)[inside].abs().max().detach()), lengths.tolist())
+        print(
+            "largest difference of sampled and scored log-probabilities:",
+            float((again - logprobs)[inside].abs().max().detach()),
+            lengths.tolist(),
+        )
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
 The run must still have its versions (``trainer.keep_versions`` of more than its steps). Of a sample of its groups, each
 token's log-probability is recomputed by transformers, from the weights of the version recorded for the token, and
 again from those of the version before, which shows how large the error of a wrong label would be. ``--kept-cache`` is for
-``worker.update_mode = "in_place"``: what follows an update reads keys and values of older weights there, so only what
-comes before the update in a sequence that met one is judged; of the sequences that begin after it, those that read an
-older prefix are counted. Prints one JSON object; the exit code is 1 when a judged token is further than 1e-4 nats from
-its own version.
+``worker.update_mode = "in_place"``: in this mode tokens after an update are computed from keys and values of older weights, so
+in a sequence with an update only the tokens before it are checked, and sequences of one version that read an older prefix
+are counted. Prints one JSON object; the exit code is 1 if a checked token is further than 1e-4 nats from its own
+version.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOLERANCE = 1e-4  # nats, float32 against float32
 
 
 class Versions:
-    """The dense forward of each version of a run, made when it is asked for."""
+    """The dense forward of each version of a run, created on first use."""
 
     def __init__(self, blobs: Blobs, run_id: str, scratch: Path) -> None:
         """Read all manifests."""
@@ -54,17 +54,17 @@ class Versions:
         self._dense: dict[int, Dense] = {}
 
     def __contains__(self, version: int) -> bool:
-        """Whether the version is still stored."""
+        """Return True if the version is still stored."""
         return version in self._manifests
 
     def __getitem__(self, version: int) -> Dense:
-        """Return a version's forward."""
+        """Return the dense forward of a version."""
         if version not in self._dense:
             self._dense[version] = Dense(self.folder(version))
         return self._dense[version]
 
     def folder(self, version: int) -> Path:
-        """Return a version as a model folder."""
+        """Return a version as a model folder, exported on first use."""
         folder = self._scratch / f"v{version}"
         if not folder.exists():
             reader = WeightReader(self._blobs, self._run_id)
@@ -97,8 +97,8 @@ def gaps(row: Trajectory, run: VersionRun, dense: Dense) -> np.ndarray:
     return np.abs(row.behaviour_logprobs[run.start : run.end] - np.array(computed))
 
 
-def judge(groups: Sequence[Group], versions: Versions, *, kept_cache: bool) -> dict[str, Any]:
-    """Hold every token against its own version and against the one before."""
+def check(groups: Sequence[Group], versions: Versions, *, kept_cache: bool) -> dict[str, Any]:
+    """Compare every token with its own version and with the version before."""
     own: list[np.ndarray] = []
     before: list[np.ndarray] = []
     spans: Counter[int] = Counter()
@@ -133,7 +133,7 @@ def _rows(groups: Sequence[Group]) -> Iterator[Trajectory]:
 
 
 def main() -> int:
-    """Judge a run."""
+    """Check the run that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--groups", type=int, default=200)
@@ -142,7 +142,7 @@ def main() -> int:
     blobs = Blobs(load(ConnectionSettings, overrides=[f"run.id={options.run}"], environ=os.environ).settings.s3)
     with tempfile.TemporaryDirectory() as scratch:
         groups = sampled_groups(blobs, options.run, options.groups)
-        found = judge(groups, Versions(blobs, options.run, Path(scratch)), kept_cache=options.kept_cache)
+        found = check(groups, Versions(blobs, options.run, Path(scratch)), kept_cache=options.kept_cache)
     print(json.dumps(found, indent=1))
     return 1 if found["own_version"]["beyond"] else 0
 

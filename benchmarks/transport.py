@@ -1,4 +1,4 @@
-"""Measure the cost of a message and of an object: microseconds of wall and CPU time, here and in the servers.
+"""Measure the cost of a message and of an object: microseconds of wall and CPU time, in this process and in the servers.
 
 python -m benchmarks.transport [--calls 500] [--kilobytes 100]
 """
@@ -25,13 +25,13 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_of(pid: int) -> float:
-    """User and system seconds of another process."""
+    """Return the user and system seconds of another process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def measure(name: str, calls: int, pids: list[int], action: Callable[[], object], units: int = 1) -> None:
-    """Print the cost of one call of ``action``, which does ``units`` things."""
+    """Print the cost of one call of ``action``, which does ``units`` operations."""
     action()
     wall, cpu, other = time.perf_counter(), time.process_time(), [cpu_of(p) for p in pids]
     for _ in range(calls):

@@ -31,7 +31,7 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.rollout_service.engines.completion import Completion
 from penstock.rollout_service.engines.managed_engine import ManagedEngine
 
-PACK = 64  # prompts in one request, as an evaluation asks
+PACK = 64  # prompts in one request, as in an evaluation
 
 
 async def answers(engine: ManagedEngine, groups: Sequence[Group]) -> list[Completion]:
@@ -55,11 +55,11 @@ def accuracy(texts: Sequence[str], groups: Sequence[Group]) -> float:
 def num_different(found: Sequence[Completion], groups: Sequence[Group]) -> int:
     """Return how many completions are not those of the run."""
     stored = [group.trajectories[0].token_ids[group.num_prompt_tokens :].tolist() for group in groups]
-    return sum(one.token_ids != theirs for one, theirs in zip(found, stored, strict=True))
+    return sum(one.token_ids != expected for one, expected in zip(found, stored, strict=True))
 
 
 async def compare(blobs: Blobs, run_id: str, wanted: Sequence[int], scratch: Path) -> None:
-    """Print the table."""
+    """Print the table of the wanted versions."""
     versions = Versions(blobs, run_id, scratch)
     evaluated = {
         version: [group for group in stored_groups(blobs, run_id, version) if group.split == "eval"]
@@ -80,13 +80,13 @@ async def compare(blobs: Blobs, run_id: str, wanted: Sequence[int], scratch: Pat
         groups = evaluated[version]
         cells = [accuracy([group.trajectories[0].completion_text for group in groups], groups)]
         for by_version in found.values():
-            mine = by_version[version]
-            cells += [accuracy([one.text for one in mine], groups), num_different(mine, groups)]
+            completions = by_version[version]
+            cells += [accuracy([one.text for one in completions], groups), num_different(completions, groups)]
         print(f"| {version} | {len(groups)} | " + " | ".join(f"{cell:.3g}" for cell in cells) + " |", flush=True)
 
 
 def main() -> None:
-    """Compare what the arguments name."""
+    """Compare the versions that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("version", type=int, nargs="+")

@@ -1,11 +1,11 @@
 """Measure bytes, diff, upload and mirroring of each weight version, and a late joiner, on real NATS and S3.
 
     python -m benchmarks.weight_flow [--mb 64] [--versions 41] [--density 0.009]
-    python -m benchmarks.weight_flow --squash    # would merging the patches serve a late joiner?
+    python -m benchmarks.weight_flow --squash    # measure whether merged patches help a late joiner
 
 A synthetic bfloat16 model of which a share of the values changes with every version, published by the trainer's
 publisher and mirrored by two mirrors: one that follows every version, one that joins after the last. memcpy of
-the same bytes is measured in the same run. CPU seconds are of this process, servers apart.
+the same bytes is measured in the same run. CPU seconds are those of this process, without the servers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TENSORS = 32
 
 
 def memcpy_s(num_bytes: int) -> float:
-    """CPU seconds to copy so many bytes; the median of nine."""
+    """Return the CPU seconds to copy ``num_bytes`` bytes; the median of nine."""
     source, target = np.ones(num_bytes, np.uint8), np.empty(num_bytes, np.uint8)
     times = []
     for _ in range(9):
@@ -53,7 +53,7 @@ def memcpy_s(num_bytes: int) -> float:
 
 
 def states(mb: int, density: float, seed: int = 0):
-    """Yield the weights of version 0, 1, …: bfloat16, of which a share moves by one unit in the last place."""
+    """Yield the weights of version 0, 1, …: bfloat16, of which a share changes by one unit in the last place."""
     random = torch.Generator().manual_seed(seed)
     numel = mb * 1024 * 1024 // 2 // _TENSORS
     state = {f"layers.{n}.w": (torch.randn(numel, generator=random) * 0.02).bfloat16() for n in range(_TENSORS)}
@@ -66,7 +66,7 @@ def states(mb: int, density: float, seed: int = 0):
 
 
 def run(mb: int, versions: int, density: float, folder: Path) -> dict[str, object]:
-    """Publish and mirror; returns the figures."""
+    """Publish and mirror; return the measurements."""
     nats, s3 = (
         NatsServer(folder / "nats", log=folder / "nats.log", max_store_gb=10),
         S3Server(folder / "s3", log=folder / "s3.log"),
@@ -84,12 +84,14 @@ def run(mb: int, versions: int, density: float, folder: Path) -> dict[str, objec
 def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder: Path) -> dict[str, object]:
     model = folder / "model"
     write_model(model, seed=0)
-    published: list[Publication] = []
+    publications: list[Publication] = []
     facts: dict[int, WeightsPublished] = {}
     subject = f"penstock.{RUN}.weights.published"
     bus.tail(f"{RUN}-weights", subject, WeightsPublished, lambda f: facts.__setitem__(f.version, f)).wait()
     never = FullSnapshotPolicy(max_ratio=1e9, max_versions=10**6)
-    publisher = Publisher(Connections(RUN, bus, blobs), model_folder=model, policy=never, on_published=published.append)
+    publisher = Publisher(
+        Connections(RUN, bus, blobs), model_folder=model, policy=never, on_published=publications.append
+    )
     mirror = Mirror(blobs, folder / "w0", RUN)
     mirror_s, mirror_cpu_s, submit_s = [], [], []
     source = states(mb, density)
@@ -111,12 +113,12 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
     cpu = time.process_time()
     joined = late.fetch(PolicyVersion(versions - 1), facts[versions - 1].manifest, newest=True)
     late_cpu_s = time.process_time() - cpu
-    patches = [p for p in published if p.kind == "patch"]
+    patches = [p for p in publications if p.kind == "patch"]
     mirror.close(), late.close()
-    copy_s = memcpy_s(published[0].raw_bytes)
+    copy_s = memcpy_s(publications[0].raw_bytes)
     middle = statistics.median
     return {
-        "raw_bytes": published[0].raw_bytes,
+        "raw_bytes": publications[0].raw_bytes,
         "density": middle(p.density for p in patches),
         "patch_bytes": middle(p.sent_bytes for p in patches),
         "patch_share": middle(p.sent_bytes / p.raw_bytes for p in patches),
@@ -124,13 +126,13 @@ def _flow(bus: Bus, blobs: Blobs, mb: int, versions: int, density: float, folder
         "diff_s": middle(p.diff_s for p in patches),
         "upload_s": middle(p.upload_s for p in patches),
         "publish_s": middle(p.publish_s for p in patches),
-        "anchor_publish_s": published[0].publish_s,
+        "anchor_publish_s": publications[0].publish_s,
         "mirror_s": middle(mirror_s[2:]),
         "mirror_cpu_s": middle(mirror_cpu_s[2:]),
         "memcpy_s": copy_s,
         "late_versions_behind": versions - 1,
         "late_bytes": joined.num_bytes,
-        "late_bytes_share": joined.num_bytes / published[0].raw_bytes,
+        "late_bytes_share": joined.num_bytes / publications[0].raw_bytes,
         "late_s": joined.fetch_s,
         "late_cpu_s": late_cpu_s,
     }

@@ -4,9 +4,9 @@
     python -m benchmarks.weight_patches --densities 0.9 --layers 2 --passes 1
 
 The changes are those of AdamW in its steady state: fp32 masters spread inside their rounding cells, moments as
-noise gradients leave them, one step, rounded to bf16; one embedding row in ten has a gradient. The learning rate is
-what sets the density, and is found for each. Every figure is process CPU time of one thread, the best of several passes
-over all buckets, so that nothing is still in a cache from the operation before.
+they are after many random gradients, one step, rounded to bf16; one embedding row in ten has a gradient. The learning rate
+determines the density, and is found for each. Every value is process CPU time of one thread, the best of several passes
+over all buckets, so that no data of the operation before is still in a cache.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def states(layout: WeightLayout, lr: float, seed: int = 0) -> tuple[list[np.ndar
     new = [np.empty(bucket.num_bytes, np.uint8) for bucket in layout.buckets]
     for number, _, tensor in layout.placed():
         before, after = step(rng, tensor.name, tensor.shape, lr)
-        place = slice(tensor.byte_offset, tensor.byte_offset + tensor.num_bytes)
-        old[number][place] = before.reshape(-1).view(np.uint8)
-        new[number][place] = after.reshape(-1).view(np.uint8)
+        span = slice(tensor.byte_offset, tensor.byte_offset + tensor.num_bytes)
+        old[number][span] = before.reshape(-1).view(np.uint8)
+        new[number][span] = after.reshape(-1).view(np.uint8)
     return old, new
 
 
@@ -92,7 +92,7 @@ def learning_rate(density: float) -> float:
 
 
 class Clock:
-    """Measures an operation over all buckets: best CPU seconds of several passes."""
+    """Measure an operation over all buckets: best CPU seconds of several passes."""
 
     def __init__(self, num_buckets: int, num_bytes: int, passes: int) -> None:
         self.num_buckets, self.num_bytes, self.passes = num_buckets, num_bytes, passes
@@ -129,7 +129,7 @@ def measure(layout: WeightLayout, density: float, lr: float, passes: int) -> Non
     clock.best(encode)
     changed = sum(e.num_changed for e in encoded.values())
     print(f"\n### {100 * changed / layout.num_words:.2f} % of the words changed (wanted {density} %, lr {lr:.2g})\n")
-    print("| operation | % of bf16 | GB/s of model | of memcpy |\n|---|---|---|---|")
+    print("| operation | % of bf16 | GB/s of model | relative to memcpy |\n|---|---|---|---|")
     clock.show("memcpy", lambda b: np.copyto(target[b], new[b]), "100")
     share = 100 / layout.num_bytes
     _limits(clock, old, new, target)
@@ -158,7 +158,7 @@ def measure(layout: WeightLayout, density: float, lr: float, passes: int) -> Non
 
 
 def _limits(clock: Clock, old: list[np.ndarray], new: list[np.ndarray], target: list[np.ndarray]) -> None:
-    """Print what the memory allows: reading both states, and writing the changed bytes where they are known."""
+    """Print the limits of the memory: reading both states, and writing the changed bytes at known positions."""
     mask = np.empty(1 << 17, np.bool_)
 
     def compare(b: int) -> None:
@@ -174,7 +174,7 @@ def _limits(clock: Clock, old: list[np.ndarray], new: list[np.ndarray], target: 
         for plane, changes in enumerate(known[b]):
             target[b][plane::2][changes.indices] = changes.values
 
-    clock.show("limit of applying: write at known places", scatter)
+    clock.show("limit of applying: write at known positions", scatter)
     clock.show("xxh3-128", lambda b: bucket_codec.bucket_xxh3(new[b]))
 
 
@@ -221,7 +221,7 @@ def _restore(target: list[np.ndarray], old: list[np.ndarray]) -> None:
 def _check(target: list[np.ndarray], new: list[np.ndarray]) -> None:
     for number, (raw, after) in enumerate(zip(target, new, strict=True)):
         if not np.array_equal(raw, after):
-            raise SystemExit(f"bucket {number} is not what was encoded")
+            raise SystemExit(f"bucket {number} differs from the encoded one")
 
 
 def measure_whole(layout: WeightLayout, passes: int) -> None:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.weight_shares [--mb 256] [--ranks 1 2] [--stages 2 3] [--versions 8]
 
-A random bfloat16 Qwen3 under DeepSpeed, one process for each rank, real NATS and S3. Each version an optimizer would
-have moved 0.9 % of the values; here they are moved by one unit in the last place. Baselines: memcpy of each
+A random bfloat16 Qwen3 under DeepSpeed, one process for each rank, real NATS and S3. 0.9 % of the values change with each
+version, by one unit in the last place, instead of an optimizer step. Baselines: memcpy of each
 rank's part for its copy, and for publishing shards the earlier method, where rank 0 gathers the whole model and
 publishes it alone (``gathered``). CPU seconds are of the
 training thread (``wait``) or of a whole rank; figures are medians; all in one run, the ranks in parallel.
@@ -78,10 +78,10 @@ def _resident_mb() -> float:
 
 
 class _Watch:
-    """The largest memory of this process since `restart`, above what it had then, in MiB."""
+    """Measures the largest memory of this process since `restart`, above the memory at that time, in MiB."""
 
     def restart(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         self._start = _resident_mb()
 
     def peak(self) -> float:
@@ -99,7 +99,7 @@ def _policy(model: Path, stage: int, dims: ParallelDims) -> Policy:
 
 
 def _move(policy: Policy, version: int) -> None:
-    """Move 0.9 % of the values that this rank holds by one unit in the last place, the same ones on every rank."""
+    """Change 0.9 % of the values that this rank holds by one unit in the last place, the same ones on every rank."""
     random = torch.Generator().manual_seed(version)
     for parameter in policy._scorer.parameters():
         held = getattr(parameter, "ds_tensor", parameter).data.reshape(-1)
@@ -107,27 +107,27 @@ def _move(policy: Policy, version: int) -> None:
         held.view(torch.int16)[hit] += 1
 
 
-def rank(setup: dict[str, Any]) -> None:
-    """One rank's part of a measurement; rank 0 prints the figures."""
+def rank(options: dict[str, Any]) -> None:
+    """Run one rank's part of a measurement; rank 0 prints the results."""
     logs.configure("benchmark", level="warning")
     torch.set_num_threads(1)
     ranks = Ranks()
-    blobs = Blobs(S3Settings.model_validate(setup["s3"]))
+    blobs = Blobs(S3Settings.model_validate(options["s3"]))
     dims = ParallelDims(ranks)
-    policy = _policy(Path(setup["model"]), setup["stage"], dims)
+    policy = _policy(Path(options["model"]), options["stage"], dims)
     rank_group = RankGroup(policy, dims, blobs, build_objective(AlgorithmSettings(name="grpo")))
     rank_group.bucket_bytes = _BUCKET_BYTES
-    own = RankPublisher(blobs, setup["run_id"], dims.buckets)
+    own = RankPublisher(blobs, options["run_id"], dims.buckets)
     channels = PublishChannels(ranks.channel(), ranks.channel()) if ranks.num_ranks > 1 else None
     watch, peaks = _Watch(), []
-    leader = _Leader(setup, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
+    leader = _Leader(options, rank_group, PublishCoordinator(own, channels), blobs) if ranks.is_leader else None
     if leader is None and channels is not None:
         serve_requests(own, channels)
     for way in ("shares", "gathered"):
         ranks.barrier()
         watch.restart()
         cpu = 0.0
-        for version in range(setup["versions"]):
+        for version in range(options["versions"]):
             _move(policy, version)
             ranks.barrier()
             before = time.process_time()
@@ -136,9 +136,9 @@ def rank(setup: dict[str, Any]) -> None:
                 rank_group.dismiss()
             else:
                 rank_group.follow(own)
-            cpu += time.process_time() - before if version else 0.0  # the first is whole
+            cpu += time.process_time() - before if version else 0.0  # the first version is a whole model
         ranks.barrier()
-        peaks.append((watch.peak(), cpu / (setup["versions"] - 1)))
+        peaks.append((watch.peak(), cpu / (options["versions"] - 1)))
     found = ranks.gather(json.dumps(peaks).encode())
     if leader is not None:
         figures = {way: leader.figures(way) for way in ("shares", "gathered")}
@@ -146,33 +146,33 @@ def rank(setup: dict[str, Any]) -> None:
             of_ranks = [json.loads(data)[number] for data in found]
             figures[way]["peak_mb_by_rank"] = [round(peak) for peak, _ in of_ranks]
             figures[way]["cpu_s_by_rank"] = [cpu for _, cpu in of_ranks]
-        print(json.dumps({"num_ranks": ranks.num_ranks, "zero_stage": setup["stage"], **figures}), flush=True)
+        print(json.dumps({"num_ranks": ranks.num_ranks, "zero_stage": options["stage"], **figures}), flush=True)
     ranks.leave(0)
 
 
 class _Leader:
     def __init__(
-        self, setup: dict[str, Any], rank_group: RankGroup, coordinator: PublishCoordinator, blobs: Blobs
+        self, options: dict[str, Any], rank_group: RankGroup, coordinator: PublishCoordinator, blobs: Blobs
     ) -> None:
-        bus = Bus.connect(NatsSettings.model_validate(setup["nats"]), name="benchmark")
+        bus = Bus.connect(NatsSettings.model_validate(options["nats"]), name="benchmark")
         self._rank_group = rank_group
         self._publishers: dict[str, Publisher] = {}
-        self._told: dict[str, list[Publication]] = {"shares": [], "gathered": []}
+        self._publications: dict[str, list[Publication]] = {"shares": [], "gathered": []}
         self._waits: dict[str, list[float]] = {"shares": [], "gathered": []}
         self._wait_cpu: dict[str, list[float]] = {"shares": [], "gathered": []}
         self._part_bytes = 0
         for way, run_id, of in (
-            ("shares", setup["run_id"], coordinator),
-            ("gathered", f"{setup['run_id']}-gathered", None),
+            ("shares", options["run_id"], coordinator),
+            ("gathered", f"{options['run_id']}-gathered", None),
         ):
             bootstrap(bus, blobs, run_id)
             self._publishers[way] = Publisher(
-                Connections(run_id, bus, blobs), model_folder=Path(setup["model"]), policy=_NEVER,
-                on_published=self._told[way].append, coordinator=of,
+                Connections(run_id, bus, blobs), model_folder=Path(options["model"]), policy=_NEVER,
+                on_published=self._publications[way].append, coordinator=of,
             )  # fmt: skip
 
     def publish(self, way: str, version: int) -> None:
-        """Publish a version with one of the two methods; the time of the training thread is the wait."""
+        """Publish a version with one of the two methods; record the time of the training thread as the wait."""
         publisher = self._publishers[way]
         started, cpu = time.monotonic(), time.thread_time()
         weights = self._copy(way, version)
@@ -191,9 +191,9 @@ class _Leader:
         return ModelWeights(copy_to_buckets(self._rank_group.snapshot(), copy_id=version, bucket_bytes=_BUCKET_BYTES))
 
     def figures(self, way: str) -> dict[str, Any]:
-        """Medians over the patches."""
+        """Return the medians over the patches."""
         middle = statistics.median
-        whole, *patches = self._told[way]
+        whole, *patches = self._publications[way]
         num_bytes = self._part_bytes if way == "shares" else whole.raw_bytes
         return {
             "raw_mb": round(whole.raw_bytes / 1024**2),
@@ -213,7 +213,7 @@ def _measure(
     folder: Path, model: Path, servers: tuple[NatsServer, S3Server], options: dict[str, Any]
 ) -> dict[str, Any]:
     nats, s3 = servers
-    setup = {
+    rank_options = {
         **options,
         "model": str(model),
         "run_id": f"shares-{options['num_ranks']}-{options['stage']}",
@@ -237,7 +237,7 @@ def _measure(
     try:
         for process in processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps(setup))
+            process.stdin.write(json.dumps(rank_options))
             process.stdin.close()
         assert processes[0].stdout is not None
         return json.loads(processes[0].stdout.read().splitlines()[-1])

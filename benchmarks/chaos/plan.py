@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from penstock.trainer.crash_points import CrashPoint
 
-# All but one: every step changes every word of this float32 model, and so no anchor is ever stored *beside* a patch.
+# All but one: every step changes every word of this float32 model, so no anchor is ever stored in addition to a patch.
 POINTS = tuple(point for point in CrashPoint if point is not CrashPoint.ANCHOR_STORED)
 LAST_STEPS = 5  # too late for a kill: the groups of these steps may all be issued and scored already
 LONGEST_DELAY_S = 2.0
 
-# The first version that a process publishes passes these before any training: the second time is during training.
+# The first version that a process publishes passes these points before any training; the second pass is during training.
 _PASSED_AT_THE_START = {
     CrashPoint.OBJECT_STORED, CrashPoint.SHARDS_STORED, CrashPoint.MANIFEST_STORED, CrashPoint.HEAD_MOVED, CrashPoint.ANNOUNCED,
 }  # fmt: skip
@@ -26,7 +26,7 @@ _PASSED_AT_THE_START = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedKill:
-    """SIGKILL ``victim``, ``delay_s`` after the run's step ``step``."""
+    """A SIGKILL of ``victim``, ``delay_s`` after the run's step ``step``."""
 
     step: int
     delay_s: float

@@ -23,12 +23,12 @@ class Kill:
     victim: str
     cause: str  # "random", or the trainer's crash point
     at: float  # Unix time; of a crash point: when the supervisor noticed
-    step: int  # of the run, then
+    step: int  # of the run at that time
     detected_s: float | None = None  # until the supervisor reported it
     silence_noticed_s: float | None = None  # until missing heartbeats were reported, if the outage lasted that long
     restarted_s: float | None = None  # until the process was started again
-    productive_s: float | None = None  # from there until it did its work again; None: the run was over first
-    is_disturbed: bool = False  # it, or the trainer that gives everybody work, was killed again before that
+    productive_s: float | None = None  # from the restart until it worked again; None: the run ended first
+    is_disturbed: bool = False  # it, or the trainer that issues all work, was killed again before that
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class Outcome:
     num_redelivered: int = 0  # groups redelivered to a worker after the worker that held them was killed
     account: dict[str, Any] = field(default_factory=dict)
     replay: dict[str, Any] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)  # what does not hold
-    late: list[str] = field(default_factory=list)  # what held, too slowly
+    failures: list[str] = field(default_factory=list)  # conditions that do not hold
+    late: list[str] = field(default_factory=list)  # detections and recoveries that took too long
 
     def by_victim(self) -> Counter[str]:
         """Return the number of kills of each victim, crash points separately."""
@@ -56,10 +56,10 @@ def measure(kills: Sequence[Kill], events: Sequence[ProcessEvent], seen: Seen) -
     """Set when each kill was detected, the process restarted and productive again, from events of supervisor and run."""
     for kill in kills:
         later = [event for event in events if event.name == kill.victim and event.at >= kill.at]
-        exited = next((event.at for event in later if event.kind == "crashed"), None)
+        crashed_at = next((event.at for event in later if event.kind == "crashed"), None)
         restarted = next((event.at for event in later if event.kind == "restarted"), None)
-        if exited is not None and kill.cause == "random":
-            kill.detected_s = round(exited - kill.at, 3)
+        if crashed_at is not None and kill.cause == "random":
+            kill.detected_s = round(crashed_at - kill.at, 3)
         if restarted is not None:
             kill.restarted_s = round(restarted - kill.at, 3)
             productive = seen.productive_at(kill.victim, restarted)
@@ -85,7 +85,7 @@ def late_ones(kills: Sequence[Kill]) -> list[str]:
     productive = max((seconds for seconds in undisturbed if seconds is not None), default=0.0)
     late = []
     if noticed >= DETECTED_WITHIN_S:
-        late.append(f"a dead peer was noticed only after {noticed:.1f} s")
+        late.append(f"a killed process was detected only after {noticed:.1f} s")
     if productive >= PRODUCTIVE_WITHIN_S:
         late.append(f"a victim was productive only {productive:.1f} s after its restart")
     return late
@@ -94,15 +94,15 @@ def late_ones(kills: Sequence[Kill]) -> list[str]:
 def show(outcome: Outcome) -> str:
     """Return one run as rows of Markdown tables."""
     rows = [
-        "| victim | kills | noticed s | heartbeats missed s | restarted s | productive s (median, max) |",
+        "| victim | kills | detected s | heartbeats missed s | restarted s | productive s (median, max) |",
         "|---|---|---|---|---|---|",
     ]
     for victim, count in sorted(outcome.by_victim().items()):
-        mine = [k for k in outcome.kills if victim == (k.victim if k.cause == "random" else "trainer, at a point")]
+        kills = [k for k in outcome.kills if victim == (k.victim if k.cause == "random" else "trainer, at a point")]
         rows.append(
-            f"| {victim} | {count} | {_worst(k.detected_s for k in mine)} | {_worst(k.silence_noticed_s for k in mine)} "
-            f"| {_worst(k.restarted_s for k in mine)} | {_median(k.productive_s for k in mine)}, "
-            f"{_worst(k.productive_s for k in mine)} |"
+            f"| {victim} | {count} | {_worst(k.detected_s for k in kills)} | {_worst(k.silence_noticed_s for k in kills)} "
+            f"| {_worst(k.restarted_s for k in kills)} | {_median(k.productive_s for k in kills)}, "
+            f"{_worst(k.productive_s for k in kills)} |"
         )
     train = outcome.account["splits"][0]
     dropped = ", ".join(f"{n} {reason}" for reason, n in train["dropped"].items()) or "none"
@@ -110,7 +110,7 @@ def show(outcome: Outcome) -> str:
         "",
         f"seed {outcome.seed}: {outcome.steps} steps, {len(outcome.kills)} kills, {outcome.wall_s:.0f} s of wall time, "
         f"{outcome.cpu_s:.0f} CPU s; {train['issued']} groups issued, {train['used']} trained, dropped: {dropped}, "
-        f"dead letters {train['dead']}, left over {sum(train['in_flight'].values())}; {outcome.issued_again} issued again, {outcome.num_redelivered} redelivered to a worker; "
+        f"dead letters {train['dead']}, in flight {sum(train['in_flight'].values())}; {outcome.issued_again} issued again, {outcome.num_redelivered} redelivered to a worker; "
         f"replay: {len(outcome.replay.get('same', []))} versions the same",
         "; ".join(["FAILS", *outcome.failures[:5]] if outcome.failures else ["holds", *outcome.late]),
     ]

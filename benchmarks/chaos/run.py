@@ -13,7 +13,7 @@ supervisor restarts them. At the end
 2. exactly ``steps x groups_per_step`` groups are trained, and each that is still in flight is in a queue: a killed
    trainer may have issued more than the run could use in the end;
 3. a replay of the record without any fault, from the initial model, reproduces every version with the same hash;
-4. the exported model has the weights that the record says the last step made.
+4. the exported model has the weights that the record states for the last step.
 
 The control takes the ids of trained groups out of the newest checkpoint before each start of the trainer. Then
 redelivered groups are trained again, and the same audit must report it. Exits with 1 if any check fails.
@@ -64,7 +64,7 @@ GROUPS_PER_STEP = 24
 _EVAL_PROMPTS = 24
 _LEAST_SHARE = 30 / 35  # of the planned kills: the last ones may come after a fast machine's last step
 _ALIVE_DEADLINE_S = 60.0
-# The trainer is killed so often on purpose that the default rule would stop restarting it.
+# The trainer is killed so often on purpose that the default rule would stop the restarts.
 _RULE = RestartRule(max_crashes=20)
 
 _RUN_FILE = """\
@@ -93,7 +93,7 @@ checkpoint_every = 2
 
 
 class ChaosRun:
-    """One run with kills; the local run asks it for the overrides of the trainer's next start."""
+    """One run with kills; the local run gets the overrides of each trainer start from it."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ChaosRun:
         without_ids: bool = False,
         overrides: Sequence[str] = (),
     ) -> None:
-        """Make model, data and run file in ``folder``."""
+        """Write model, data and run file in ``folder``."""
         self.overrides = list(overrides)
         self.folder, self.seed, self.steps, self.without_ids = folder, seed, steps, without_ids
         self.run_id = f"chaos-{seed}"
@@ -115,7 +115,7 @@ class ChaosRun:
         self.kills: list[Kill] = []
         self.seen = Seen()
         self._armed: tuple[CrashPoint, int] | None = None
-        self._shot = False  # whether this trainer process was killed by this benchmark
+        self._killed = False  # whether this trainer process was killed by this benchmark
         quickstart_task.write_data(
             folder / "data", seed=seed, num_sft=1, num_train=4 * steps * GROUPS_PER_STEP, num_eval=_EVAL_PROMPTS
         )
@@ -135,7 +135,7 @@ class ChaosRun:
             [str(self.run_file), *self.overrides],
             reward_files=[REWARD_FILE],
             rule=_RULE,
-            trainer_overrides=self._trainer_overrides,
+            trainer_overrides=self._next_trainer_overrides,
         )
         with run:
             run.start_services()
@@ -144,18 +144,18 @@ class ChaosRun:
                 with LivePanel(self.run_id, bus, total_steps=self.steps, mode="quiet") as panel:
                     run.listen(self._on_event)
                     run.start_trainer()
-                    code = self._shoot(run, deadline_s)
+                    code = self._kill_as_planned(run, deadline_s)
                 if code:
                     raise DeployError(f"the trainer ended with exit code {code}:\n{run.log_tail(TRAINER)}")
                 blobs = Blobs(run.s3)
                 proof = check_record(gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True))
                 state = committed(run.folder / "checkpoints")[-1][1]
-                recorded = list(chapters(state.record, blobs.get))
+                lineage = list(chapters(state.record, blobs.get))
             events, incidents = run.events, panel.snapshot().incidents
         outcome.wall_s, outcome.cpu_s = run.usage.wall_s, run.usage.cpu_s
         outcome.kills = self.kills
         outcome.account = proof.to_document()
-        outcome.issued_again = _num_issued_again(recorded)
+        outcome.issued_again = _num_issued_again(lineage)
         outcome.num_redelivered = self.seen.num_redelivered
         measure(self.kills, events, self.seen)
         notice_silence(self.kills, [(i.at, i.text) for i in incidents if i.kind == "lost"])
@@ -168,12 +168,12 @@ class ChaosRun:
             made = ModelWeights(copy_to_buckets(load_file(run.folder / "model" / "model.safetensors"))).root()
             if made != state.weights_digest:
                 outcome.failures.append(
-                    f"the exported model is {made[:16]}…, the record says {state.weights_digest[:16]}…"
+                    f"the exported model has the hash {made[:16]}…, expected {state.weights_digest[:16]}… from the record"
                 )
         return outcome
 
-    def _shoot(self, run: LocalRun, deadline_s: float) -> int:
-        """Kill as planned until the trainer ends; returns its exit code. Raises DeployError at the deadline."""
+    def _kill_as_planned(self, run: LocalRun, deadline_s: float) -> int:
+        """Kill as planned until the trainer ends; return its exit code. Raises DeployError at the deadline."""
         give_up = time.monotonic() + deadline_s
         for planned in self.planned:
             while self.seen.newest_step < planned.step:
@@ -196,21 +196,21 @@ class ChaosRun:
         ):
             raise DeployError(f"{planned.victim} was not restarted within {_ALIVE_DEADLINE_S:.0f} s")
         if planned.victim == TRAINER:
-            self._shot = True
+            self._killed = True
         self.kills.append(Kill(planned.victim, "random", time.time(), self.seen.newest_step))
         run.kill(planned.victim)
 
     def _on_event(self, event: ProcessEvent) -> None:
         """Record the trainer's exit at a crash point (on the supervisor's thread)."""
         if event.name == TRAINER and event.kind == "crashed":
-            if not self._shot and self._armed is not None:
+            if not self._killed and self._armed is not None:
                 self.kills.append(Kill(TRAINER, str(self._armed[0]), event.at, self.seen.newest_step))
                 self.points.pop(0)
-            self._shot = False
+            self._killed = False
 
-    def _trainer_overrides(self, start: int) -> Sequence[str]:
-        """Arm the next crash point that has not killed yet; in the control, remove the ids first."""
-        if start and self.without_ids:
+    def _next_trainer_overrides(self, session: int) -> Sequence[str]:
+        """Return the override of the next crash point that has not killed yet; in the control, remove the ids first."""
+        if session and self.without_ids:
             take_ids_out(self.folder / "runs" / self.run_id / "checkpoints")
         self._armed = self.points[0] if self.points else None
         return [f"trainer.kill_at={self._armed[0]}:{self._armed[1]}"] if self._armed else []
@@ -242,15 +242,15 @@ def take_ids_out(checkpoints: Path) -> None:
     path.write_text(json.dumps(state))
 
 
-def _num_issued_again(recorded: Sequence[LineageChapter]) -> int:
-    ids = [group_id for chapter in recorded for group_id in chapter.issued.get("train", ())]
+def _num_issued_again(lineage: Sequence[LineageChapter]) -> int:
+    ids = [group_id for chapter in lineage for group_id in chapter.issued.get("train", ())]
     return sum(not group_id.endswith(".a0") for group_id in ids)
 
 
 def _failures(run: ChaosRun, outcome: Outcome, proof: AuditResult) -> list[str]:
     failures = [f"{breach.kind}: {breach.group_id} {breach.detail}" for breach in proof.breaches]
     if not proof.closes:
-        failures.append("the account does not close")
+        failures.append("the audit does not close")
     train = proof.splits[0]
     if train.used != run.steps * GROUPS_PER_STEP:
         failures.append(f"{train.used} groups trained, expected {run.steps * GROUPS_PER_STEP}")
@@ -258,27 +258,29 @@ def _failures(run: ChaosRun, outcome: Outcome, proof: AuditResult) -> list[str]:
         failures.append(f"never killed at {', '.join(point for point, _ in run.points)}")
     made = sum(kill.cause == "random" for kill in outcome.kills)
     if made < _LEAST_SHARE * len(run.planned):
-        failures.append(f"the run was over after {made} of {len(run.planned)} kills")
+        failures.append(f"the run ended after {made} of {len(run.planned)} kills")
     if not outcome.replay["holds"]:
         failures.append(f"the replay differs: {outcome.replay['difference']}, {outcome.replay['findings']}")
     return failures
 
 
 def _control_failures(proof: AuditResult) -> list[str]:
-    """The control passes if the audit reports groups that were trained twice."""
+    """Return no failure if the audit reports groups that were trained twice, as the control must."""
     kinds = Counter(breach.kind for breach in proof.breaches)
-    return [] if kinds["trained twice"] else [f"without ids nothing was trained twice, by the audit: {dict(kinds)}"]
+    return [] if kinds["trained twice"] else [f"without ids the audit reports no group as trained twice: {dict(kinds)}"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--kills", type=int, default=35, help="at random moments, over all victims")
-    parser.add_argument("--points", type=int, default=len(POINTS), help="crash points of the trainer besides")
+    parser.add_argument("--kills", type=int, default=35, help="number of kills at random moments, over all victims")
+    parser.add_argument(
+        "--points", type=int, default=len(POINTS), help="number of additional crash points of the trainer"
+    )
     parser.add_argument("--without-ids", action="store_true", help="the control: the audit must fail")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
-    parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time for one run")
+    parser.add_argument("--deadline-s", type=float, default=3600.0, help="time limit for one run")
     parser.add_argument("--keep", type=Path, help="keep the runs' folders here")
     options = parser.parse_args()
     logs.configure("chaos", level="error")

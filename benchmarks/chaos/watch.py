@@ -5,8 +5,8 @@
 | trainer       | it has made an optimizer step                                        |
 | a worker      | its new process has announced a group                                |
 | reward        | its new process has announced rewards                                |
-| endpoint      | the reward service has announced rewards (all of them are its)       |
-| nats, S3      | a worker has announced a group: a task came, a pack and a fact went  |
+| endpoint      | the reward service has announced rewards (it gives all of them)      |
+| nats, S3      | a worker has announced a group, which needs both servers             |
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from penstock.protocol.errors import BusError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.transport.bus import Bus
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _WORKER, _ENDPOINT = "worker-", "endpoint-"
 _FIGURE = {"rollout": "groups_generated", "reward": "groups_scored"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A service announced groups: ``in_life`` of them since its process began, seen ``at`` (Unix time)."""
+    """A service announced groups: ``in_session`` of them since its process began, seen ``at`` (Unix time)."""
 
     at: float
     service: str
-    in_life: float
+    in_session: float
 
 
 @dataclass(slots=True)
@@ -45,17 +45,17 @@ class Seen:
 
     @property
     def newest_step(self) -> int:
-        """The highest step that was ever made; a crash may roll it back."""
+        """The highest step of the run so far; a crash may roll it back."""
         return max((step for _, step in self.steps), default=0)
 
     def productive_at(self, victim: str, restarted_at: float) -> float | None:
         """Return when a victim was productive again; None if the run ended first."""
         if victim == TRAINER:
             return min((at for at, _ in self.steps if at > restarted_at), default=None)
-        return min((work.at for work in self.work if work.at > restarted_at and _shows(victim, work)), default=None)
+        return min((work.at for work in self.work if work.at > restarted_at and _proves(victim, work)), default=None)
 
 
-def _shows(victim: str, work: Work) -> bool:
+def _proves(victim: str, work: Work) -> bool:
     if victim.startswith(_WORKER):
         return work.service == victim
     if victim == REWARD or victim.startswith(_ENDPOINT):
@@ -64,10 +64,10 @@ def _shows(victim: str, work: Work) -> bool:
 
 
 class Observer:
-    """Tails a run's events and reads its heartbeats in a thread; use as a context manager. ``seen`` grows."""
+    """Tail a run's events and read its heartbeats in a thread, and add them to ``seen``; use as a context manager."""
 
     def __init__(self, run_id: str, bus: Bus) -> None:
-        """Look at a run that is bootstrapped."""
+        """Prepare to observe a bootstrapped run."""
         self.seen = Seen()
         self._bus = bus
         self._live = bus.key_value(streams.live_bucket(run_id).bucket).wait()
@@ -77,12 +77,12 @@ class Observer:
         self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
 
     def __enter__(self) -> Observer:
-        """Begin to look."""
+        """Start observing."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop looking."""
+        """Stop observing."""
         self._ending.set()
         self._thread.join(30.0)
 
@@ -93,7 +93,7 @@ class Observer:
             self.seen.num_redelivered += int(str(event.data["text"]).split()[0])
 
     def _run(self) -> None:
-        while not self._ending.wait(_LOOK_S):
+        while not self._ending.wait(_POLL_S):
             try:
                 beats = [decode(entry.value, Heartbeat) for entry in self._live.entries().wait()]
             except BusError:

@@ -1,4 +1,4 @@
-"""Groups of realistic size, which the plane benchmark and its peers carry. Needs only pyarrow and numpy."""
+"""Groups of realistic size for the plane benchmark and its peers. Needs only pyarrow and numpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODEC_REPEATS = 60
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What travels: groups of a size, so many a message, through the scorer or (``hop`` off) directly."""
+    """Groups of a size, with a number of them per message, through the scorer or (``hop`` off) directly."""
 
     size: str  # one of SIZES
     groups_per_pack: int
@@ -30,13 +30,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In a table."""
+        """The name of the case in a table."""
         num, length, *_ = SIZES[self.size]
         way = "scored" if self.hop else "direct"
         return f"{num} x {length}, {self.groups_per_pack} a message, {way}"
 
     def num_groups(self, seconds: float) -> int:
-        """Return whole steps and whole packs of groups, for roughly so many seconds."""
+        """Return whole steps and whole packs of groups, for about ``seconds`` seconds."""
         per_second = 150 if self.size == "long" else 1000
         return GROUPS_PER_STEP * max(2, round(seconds * per_second / GROUPS_PER_STEP))
 
@@ -51,7 +51,7 @@ CASES = (
 
 
 def make_template(size: str, seed: int) -> Group:
-    """One group: token ids as skewed as language, log-probabilities as an engine reports them."""
+    """Return one group: token ids with a distribution like that of language, log-probabilities as an engine reports them."""
     num, length, prompt, characters = SIZES[size]
     random = np.random.default_rng(seed)
     mask = np.arange(length) >= prompt
@@ -88,7 +88,7 @@ def codec_ms(case: Case) -> float:
     """Return the CPU milliseconds of one group's codec, alone: Parquet written, read, and its texts where it is scored."""
     groups = [replace(make_template(case.size, n), group_id=f"e0.p{n}.a0") for n in range(case.groups_per_pack)]
     group_pack.decode(group_pack.encode(groups))
-    gc.freeze()  # as the services do
+    gc.freeze()  # as in the services
     started = time.process_time()
     for _ in range(_CODEC_REPEATS):
         data = group_pack.encode(groups)

@@ -1,4 +1,4 @@
-"""The peers of the plane benchmark: the same groups, in the same Parquet, the same job, by a Redis stream and by Ray.
+"""The peers of the plane benchmark: the same job with the same groups in the same Parquet, by a Redis stream and by Ray.
 
 Run by `benchmarks.plane --peers PYTHON`, case by case. A producer, a scorer if the case has one, and a consumer,
 in separate processes; eight packs in flight. The scorer reads the texts of a pack and scores them by the same rule as
@@ -6,7 +6,7 @@ Penstock's reward service; the consumer takes scores and pack, decodes, and comm
 
 Redis: `appendfsync always`. The pack is in the stream itself (consumer groups, XACK); the scorer adds scores and the
 entry's id to a second stream; after its commit the consumer acknowledges and deletes both. Ray: `ray.put`, the reference
-through `ray.util.queue.Queue(8)`, `ray.get`; nothing of it is durable.
+through `ray.util.queue.Queue(8)`, `ray.get`; nothing is durable.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def score(data: bytes, case: Case) -> list[list[float]]:
 
 
 class Commits:
-    """Counts what the consumer got and commits its ids, a step's at a time."""
+    """Counts the packs that the consumer got and commits their ids, one step at a time."""
 
     def __init__(self, folder: Path, case: Case, num_packs: int) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class Commits:
         return self._left == 0
 
     def got(self, entry: Any) -> list[Any]:
-        """Take in a pack; returns what a commit covers when one was due."""
+        """Record a pack; commit when a step is complete, and return the entries of that commit."""
         self._held.append(entry)
         self._left -= 1
         if len(self._held) < self._per_step and self._left:
@@ -108,12 +108,12 @@ def _read(client: Any, stream: str, reader: str) -> list[tuple[bytes, dict[bytes
 def redis_scorer(client: Any, case: Case, count: int, _folder: Path) -> None:
     left = count
     while left:
-        batch = client.pipeline(transaction=False)  # one round trip, and one fsync, for all that was read together
+        pipeline = client.pipeline(transaction=False)  # one round trip and one fsync for all entries read together
         for entry, fields in _read(client, "packs", "scorer"):
-            batch.xadd("scores", {"entry": entry, "scores": json.dumps(score(fields[b"pack"], case))})
-            batch.xack("packs", "scorer", entry)
+            pipeline.xadd("scores", {"entry": entry, "scores": json.dumps(score(fields[b"pack"], case))})
+            pipeline.xack("packs", "scorer", entry)
             left -= 1
-        batch.execute()
+        pipeline.execute()
 
 
 def redis_consumer(client: Any, case: Case, count: int, folder: Path) -> None:
@@ -266,7 +266,7 @@ def measure_ray(case: Case, count: int) -> dict[str, Any]:
         return ray.get(given), (ray.get(taken), ray.get(graded))[0]
 
     with tempfile.TemporaryDirectory() as folder:
-        play(IN_FLIGHT, folder)  # its processes start, and import what they need
+        play(IN_FLIGHT, folder)  # starts Ray's processes and their imports
         before = {pid: cpu_seconds_of(pid) for pid in _ray_pids()}
         given, taken = play(count, folder)
         used = sum(cpu_seconds_of(pid) - before.get(pid, 0.0) for pid in _ray_pids())
@@ -275,7 +275,7 @@ def measure_ray(case: Case, count: int) -> dict[str, Any]:
 
 
 def _ray_pids() -> list[int]:
-    """Every process of Ray: what this process started, directly or not."""
+    """Return every process of Ray: the descendants of this process, and this process."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -283,10 +283,10 @@ def _ray_pids() -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(stat.parent.name))
-    found, open_ends = [], [os.getpid()]
-    while open_ends:
-        found += (below := children.get(open_ends.pop(), []))
-        open_ends += below
+    found, remaining = [], [os.getpid()]
+    while remaining:
+        found += (descendants := children.get(remaining.pop(), []))
+        remaining += descendants
     return [*found, os.getpid()]
 
 
@@ -307,7 +307,7 @@ def _result(
 
 def main() -> None:
     case, seconds = CASES[int(sys.argv[1])], float(sys.argv[2])
-    # Ray would take minutes for as many tiny groups as the others
+    # Ray would take minutes for as many tiny groups as the others use.
     for measure, share in ((measure_redis, 1.0), (measure_ray, 1.0 if case.size == "long" else 0.3)):
         count = case.num_groups(seconds * share) // case.groups_per_pack
         print(json.dumps(measure(case, count)), flush=True)

@@ -8,7 +8,7 @@ trainer's `Collector`, which acknowledges after each fsynced commit of a step's 
 service out. Groups are of 8 trajectories of 4096 tokens, and tiny ones of 8 x 24. The peers do the same job
 (`peers.py`), case by case in the same minute.
 
-CPU is in milliseconds for a group: every process, both servers. *Plumbing* is all of it without the codec
+CPU is in milliseconds per group: every process, both servers. *Other* is all of it without the codec
 (Parquet written once by the worker, read once by the trainer, its texts once more by the scorer), which is
 measured alone in the same run.
 ``--peers``: a Python that has ray, redis, pyarrow and numpy; `redis-server` must be on the path.
@@ -45,7 +45,7 @@ _PEERS_S = 600.0
 
 
 class Role:
-    """A process of the benchmark that says it is ready, waits for a line, and ends with its figures."""
+    """A process of the benchmark that prints "ready", waits for a line, and ends with its measurements."""
 
     def __init__(self, module: str, given: Mapping[str, Any]) -> None:
         """Start it and wait until it is ready."""
@@ -63,20 +63,20 @@ class Role:
         return self._process.pid
 
     def kill(self) -> None:
-        """End it, wherever it is; idempotent."""
+        """Kill it at any point of its work; idempotent."""
         self._process.kill()
         self._process.wait()
 
     def answer(self) -> dict[str, float]:
-        """Let it begin, if it waits for that, and return its figures."""
+        """Start its work, if it waits for that, and return its measurements."""
         output, _ = self._process.communicate("\n", timeout=_ROLE_S)
         if self._process.returncode:
-            raise SystemExit(f"a role of the benchmark ended with {self._process.returncode}")
+            raise SystemExit(f"a process of the benchmark exited with code {self._process.returncode}")
         return json.loads(output.strip().splitlines()[-1])
 
 
 def measure(case: Case, seconds: float) -> dict[str, Any]:
-    """Run one case and return groups per second and CPU milliseconds a group, by process."""
+    """Run one case and return groups per second and CPU milliseconds per group, by process."""
     num_groups = case.num_groups(seconds)
     with ExitStack() as running:
         folder = Path(running.enter_context(tempfile.TemporaryDirectory()))
@@ -110,16 +110,16 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
         "cpu_ms": sum(split.values()),
         "codec_ms": codec_ms(case),
         "note": ", ".join(f"{role} {ms:.2f}" for role, ms in split.items())
-        + f"; commit {1000 * taken['commit_s'] * GROUPS_PER_STEP / num_groups:.1f} ms a step",
+        + f"; commit {1000 * taken['commit_s'] * GROUPS_PER_STEP / num_groups:.1f} ms per step",
     }
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print one result as a line of the table, and where the CPU went."""
+    """Print one result as a line of the table, and its CPU time by process."""
     print(
         f"{result['system'] + ': ' + result['case']:44} {result['groups_per_s']:6.0f} groups/s  "
-        f"CPU {result['cpu_ms']:5.2f} ms a group, codec {result['codec_ms']:.2f}, "
-        f"plumbing {result['cpu_ms'] - result['codec_ms']:5.2f}  load {os.getloadavg()[0]:.1f}",
+        f"CPU {result['cpu_ms']:5.2f} ms per group, codec {result['codec_ms']:.2f}, "
+        f"other {result['cpu_ms'] - result['codec_ms']:5.2f}  load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     if result.get("note"):
@@ -128,7 +128,7 @@ def show(result: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=6.0, help="roughly, for each case")
+    parser.add_argument("--seconds", type=float, default=6.0, help="approximate duration of each case")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers of cases, from 0")
     parser.add_argument("--peers", type=Path, help="a Python with ray, redis, pyarrow, numpy, pydantic and structlog")
@@ -146,4 +146,7 @@ def main() -> None:
                     if line.startswith("{"):
                         show(json.loads(line))
                 if done.returncode:
-                    print(f"a peer gave no figure: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+                    print(
+                        f"a peer exited with code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}",
+                        flush=True,
+                    )

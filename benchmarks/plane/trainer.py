@@ -48,7 +48,7 @@ class _EveryGroup:
 
 
 def consume(bus: Bus, s3: S3Settings, folder: Path, num_groups: int) -> dict[str, float]:
-    """Take batches as the trainer does, commit their ids, acknowledge; raises when a group comes twice or not at all."""
+    """Take batches as the trainer does, commit their ids, acknowledge; raise if a group arrives twice or not at all."""
     ledger = Ledger()
     batcher = Batcher(groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE, ledger=ledger)
     seen: set[str] = set()
@@ -88,7 +88,7 @@ def commit(path: Path, ids: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Be ready, take everything, say what it took."""
+    """Print "ready", take all groups, print the measurements."""
     given = json.loads(sys.argv[1])
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-trainer") as bus:
         answer = consume(bus, S3Settings(**given["s3"]), Path(given["folder"]), given["count"])

@@ -30,7 +30,7 @@ from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.announce_pack import PackAnnouncer
 
 RUN_ID = "bench"
-IN_FLIGHT = 8  # packs that a worker stores and announces at a time
+IN_FLIGHT = 8  # packs that a worker stores and announces concurrently
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ async def _announce_all(announcer: PackAnnouncer, case: Case, num_packs: int, te
 
 
 def main() -> None:
-    """Be ready, wait for a line on stdin, announce everything, say what it took."""
+    """Print "ready", wait for a line on stdin, announce all packs, print the measurements."""
     given = json.loads(sys.argv[1])
     case, num_packs = Case(**given["case"]), given["count"]
     templates = [make_template(case.size, seed) for seed in range(8)]
