@@ -38,7 +38,7 @@ _HEADER = """\
 include "passwords.conf"
 
 listen: 0.0.0.0:4222
-http: 0.0.0.0:8222                # /healthz, /varz, /jsz; the compose file does not publish it
+http: 127.0.0.1:8222              # /healthz, /varz, /jsz, for health checks in the container: it asks for no password
 
 max_payload: 1MB                  # streams take less: facts 64 KB, dead letters 256 KB
 
@@ -77,7 +77,11 @@ _ONE_ANSWER = (
     "$KV.>",
     *_ANY_PUBLISHED,
 )
-_MANY_ANSWERS = ("$JS.API.CONSUMER.MSG.NEXT.*.*", "$JS.API.DIRECT.GET.>")
+# How long the server keeps the way back to the role's account, about 1 kB for each request.
+_MANY_ANSWERS = {
+    "$JS.API.CONSUMER.MSG.NEXT.*.*": "90s",  # longer than any pull waits for its first message
+    "$JS.API.DIRECT.GET.>": "15s",
+}
 _MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "trainer": 1_000, "viewer": 500}
 _MAX_SUBSCRIPTIONS = 1_000  # of one connection; a service has fewer than a hundred
 
@@ -97,7 +101,8 @@ def nats_config(run_ids: Sequence[str] = ()) -> str:
 def _exports(by_role: dict[str, list[Permissions]]) -> Iterator[str]:
     """Name, for every family of requests, the accounts that may make them."""
     for family in (*_ONE_ANSWER, *_MANY_ANSWERS):
-        answers = ", response_type: stream" if family in _MANY_ANSWERS else ""
+        kept = _MANY_ANSWERS.get(family)
+        answers = f', response_type: stream, response_threshold: "{kept}"' if kept else ""
         accounts = ", ".join(role.upper() for role, found in by_role.items() if family in _imports(found))
         yield f'      {{ service: "{family}"{answers}, accounts: [{accounts}] }}'
     watching = ", ".join(role.upper() for role, found in by_role.items() if _watches(found))

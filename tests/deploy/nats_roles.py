@@ -34,7 +34,7 @@ class NatsRoles:
         shutil.copy(self.secrets / "nats_passwords.conf", folder / "passwords.conf")
         for old, new in (
             ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:-1"\nports_file_dir: "{folder}"'),
-            ("http: 0.0.0.0:8222", 'http: "127.0.0.1:-1"'),
+            ("http: 127.0.0.1:8222", 'http: "127.0.0.1:-1"'),
             ("store_dir: /data/jetstream", f'store_dir: "{folder}/js"'),
         ):
             assert old in config

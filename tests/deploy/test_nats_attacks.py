@@ -230,6 +230,16 @@ async def as_role(roles: NatsRoles, role: str) -> AsyncIterator[Client]:
         await client.close()
 
 
+async def store_one_of_each(admin: Client) -> None:
+    """Store a message of every subject, in streams from which none expires during the test."""
+    js = admin.jetstream()
+    for bucket in BUCKETS:
+        config = (await js.stream_info(f"KV_{RUN}-{bucket}")).config
+        await js.update_stream(config, max_age=0)
+    for subject in (*itertools.chain.from_iterable(WRITES.values()), "$KV.penstock-secrets.endpoint.y"):
+        await js.publish(subject, b"confidential" if "secrets" in subject else b"good")
+
+
 async def whole_state(admin: Client, *, besides: tuple[str, ...], role: str) -> dict[str, Any]:
     """Everything stored but messages of some subjects and the consumers of one role."""
     js, found = admin.jetstream(), {}
@@ -263,15 +273,12 @@ def replies(role: str) -> Iterator[str]:
 
 
 def answered_requests(role: str, body: bytes) -> Iterator[tuple[str, bytes]]:
-    """Requests that a role may make, whose answers hold ``body`` or what others stored."""
-    for subject in WRITES[role]:
-        if subject.startswith("$KV"):
-            yield f"$JS.API.DIRECT.GET.KV_{subject.split('.')[1]}.{subject}", b""
-    for stream in READS[role]:
-        yield f"$JS.API.DIRECT.GET.{stream}", b'{"seq":1,"next_by_subj":">"}'
-    for name, (owner, fact) in DURABLES.items():
-        if owner == role:
-            yield f"$JS.API.CONSUMER.MSG.NEXT.{RUN}-{fact}.{name}", b'{"batch":1,"no_wait":true}'
+    """One request of each kind that a role may make, whose answers hold ``body`` or what others stored."""
+    for subject in [subject for subject in WRITES[role] if subject.startswith("$KV")][:1]:
+        yield f"$JS.API.DIRECT.GET.KV_{subject.split('.')[1]}.{subject}", b""
+    for name in [name for name, (owner, _) in DURABLES.items() if owner == role][:1]:
+        yield f"$JS.API.CONSUMER.MSG.NEXT.{RUN}-{DURABLES[name][1]}.{name}", b'{"batch":1,"no_wait":true}'
+    yield f"$JS.API.DIRECT.GET.{READS[role][1]}", b'{"seq":1,"next_by_subj":">"}'
     yield f"$JS.API.STREAM.INFO.{READS[role][0]}", b""
     yield from ((subject, body) for subject in WRITES[role][:1])
 
@@ -290,8 +297,7 @@ def test_the_reply_subject_of_a_request_reaches_no_stream_and_no_other_role(role
     async def attack() -> None:
         async with as_role(roles, "admin") as admin, as_role(roles, role) as thief:
             js = admin.jetstream()
-            for subject in (*itertools.chain.from_iterable(WRITES.values()), "$KV.penstock-secrets.endpoint.y"):
-                await js.publish(subject, b"confidential" if "secrets" in subject else b"good")
+            await store_one_of_each(admin)
             for name in ("rollout-train", "reward", "trainer-train"):
                 consumer = await js.pull_subscribe_bind(name, f"{RUN}-{DURABLES[name][1]}")
                 await consumer.fetch(1, timeout=2)
@@ -317,9 +323,7 @@ def test_a_write_of_one_subject_removes_nothing_of_another(roles: NatsRoles, rol
 
     async def attack() -> None:
         async with as_role(roles, "admin") as admin, as_role(roles, role) as thief:
-            js = admin.jetstream()
-            for subject in itertools.chain.from_iterable(WRITES.values()):
-                await js.publish(subject, b"good")
+            await store_one_of_each(admin)
             before = await whole_state(admin, besides=(), role="")
             for subject, how in itertools.product(WRITES[role], ("all", "sub")):
                 with pytest.raises(nats.js.errors.APIError, match="rollup"):
