@@ -44,8 +44,8 @@ def _allowed(rights: Rights) -> Iterator[str]:
     yield from rights.publishes
     for spec in rights.fetches:
         yield f"{_API}.CONSUMER.MSG.NEXT.{spec.stream}.{spec.durable}"
-        yield f"$JS.ACK.{spec.stream}.{spec.durable}.>"
-        yield f"$JS.ACK.*.*.{spec.stream}.{spec.durable}.>"  # with a domain and an account, as servers of a cluster may ask for
+        # Of exact length: in a longer pattern the names could stand for other parts of another consumer's acknowledgement.
+        yield f"$JS.ACK.{spec.stream}.{spec.durable}.*.*.*.*.*"
     for spec in rights.resets:
         yield f"{_API}.CONSUMER.RESET.{spec.stream}.{spec.durable}"
     for spec in rights.observes:

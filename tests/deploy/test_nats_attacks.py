@@ -152,7 +152,10 @@ def requests_to_streams(roles: NatsRoles, role: str) -> Iterator[tuple[str, bool
         for name, (owner, fact) in DURABLES.items():
             of_stream = not roles.one_run or stream == f"{RUN}-{fact}"
             yield f"$JS.ACK.{stream}.{name}.1.1.1.1.0", role == owner and of_stream
-            yield f"$JS.ACK._.hash.{stream}.{name}.1.1.1.1.0", role == owner and of_stream
+            yield f"$JS.ACK._.hash.{stream}.{name}.1.1.1.1.0.x", False  # as servers with a domain write it
+            for own, (_, own_fact) in DURABLES.items():  # the names of another consumer in the places of numbers
+                yield f"$JS.ACK.{stream}.{name}.{RUN}-{own_fact}.{own}.1.1.1", role == owner and of_stream
+                yield f"$JS.ACK.{RUN}-{own_fact}.{own}.{stream}.{name}.1.1.1.1.0.x", False
 
 
 def requests_to_others(roles: NatsRoles, role: str) -> Iterator[str]:
