@@ -7,16 +7,22 @@
 The rights are data in `protocol/rights.py`. Without ``--run`` they hold for any run: a stream's name
 is one token, which NATS matches as a whole or not at all, so a role may then read the streams and
 buckets of its own kind in every run. With ``--run`` the streams and buckets are named.
+
+Streams are in the account PENSTOCK, where only admin is. Every role has an account of its own, which
+imports the requests it may make. The reply subject of a request is then a subject of the role's
+account: in one common account a role could name a stream, or a request that deletes one, as the reply
+subject, and the server would publish there with its own rights.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.deploy.nats_permissions import Permissions, permissions
+from penstock.protocol import streams, subjects
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.rights import ANY_RUN, rights
 from penstock.protocol.subjects import check_run_id
@@ -32,7 +38,9 @@ _HEADER = """\
 include "passwords.conf"
 
 listen: 0.0.0.0:4222
-http: 0.0.0.0:8222                # /healthz, /varz, /jsz; the compose file does not publish it
+http: 127.0.0.1:8222              # /healthz, /varz, /jsz, for health checks in the container: it asks for no password
+
+max_payload: 1MB                  # streams take less: facts 64 KB, dead letters 256 KB
 
 jetstream {{
   store_dir: /data/jetstream
@@ -47,12 +55,35 @@ accounts {{
     users: [
       # creates and deletes streams, consumers and buckets: python -m penstock.deploy.bootstrap
       {{ user: admin, password: $ADMIN_PASSWORD }}
+    ]
+    exports: [
+{exports}
+    ]
+  }}
 """
 _FOOTER = """\
-    ]
-  }
 }
 """
+_STORED = subjects.stored(f"{subjects.PREFIX}.{ANY_RUN}.>")
+_ANY_PUBLISHED = tuple(spec.subjects[0] for spec in streams.streams(ANY_RUN))
+_ONE_ANSWER = (
+    "$JS.API.INFO",
+    "$JS.API.STREAM.INFO.*",
+    "$JS.API.STREAM.LIST",
+    "$JS.API.STREAM.NAMES",
+    "$JS.API.CONSUMER.INFO.*.*",
+    "$JS.API.CONSUMER.RESET.*.*",
+    "$JS.ACK.>",
+    "$KV.>",
+    *_ANY_PUBLISHED,
+)
+# How long the server keeps the way back to the role's account, about 1 kB for each request.
+_MANY_ANSWERS = {
+    "$JS.API.CONSUMER.MSG.NEXT.*.*": "90s",  # longer than any pull waits for its first message
+    "$JS.API.DIRECT.GET.>": "15s",
+}
+_MAX_CONNECTIONS = {"rollout": 10_000, "reward": 1_000, "trainer": 1_000, "viewer": 500}
+_MAX_SUBSCRIPTIONS = 1_000  # of one connection; a service has fewer than a hundred
 
 
 def nats_config(run_ids: Sequence[str] = ()) -> str:
@@ -63,12 +94,32 @@ def nats_config(run_ids: Sequence[str] = ()) -> str:
         for role_rights in rights(run_id):
             by_role.setdefault(role_rights.role, []).append(permissions(role_rights))
     command = " ".join([_COMMAND, *(f"--run {run_id}" for run_id in run_ids)])
-    return _HEADER.format(command=command) + "".join(_user(role, found) for role, found in by_role.items()) + _FOOTER
+    header = _HEADER.format(command=command, exports="\n".join(_exports(by_role)))
+    return header + "".join(_account(role, found) for role, found in by_role.items()) + _FOOTER
 
 
-def _user(role: str, of_runs: Sequence[Permissions]) -> str:
+def _exports(by_role: dict[str, list[Permissions]]) -> Iterator[str]:
+    """Name, for every family of requests, the accounts that may make them."""
+    for family in (*_ONE_ANSWER, *_MANY_ANSWERS):
+        kept = _MANY_ANSWERS.get(family)
+        answers = f', response_type: stream, response_threshold: "{kept}"' if kept else ""
+        accounts = ", ".join(role.upper() for role, found in by_role.items() if family in _imports(found))
+        yield f'      {{ service: "{family}"{answers}, accounts: [{accounts}] }}'
+    watching = ", ".join(role.upper() for role, found in by_role.items() if _watches(found))
+    yield f'      {{ stream: "{_STORED}", accounts: [{watching}] }}'
+
+
+def _account(role: str, of_runs: Sequence[Permissions]) -> str:
+    services = [f'{{ service: {{ account: PENSTOCK, subject: "{family}" }} }}' for family in _imports(of_runs)]
+    watched = [f'{{ stream: {{ account: PENSTOCK, subject: "{_STORED}" }} }}'] if _watches(of_runs) else []
     lines = [
         "",
+        f"  {role.upper()} {{",
+        f"    limits {{ max_connections: {_MAX_CONNECTIONS[role]}, max_subscriptions: {_MAX_SUBSCRIPTIONS} }}",
+        "    imports: [",
+        *(f"      {entry}" for entry in [*services, *watched]),
+        "    ]",
+        "    users: [",
         f"      {{ user: {role}, password: ${role.upper()}_PASSWORD, permissions: {{",
         "          publish: {",
         *_list("allow", [subject for found in of_runs for subject in found.publish]),
@@ -78,8 +129,30 @@ def _user(role: str, of_runs: Sequence[Permissions]) -> str:
         *_list("allow", [subject for found in of_runs for subject in found.subscribe]),
         "          }",
         "      } }",
+        "    ]",
+        "  }",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _imports(of_runs: Sequence[Permissions]) -> list[str]:
+    """Return the families of requests that a role makes at all; its permissions say which of them."""
+    made = {subject for found in of_runs for subject in found.publish}
+    return [family for family in (*_ONE_ANSWER, *_MANY_ANSWERS) if any(_belongs(subject, family) for subject in made)]
+
+
+def _watches(of_runs: Sequence[Permissions]) -> bool:
+    return any(_belongs(subject, _STORED) for found in of_runs for subject in found.subscribe)
+
+
+def _belongs(subject: str, family: str) -> bool:
+    """Return True if every subject that matches the first pattern matches the second."""
+    tokens, pattern = subject.split("."), family.split(".")
+    if pattern[-1] == ">":
+        tokens, pattern = tokens[: len(pattern) - 1], pattern[:-1]
+    return len(tokens) == len(pattern) and all(
+        wanted in ("*", token) for token, wanted in zip(tokens, pattern, strict=True)
+    )
 
 
 def _list(name: str, subjects: Sequence[str]) -> list[str]:

@@ -3,8 +3,10 @@
 Everything a client asks of JetStream is a message to a subject below ``$JS.API``, so the permissions
 are patterns of subjects. A NATS wildcard stands for a whole token and a stream's name is one token
 (``my-run-tasks``): rights for any run have a wildcard there, and refuse by name what is the same in
-every run, which are the durable consumers and the buckets that runs share. Rights for one run name
-its streams and buckets.
+every run, which are the buckets that runs share. Rights for one run name its streams and buckets.
+
+Permissions do not cover the reply subject of a request, to which the server sends stored messages.
+That each role has an account of its own (`deploy/nats_config.py`) keeps replies away from the streams.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.protocol import streams
+from penstock.protocol import streams, subjects
 from penstock.protocol.rights import ANY_KEY, KeyRight, Rights, TailRight
 
 _API = "$JS.API"
@@ -31,7 +33,8 @@ def permissions(rights: Rights) -> Permissions:
     """Return the permissions that grant these rights."""
     allowed = _unique(_whole_tokens(subject) for subject in _allowed(rights))
     denied = _unique(_denied(rights))
-    return Permissions(allowed, denied, (f"_INBOX_{rights.role}.>",))
+    announced = (_whole_tokens(subjects.stored(tail.subject)) for tail in rights.tails)
+    return Permissions(allowed, denied, _unique([f"_INBOX_{rights.role}.>", *announced]))
 
 
 def _allowed(rights: Rights) -> Iterator[str]:
@@ -41,8 +44,8 @@ def _allowed(rights: Rights) -> Iterator[str]:
     yield from rights.publishes
     for spec in rights.fetches:
         yield f"{_API}.CONSUMER.MSG.NEXT.{spec.stream}.{spec.durable}"
-        yield f"$JS.ACK.{spec.stream}.{spec.durable}.>"
-        yield f"$JS.ACK.*.*.{spec.stream}.{spec.durable}.>"  # with a domain and an account, as servers of a cluster may ask for
+        # Of exact length: in a longer pattern the names could stand for other parts of another consumer's acknowledgement.
+        yield f"$JS.ACK.{spec.stream}.{spec.durable}.*.*.*.*.*"
     for spec in rights.resets:
         yield f"{_API}.CONSUMER.RESET.{spec.stream}.{spec.durable}"
     for spec in rights.observes:
@@ -59,9 +62,7 @@ def _allowed(rights: Rights) -> Iterator[str]:
 
 
 def _to_tail(tail: TailRight) -> Iterator[str]:
-    yield f"{_API}.STREAM.INFO.{tail.stream}"
-    yield f"{_API}.CONSUMER.CREATE.{tail.stream}.*.{tail.subject}"
-    yield f"{_API}.CONSUMER.MSG.NEXT.{tail.stream}.*"
+    yield from (f"{_API}.STREAM.INFO.{tail.stream}", f"{_API}.DIRECT.GET.{tail.stream}")
 
 
 def _to_read(right: KeyRight) -> Iterator[str]:
@@ -73,17 +74,10 @@ def _to_read(right: KeyRight) -> Iterator[str]:
 
 def _denied(rights: Rights) -> Iterator[str]:
     """Refuse what the wildcards for any run would let through."""
-    fetched = {spec.durable for spec in rights.fetches}
-    for spec in streams.consumers("*"):
-        yield f"{_API}.CONSUMER.CREATE.*.{spec.durable}.>"  # it changes a consumer that is there
-        if spec.durable not in fetched:
-            yield f"{_API}.CONSUMER.MSG.NEXT.*.{spec.durable}"
     read = {right.bucket for right in rights.reads}
     written = {right.bucket for right in rights.writes}
     for bucket in (streams.registry_bucket(), streams.secrets_bucket()):
         stream = f"KV_{bucket.bucket}"
-        yield f"{_API}.CONSUMER.CREATE.{stream}.>"
-        yield f"{_API}.CONSUMER.MSG.NEXT.{stream}.*"
         if bucket not in written:
             yield f"$KV.{bucket.bucket}.>"
         if bucket not in read:

@@ -20,7 +20,7 @@ ANY_KEY = ">"
 
 @dataclass(frozen=True, slots=True)
 class TailRight:
-    """Watch one subject of a stream through an ephemeral consumer of one's own."""
+    """Watch one subject of a stream; whoever may do so can also read the stream's other messages."""
 
     stream: str
     subject: str

@@ -16,7 +16,7 @@ from penstock.protocol import subjects
 
 StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]
 KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its ack wait
-CONSUMER_IDLE_S = 600.0  # readers of a limits stream bring their own consumers; one that stopped reading leaves none
+CONSUMER_IDLE_S = 600.0  # readers of a limits stream need no consumer; one that an operator made does not stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ class StreamSpec:
     duplicate_window_s: float = 600.0
     max_msg_bytes: int = 64 * 1024
     consumer_idle_s: float = 0.0  # a consumer, durable or not, is deleted after this long without a pull
+    announces: bool = False  # each stored message is announced to `subjects.stored`, for readers without a consumer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
             100_000,
             limits.max_bytes,
             consumer_idle_s=CONSUMER_IDLE_S,
+            announces=True,
         ),
         StreamSpec(
             stream_name(run_id, "events"),
@@ -106,6 +108,7 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
             limits.max_bytes,
             max_age_s=limits.events_age_s,
             consumer_idle_s=CONSUMER_IDLE_S,
+            announces=True,
         ),
         StreamSpec(
             stream_name(run_id, "dead"),
@@ -115,6 +118,7 @@ def streams(run_id: str, limits: StreamLimits | None = None) -> tuple[StreamSpec
             limits.max_bytes,
             max_age_s=limits.dead_age_s,
             consumer_idle_s=CONSUMER_IDLE_S,
+            announces=True,
             max_msg_bytes=256 * 1024,
         ),
     )

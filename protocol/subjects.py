@@ -76,3 +76,12 @@ def events(run_id: str, kind: str = "*") -> str:
 def dead(run_id: str, stage: str = "*") -> str:
     """Return the subject of `DeadLetter`; a stage is `tasks`, `generated` or `scored`."""
     return f"{PREFIX}.{run_id}.dead.{stage}"
+
+
+def stored(subject: str) -> str:
+    """Return the subject that announces each message of a watched stream once it is stored, by the message's own subject.
+
+    The announcement has no body: readers take it as a reason to read the stream.
+    """
+    prefix, run_id, rest = subject.split(".", 2)
+    return f"{prefix}.{run_id}.stored.{rest}"

@@ -10,9 +10,9 @@ from typing import TypeVar
 import nats.js.errors
 from nats.js import api
 
+from penstock.protocol import subjects
 from penstock.protocol.errors import MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import REQUEST_S, Connection
 from penstock.protocol.transport.nats_errors import BOOTSTRAP, refusal
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _MAX_BUCKET_BYTES = 64 * 1024 * 1024
+_BUCKET_DUPLICATE_WINDOW_S = 120.0
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 
@@ -96,6 +97,7 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         consumer_limits=api.StreamConsumerLimits(inactive_threshold=spec.consumer_idle_s)
         if spec.consumer_idle_s
         else None,
+        republish=_announcement(spec),
     )
     what = f"stream {spec.name}"
     try:
@@ -106,6 +108,13 @@ async def ensure_stream(connection: Connection, spec: StreamSpec) -> None:
         await _ask(connection, lambda: connection.js.update_stream(config), what)
     except nats.js.errors.APIError as err:
         raise refusal(err, f"{what}, which reserves {spec.max_bytes / 1e6:.0f} MB", connection.url) from None
+
+
+def _announcement(spec: StreamSpec) -> api.RePublish | None:
+    if not spec.announces:
+        return None
+    (subject,) = spec.subjects
+    return api.RePublish(src=subject, dest=subjects.stored(subject).replace("*", "{{wildcard(1)}}"), headers_only=True)
 
 
 async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
@@ -123,14 +132,37 @@ async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
-    """Create a bucket unless it exists; an existing one is not changed."""
-    config = api.KeyValueConfig(
-        bucket=spec.bucket, history=spec.history, ttl=spec.ttl_s or None, max_bytes=_MAX_BUCKET_BYTES, direct=True
-    )
+    """Create a bucket unless it exists.
+
+    It is created without the client library, which allows the header ``Nats-Rollup: all``: by it a role that may write
+    one key removes all others. A bucket that allows it is changed.
+    """
+    what, stream = f"bucket {spec.bucket}", f"KV_{spec.bucket}"
     try:
-        await KeyValue.bind(connection, spec.bucket)
+        stored = (await _ask(connection, lambda: connection.js.stream_info(stream), what)).config
     except MissingStream:
-        await _ask(connection, lambda: connection.js.create_key_value(config), f"bucket {spec.bucket}")
+        await _ask(connection, lambda: connection.js.add_stream(_bucket_config(spec)), what)
+        return
+    if stored.allow_rollup_hdrs:
+        stored.allow_rollup_hdrs = False
+        await _ask(connection, lambda: connection.js.update_stream(stored), what)
+
+
+def _bucket_config(spec: BucketSpec) -> api.StreamConfig:
+    return api.StreamConfig(
+        name=f"KV_{spec.bucket}",
+        subjects=[f"$KV.{spec.bucket}.>"],
+        storage=api.StorageType.FILE,
+        num_replicas=1,
+        max_msgs_per_subject=spec.history,
+        max_bytes=_MAX_BUCKET_BYTES,
+        max_age=spec.ttl_s or None,
+        discard=api.DiscardPolicy.NEW,
+        duplicate_window=min(spec.ttl_s or _BUCKET_DUPLICATE_WINDOW_S, _BUCKET_DUPLICATE_WINDOW_S),
+        deny_delete=True,
+        allow_direct=True,
+        allow_msg_ttl=True,
+    )
 
 
 async def delete_stream(connection: Connection, stream: str) -> bool:

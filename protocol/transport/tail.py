@@ -1,29 +1,35 @@
-"""Watch a stream: every fact, in order, across restarts of the server."""
+"""Watch a stream: every fact, in order, across restarts of the server.
+
+A tail has no consumer on the server, so a role that watches needs no right to create one. The server
+announces each stored message to `subjects.stored`; the tail then reads what follows its own position.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import nats.errors
 import nats.js.errors
 import structlog
-from nats.js import api
+from nats.aio.msg import Msg
 
-from penstock.protocol.errors import BusError, WireError
+from penstock.protocol import subjects
+from penstock.protocol.errors import BusError, MissingStream, WireError
 from penstock.protocol.facts import Fact, decode
-from penstock.protocol.transport.nats_connection import ATTEMPT_S, Connection
-from penstock.protocol.transport.pull import Pull, PullRefused
+from penstock.protocol.transport.direct_get import direct_get
+from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.stream_admin import stream_state
 
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
 
-_PULL_S = 10.0
-_MAX_MESSAGES = 256  # in one pull
-_CREATE_S = 3600.0  # how long creating the consumer is retried while the server is unreachable
+_POLL_S = 10.0  # an announcement may be lost, and a stream of an older release has none
+_MAX_MESSAGES = 256  # in one answer
+_MAX_BYTES = 8 * 1024 * 1024
+_READ_S = 3600.0  # how long a read is retried while the server is unreachable
 _PAUSE_S = 0.5
 
 
@@ -40,6 +46,7 @@ class Tail(Generic[F]):
         self._fact = fact
         self._on_fact = on_fact
         self._next_sequence = 1
+        self._stored = asyncio.Event()  # there may be messages that are not read yet
 
     async def start(self, *, after: int | None) -> None:
         """Watch in the background what follows a sequence number, or (None) from now on; raises MissingStream."""
@@ -50,44 +57,63 @@ class Tail(Generic[F]):
         self._connection.spawn(self._watch_until_closed())
 
     async def _watch_until_closed(self) -> None:
+        announced = await self._connection.client.subscribe(subjects.stored(self._subject), cb=self._on_announcement)
+        self._connection.watch(self._stored)
+        try:
+            while True:
+                self._stored.clear()
+                if not await self._read():
+                    log.warning("tail stopped: its stream was deleted", stream=self._stream)
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await self._stored.wait()
+        finally:
+            self._connection.unwatch(self._stored)
+            with contextlib.suppress(nats.errors.Error):
+                await announced.unsubscribe()
+
+    async def _on_announcement(self, _: Msg) -> None:
+        self._stored.set()
+
+    async def _read(self) -> bool:
+        """Hand over all messages from the position on; return False if the stream was deleted."""
         while True:
             try:
-                await self._watch()
-            except nats.js.errors.NotFoundError:
-                log.warning("tail stopped: its stream was deleted", stream=self._stream)
-                return
-            except (PullRefused, BusError, nats.errors.Error, nats.js.errors.Error) as err:
+                messages = await self._connection.retry(
+                    self._next_messages, what=f"tail of {self._stream}", deadline_s=_READ_S
+                )
+            except (BusError, nats.errors.Error, nats.js.errors.Error) as err:
                 log.debug("tail restarts", stream=self._stream, reason=str(err))
                 await asyncio.sleep(_PAUSE_S)
+                if await self._is_deleted():
+                    return False
+                continue
+            for msg in messages:
+                headers = msg.headers or {}
+                sequence = int(headers["Nats-Sequence"])
+                self._next_sequence = sequence + 1
+                self._hand_over(headers["Nats-Subject"], msg.data, sequence)
+            if not messages or (messages[-1].headers or {}).get("Nats-Num-Pending") == "0":
+                return True
 
-    async def _watch(self) -> None:
-        """Read through an ephemeral consumer until the connection is lost: a restarted server no longer has it."""
-        name = f"tail-{secrets.token_hex(6)}"  # deleted by the server when it is not pulled from
-        config = api.ConsumerConfig(
-            name=name,
-            filter_subject=self._subject,
-            ack_policy=api.AckPolicy.NONE,
-            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=self._next_sequence,
-            inactive_threshold=3 * _PULL_S,
-            mem_storage=True,
-        )
-        pull = Pull(self._connection, self._stream, name)
+    async def _next_messages(self) -> list[Msg]:
+        request = {
+            "seq": self._next_sequence,
+            "next_by_subj": self._subject,
+            "batch": _MAX_MESSAGES,
+            "max_bytes": _MAX_BYTES,
+        }
+        return await direct_get(self._connection, self._stream, request)
+
+    async def _is_deleted(self) -> bool:
         try:
-            await self._connection.retry(
-                lambda: self._connection.js.add_consumer(self._stream, config, timeout=ATTEMPT_S),
-                what=f"tail of {self._stream}",
-                deadline_s=_CREATE_S,
-            )
-            await pull.open()
-            transitions = self._connection.num_transitions
-            while transitions == self._connection.num_transitions:
-                for msg in await pull.take(_MAX_MESSAGES, _PULL_S):
-                    sequence = msg.metadata.sequence.stream
-                    self._next_sequence = sequence + 1
-                    self._hand_over(msg.subject, msg.data, sequence)
-        finally:
-            await pull.close()
+            await stream_state(self._connection, self._stream)
+        except MissingStream:
+            return True
+        except BusError:  # unreachable, or refused: the next read tells
+            return False
+        return False
 
     def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
         try:

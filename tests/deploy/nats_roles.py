@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -26,13 +27,14 @@ class NatsRoles:
     """A nats-server with a configuration of `deploy/nats_config.py`, moved to a free port of the loopback."""
 
     def __init__(self, folder: Path, config: str) -> None:
+        self.one_run = False  # whether the rights are for a single run
         self.secrets = folder / "secrets"
         self.log = folder / "log"
         make_secrets(self.secrets)
         shutil.copy(self.secrets / "nats_passwords.conf", folder / "passwords.conf")
         for old, new in (
             ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:-1"\nports_file_dir: "{folder}"'),
-            ("http: 0.0.0.0:8222", 'http: "127.0.0.1:-1"'),
+            ("http: 127.0.0.1:8222", 'http: "127.0.0.1:-1"'),
             ("store_dir: /data/jetstream", f'store_dir: "{folder}/js"'),
         ):
             assert old in config
@@ -68,6 +70,19 @@ class NatsRoles:
         Uses the client protocol directly: the server reports each refusal, in order, before it answers the PING.
         """
         wanted = {"publish": list(publish), "subscription": list(subscribe)}
+        lines = [f"PUB {subject} _INBOX_{role}.answers 0\r\n" for subject in wanted["publish"]]
+        lines += [f"SUB {subject} {number}" for number, subject in enumerate(wanted["subscription"], 1)]
+        found: set[str] = set()
+        for line in self.answers(role, lines):
+            if match := re.match(rb"-ERR 'Permissions Violation for (Publish|Subscription) to \"(.*)\"'", line):
+                found.add(match[2].decode())
+            else:
+                assert line.startswith((b"INFO", b"MSG", b"+OK")), line
+        assert found <= {*wanted["publish"], *wanted["subscription"]}
+        return found
+
+    def answers(self, role: str, lines: Iterable[str]) -> list[bytes]:
+        """Log in as the role, send lines of the client protocol, and return the server's lines until its PONG or its end."""
         login = {
             "user": role,
             "pass": self.settings(role).secret(),
@@ -75,23 +90,14 @@ class NatsRoles:
             "pedantic": False,
             "headers": True,
         }
-        lines = [f"CONNECT {json.dumps(login)}"]
-        lines += [f"PUB {subject} _INBOX_{role}.answers 0\r\n" for subject in wanted["publish"]]
-        lines += [f"SUB {subject} {number}" for number, subject in enumerate(wanted["subscription"], 1)]
         server = urlsplit(self.url)
-        found: set[str] = set()
         with (
             socket.create_connection((server.hostname, server.port), timeout=_ANSWER_S) as connection,
             connection.makefile("rb") as answers,
         ):
-            connection.sendall("".join(f"{line}\r\n" for line in [*lines, "PING"]).encode())
-            for line in iter(answers.readline, b"PONG\r\n"):
-                if match := re.match(rb"-ERR 'Permissions Violation for (Publish|Subscription) to \"(.*)\"'", line):
-                    found.add(match[2].decode())
-                else:
-                    assert line.startswith((b"INFO", b"MSG", b"+OK")), line
-        assert found <= {*wanted["publish"], *wanted["subscription"]}
-        return found
+            sent = [f"CONNECT {json.dumps(login)}", *lines, "PING"]
+            connection.sendall("".join(f"{line}\r\n" for line in sent).encode())
+            return list(itertools.takewhile(lambda line: line not in (b"", b"PONG\r\n"), iter(answers.readline, b"")))
 
     def violations(self) -> list[str]:
         """Lines of the server's log about refused subjects."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import structlog
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import wait_for
 
@@ -513,6 +514,33 @@ def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, run_streams: st
     publish_event(bus, run_streams, 2)
     wait_for(lambda: seen, "the new event")
     assert seen == [2.0]
+
+
+def test_a_tail_reads_more_than_one_answer_holds(bus: Bus, run_streams: str) -> None:
+    """A watcher that starts late gets every stored message in order, however many there are."""
+    published = [
+        bus.publish(subjects.events(run_streams, "log"), event(run_streams, n), msg_id=f"e{n}") for n in range(600)
+    ]
+    for publication in published:
+        publication.wait()
+    seen: list[int] = []
+    stream = f"{run_streams}-events"
+    bus.follow(stream, subjects.events(run_streams), RunEvent, lambda _, number: seen.append(number), after=10).wait()
+    wait_for(lambda: len(seen) >= 590, "the stored events", 8.0)
+    assert seen == list(range(11, 601))
+
+
+def test_a_tail_ends_with_its_stream(bus: Bus, run_streams: str) -> None:
+    """A watcher of a deleted stream logs it and stops asking for messages."""
+
+    async def announce() -> None:
+        await bus._connection.client.publish(subjects.stored(subjects.events(run_streams, "log")))
+
+    with structlog.testing.capture_logs() as logs:
+        bus.tail(f"{run_streams}-events", subjects.events(run_streams), RunEvent, print).wait()
+        bus.delete_stream(f"{run_streams}-events").wait()
+        bus._connection.call(announce(), "announcement").wait()
+        wait_for(lambda: any("its stream was deleted" in line["event"] for line in logs), "the end of the tail")
 
 
 def test_a_tail_can_watch_one_subject_of_a_stream(bus: Bus, run_streams: str) -> None:
