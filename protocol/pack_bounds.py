@@ -76,7 +76,9 @@ def check_footer(data: bytes) -> None:
         )
     found = _FOOTER.match(data, len(data) - 8 - size)
     if found is None or (found[2] is not None and found[2][0] > _MAX_SCHEMA_ELEMENTS):
-        raise PackError(f"the schema in the Parquet footer has more than {_MAX_SCHEMA_ELEMENTS} elements")
+        raise PackError(
+            f"the Parquet footer is not that of a pack: no schema, or more than {_MAX_SCHEMA_ELEMENTS} elements in it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
