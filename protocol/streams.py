@@ -45,6 +45,7 @@ class ConsumerSpec:
     max_ack_pending: int
     run_id: str
     stage: str
+    marks_bucket: str = ""  # where messages in progress are marked (`KillMarks`); empty: they are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) 
         100_000,
         run_id,
         "tasks",
+        scoring_bucket(run_id).bucket,
     )
 
 
@@ -145,6 +147,7 @@ def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> Consu
         100_000,
         run_id,
         "generated",
+        scoring_bucket(run_id).bucket,
     )
 
 
@@ -199,7 +202,7 @@ def secrets_bucket() -> BucketSpec:
 
 
 def scoring_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of partly scored packs: a replica resumes where another one stopped."""
+    """Return the bucket of partly scored packs, where a replica resumes, and of marked messages (`kill_mark_key`)."""
     return BucketSpec(f"{run_id}-scoring", ttl_s=86_400.0)
 
 
@@ -237,3 +240,8 @@ def swap_turn_key(number: int | Literal["*"]) -> str:
 def pack_progress_key(sequence: int | Literal["*"]) -> str:
     """Return the key of a partly scored pack in the scoring bucket, by its number in the stream; `*` for every pack."""
     return f"reward.{sequence}"
+
+
+def kill_mark_key(stage: str, sequence: int | Literal["*"]) -> str:
+    """Return the key of a redelivered message in the scoring bucket, by its number in the stream; `*` for every message."""
+    return f"started.{stage}.{sequence}"

@@ -35,9 +35,9 @@ def read_groups(
         PackError: The pack holds something else.
     """
     described = [scored.generated for scored in wanted]
-    for one, promise in zip(described, promises, strict=bool(promises)):
-        promise.check_lengths(one.group_id, one.completion_tokens, one.has_baseline)
     try:
+        for one, promise in zip(described, promises, strict=bool(promises)):
+            promise.check_lengths(one.group_id, one.completion_tokens, one.has_baseline)
         pack_bounds.check_message(pack, described)
         groups = group_pack.decode(
             fetch(pack), [one.row_group for one in described], described=described, vocab_size=vocab_size
