@@ -21,6 +21,7 @@ from pathlib import Path
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import BlobRef, GeneratedGroup, ScoredGroup
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
@@ -82,6 +83,9 @@ class _Issued:
 
     def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
         return self._dispatch.accept(group_id, holds)
+
+    def promise(self, group_id: str) -> TaskPromise:
+        return self._dispatch.promise(group_id)
 
     def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
         return self._dispatch.in_last_chance(version)

@@ -5,6 +5,7 @@
     │   ├── UnknownSchema         no such fact, or a version this build does not read
     │   ├── MalformedFact         the fields do not fit the schema
     │   └── MessageTooLarge       above the 64 KB every message keeps
+    ├── ReaderKilled             two readers were killed while they processed this message
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
     ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
@@ -54,6 +55,10 @@ class MessageTooLarge(WireError):
 
 class PackError(PenstockError):
     """A group pack cannot be read, or does not match its message."""
+
+
+class ReaderKilled(PenstockError):
+    """Two readers were killed while they processed a message; it is dead-lettered and not processed a third time."""
 
 
 class MalformedWeights(PenstockError):

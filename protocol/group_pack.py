@@ -12,8 +12,11 @@ and can be scored again later by another reward.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +24,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.protocol import pack_bounds
 from penstock.protocol.errors import PackError
-from penstock.protocol.facts import RewardRequest
-from penstock.protocol.trajectory import Group, Trajectory
+from penstock.protocol.facts import GeneratedGroup, RewardRequest
+from penstock.protocol.trajectory import Group, Trajectory, check_equal, check_token_values
 from penstock.protocol.versions import PolicyVersion, VersionRun
 
 SCHEMA_TAG = "group_pack.v1"
@@ -76,10 +80,10 @@ _LARGE = {
     "use_dictionary": list(_COMMON),
     "use_byte_stream_split": [_TOKENS, _LOGPROBS],
 }
+_MAY_BE_NULL = ("ground_truth",)
 _SMALL = {"compression": "lz4", "use_dictionary": False}
-_TEXT_COLUMNS = [
+_TEXT_COLUMNS = (
     "group_id",
-    "trajectory_index",
     "num_prompt_tokens",
     "prompt_text",
     "completion_text",
@@ -88,7 +92,7 @@ _TEXT_COLUMNS = [
     "data_source",
     "ground_truth",
     "extra_info",
-]
+)
 
 
 def encode(groups: Sequence[Group]) -> bytes:
@@ -143,111 +147,193 @@ def _table(groups: Sequence[Group]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
-def _open(data: bytes) -> pq.ParquetFile:
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-    except (pa.ArrowException, OSError, ValueError) as err:
-        raise PackError(f"not a Parquet object ({err}); {len(data)} bytes") from None
-    tag = (file.metadata.metadata or {}).get(b"schema", b"").decode("utf-8", "replace")
-    if tag != SCHEMA_TAG:
-        raise PackError(f"expected schema {SCHEMA_TAG}, got {tag or 'none'}")
-    return file
-
-
-def _read(file: pq.ParquetFile, row_groups: Sequence[int] | None, columns: list[str] | None) -> list[pa.Table]:
-    wanted = list(range(file.num_row_groups)) if row_groups is None else list(row_groups)
-    for number in wanted:
-        if not 0 <= number < file.num_row_groups:
-            raise PackError(f"row group {number} of a pack that has {file.num_row_groups}")
-    try:
-        table = file.read_row_groups(wanted, columns=columns, use_threads=False).combine_chunks()
-    except (pa.ArrowException, OSError, KeyError, ValueError) as err:
-        raise PackError(f"row groups {wanted} are not readable: {err}") from None
-    tables, start = [], 0
-    for number in wanted:
-        size = file.metadata.row_group(number).num_rows
-        tables.append(table.slice(start, size))
-        start += size
-    return tables
-
-
-def decode(data: bytes, row_groups: Sequence[int] | None = None) -> list[Group]:
+def decode(
+    data: bytes,
+    row_groups: Sequence[int] | None = None,
+    *,
+    described: Sequence[GeneratedGroup] | None = None,
+    vocab_size: int | None = None,
+) -> list[Group]:
     """Decode the groups of the given row groups (all, when None), arrays without a copy per token.
 
-    Raises PackError for anything that is not a pack of this schema.
+    Args:
+        data: The object.
+        row_groups: Which groups.
+        described: The message's description of each of them; a pack that differs from it is refused.
+        vocab_size: Token ids are below it; None: not known.
+
+    Raises:
+        PackError: For anything that is not a pack of this schema, and whatever it is that decoding it raises.
     """
-    return [_group(table) for table in _read(_open(data), row_groups, None)]
+    with _refusing():
+        rows = _read(data, row_groups, None, described)
+        groups = _groups(rows, vocab_size)
+        for group, one in zip(groups, described or (), strict=described is not None):
+            group.check_described_by(one)
+            group.check_prompt()
+        return groups
 
 
-def decode_texts(data: bytes, row_groups: Sequence[int]) -> list[GroupTexts]:
-    """Decode only the columns that a reward needs; token columns are not read."""
-    return [GroupTexts.from_table(table) for table in _read(_open(data), row_groups, _TEXT_COLUMNS)]
+def decode_texts(
+    data: bytes, row_groups: Sequence[int], *, described: Sequence[GeneratedGroup] | None = None
+) -> list[GroupTexts]:
+    """Decode only the columns that a reward needs; token columns are not read. Raises as `decode`."""
+    with _refusing():
+        texts = _texts(_read(data, row_groups, _TEXT_COLUMNS, described))
+        for text, one in zip(texts, described or (), strict=described is not None):
+            text.check_described_by(one)
+        return texts
 
 
-def _slices(table: pa.Table, name: str) -> list[np.ndarray]:
-    column = table.column(name).chunk(0)
-    offsets = column.offsets.to_numpy()
-    start = offsets[0]  # a slice keeps the offsets of the whole column
-    values = column.values.slice(start, offsets[-1] - start).to_numpy(zero_copy_only=False)
-    offsets = offsets - start
-    return [values[offsets[i] : offsets[i + 1]] for i in range(len(column))]
-
-
-def _group(table: pa.Table) -> Group:
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise PackError for whatever the block raises: a pack that cannot be read must never end its reader."""
     try:
-        arrays = zip(
-            _slices(table, "token_ids"),
-            _slices(table, "loss_mask"),
-            _slices(table, "behaviour_logprobs"),
-            _slices(table, "version_runs"),
-            table.column("completion_text").to_pylist(),
-            table.column("finish_reason").to_pylist(),
-            _baselines(table),
-            strict=True,
-        )
-        trajectories = tuple(
-            Trajectory(
-                token_ids=tokens,
-                loss_mask=mask,
-                behaviour_logprobs=logprobs,
-                version_runs=tuple(VersionRun(PolicyVersion(v), s, e) for v, s, e in runs.reshape(-1, 3).tolist()),
-                finish_reason=finish,
-                completion_text=text,
-                is_baseline=is_baseline,
-            )
-            for tokens, mask, logprobs, runs, text, finish, is_baseline in arrays
-        )
-        return Group(
-            group_id=_first(table, "group_id"),
-            split=_first(table, "split"),
-            attempt=_first(table, "attempt"),
-            issued_version=_first(table, "issued_version"),
-            prompt_text=_first(table, "prompt_text"),
-            num_prompt_tokens=_first(table, "num_prompt_tokens"),
-            reward=_reward(table),
-            trajectories=trajectories,
-        )
-    except (KeyError, ValueError, IndexError, pa.ArrowException) as err:
-        raise PackError(f"pack rows do not fit {SCHEMA_TAG}: {err}") from None
+        yield
+    except PackError:
+        raise
+    except Exception as err:  # noqa: BLE001  whatever Parquet or NumPy raise
+        raise PackError(f"pack rows do not fit {SCHEMA_TAG}: {type(err).__name__}: {str(err)[:500]}") from None
 
 
-def _baselines(table: pa.Table) -> list[bool]:
-    if "is_baseline" not in table.column_names:  # written before the column existed
-        return [False] * table.num_rows
-    return table.column("is_baseline").to_pylist()
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of several groups: one list a column, and where each group begins."""
+
+    table: pa.Table
+    starts: list[int]  # of each group, and the number of rows
+
+    def values(self, name: str) -> list[Any]:
+        """Return a column as Python values; raises PackError for a null where none is allowed."""
+        column = self.table.column(name).chunk(0)
+        if column.null_count and name not in _MAY_BE_NULL:
+            raise PackError(f"{name} holds nulls")
+        return column.to_pylist()
+
+    def of_groups(self, name: str) -> list[Any]:
+        """Return the value that all rows of a group share, for each group; raises PackError where they differ."""
+        values, starts = self.values(name), self.starts
+        for start, end in itertools.pairwise(starts):
+            if values[start:end].count(values[start]) != end - start:
+                raise PackError(f"the rows of one group differ in {name}: {str(values[start:end])[:300]}")
+        return [values[start] for start in starts[:-1]]
+
+    def lists(self, name: str) -> tuple[np.ndarray, list[int]]:
+        """Return the values of all lists of a column together, and where each list begins and the last one ends."""
+        column = self.table.column(name).chunk(0)
+        offsets = column.offsets.to_numpy()
+        first = offsets[0]  # a slice keeps the offsets of the whole column
+        values = column.values.slice(first, offsets[-1] - first)
+        if column.null_count or values.null_count:
+            raise PackError(f"{name} holds nulls")
+        return values.to_numpy(zero_copy_only=False), (offsets - first).tolist()
 
 
-def _first(table: pa.Table, name: str) -> Any:
-    return table.column(name)[0].as_py()
+def _read(
+    data: bytes,
+    row_groups: Sequence[int] | None,
+    names: Sequence[str] | None,
+    described: Sequence[GeneratedGroup] | None,
+) -> _Rows:
+    pack_bounds.check_footer(data)
+    file = pq.ParquetFile(pa.BufferReader(data))
+    metadata = file.metadata
+    keys = metadata.metadata or {}
+    if (tag := keys.get(b"schema", b"")) != SCHEMA_TAG.encode():
+        raise PackError(f"expected schema {SCHEMA_TAG}, got {tag[:100].decode('utf-8', 'replace') or 'none'}")
+    columns = pack_bounds.check_schema(file, _accepted(), keys.keys())
+    wanted = list(range(metadata.num_row_groups)) if row_groups is None else list(row_groups)
+    numbered = [(i, column) for i, column in enumerate(columns) if names is None or column.path in names]
+    starts = [0, *itertools.accumulate(pack_bounds.check_pages(file, data, wanted, numbered, described))]
+    present = None if names is None else [column.path for _, column in numbered]
+    table = file.read_row_groups(wanted, columns=present, use_threads=False).combine_chunks()
+    if len(table) != starts[-1] or not wanted:
+        raise PackError(f"{len(table)} rows in row groups {wanted[:8]}, the footer says {starts[-1]}")
+    return _Rows(table, starts)
 
 
-def _reward(table: pa.Table) -> RewardRequest:
-    return RewardRequest(
-        name=_first(table, "reward_name"),
-        data_source=_first(table, "data_source"),
-        ground_truth=_first(table, "ground_truth"),
-        extra_info=_first(table, "extra_info"),
+@functools.cache
+def _accepted() -> tuple[pa.Schema, ...]:
+    """Return the schema of packs, and those that packs had before: without baselines, and with fields that may hold nulls."""
+    elements = [_with_nullable_elements(field) for field in SCHEMA]
+    schemas = [
+        pa.schema(fields, SCHEMA.metadata) for fields in (SCHEMA, elements, [f.with_nullable(True) for f in elements])
+    ]
+    return (*schemas, *(schema.remove(schema.get_field_index("is_baseline")) for schema in schemas))
+
+
+def _with_nullable_elements(field: pa.Field) -> pa.Field:
+    return field.with_type(pa.list_(field.type.value_type)) if pa.types.is_list(field.type) else field
+
+
+def _groups(rows: _Rows, vocab_size: int | None) -> list[Group]:
+    trajectories = _trajectories(rows, vocab_size)
+    columns = zip(
+        rows.of_groups("group_id"),
+        rows.of_groups("split"),
+        rows.of_groups("attempt"),
+        rows.of_groups("issued_version"),
+        rows.of_groups("prompt_text"),
+        rows.of_groups("num_prompt_tokens"),
+        _rewards(rows),
+        itertools.pairwise(rows.starts),
+        strict=True,
     )
+    numbers = rows.values("trajectory_index")
+    groups = []
+    for group_id, split, attempt, issued, text, num_prompt_tokens, reward, (start, end) in columns:
+        if numbers[start:end] != list(range(end - start)):
+            raise PackError(
+                f"{group_id}: its trajectories are numbered {numbers[start:end][:8]}, expected 0 to {end - start - 1}"
+            )
+        group = Group(
+            group_id=group_id,
+            split=split,
+            attempt=attempt,
+            issued_version=issued,
+            prompt_text=text,
+            num_prompt_tokens=num_prompt_tokens,
+            reward=reward,
+            trajectories=tuple(trajectories[start:end]),
+        )
+        groups.append(group)
+    return groups
+
+
+def _trajectories(rows: _Rows, vocab_size: int | None) -> list[Trajectory]:
+    """Return the trajectories of all rows; what can be checked of all tokens at once is checked here."""
+    tokens, at = rows.lists("token_ids")
+    masks, mask_at = rows.lists("loss_mask")
+    logprobs, logprobs_at = rows.lists("behaviour_logprobs")
+    runs, runs_at = rows.lists("version_runs")
+    if not at == mask_at == logprobs_at:
+        raise PackError("token_ids, loss_mask and behaviour_logprobs have lists of different lengths")
+    check_token_values(tokens, logprobs, vocab_size)
+    numbers = runs.tolist()
+    texts, reasons = rows.values("completion_text"), rows.values("finish_reason")
+    baselines = rows.values("is_baseline") if "is_baseline" in rows.table.column_names else [False] * len(texts)
+    found = []
+    for i, text in enumerate(texts):
+        span = slice(at[i], at[i + 1])
+        threes = iter(numbers[runs_at[i] : runs_at[i + 1]])
+        found.append(
+            Trajectory.of_checked_values(
+                tokens[span],
+                masks[span],
+                logprobs[span],
+                tuple([VersionRun(PolicyVersion(v), s, e) for v, s, e in zip(threes, threes, threes, strict=True)]),
+                reasons[i],
+                text,
+                baselines[i],
+            )
+        )
+    return found
+
+
+def _rewards(rows: _Rows) -> list[RewardRequest]:
+    names = ("reward_name", "data_source", "ground_truth", "extra_info")
+    columns = zip(*(rows.of_groups(name) for name in names), strict=True)
+    return [RewardRequest(name=n, data_source=d, ground_truth=g, extra_info=e) for n, d, g, e in columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,17 +348,36 @@ class GroupTexts:
     num_prompt_tokens: int = 0
     completion_tokens: tuple[int, ...] = ()  # from the message that announced the pack; () where it is unknown
 
-    @classmethod
-    def from_table(cls, table: pa.Table) -> GroupTexts:
-        """Build from one row group; raises PackError when the columns do not fit."""
-        try:
-            return cls(
-                group_id=_first(table, "group_id"),
-                prompt_text=_first(table, "prompt_text"),
-                num_prompt_tokens=_first(table, "num_prompt_tokens"),
-                completions=tuple(table.column("completion_text").to_pylist()),
-                finish_reasons=tuple(table.column("finish_reason").to_pylist()),
-                reward=_reward(table),
-            )
-        except (KeyError, ValueError, IndexError, pa.ArrowException) as err:
-            raise PackError(f"pack rows do not fit {SCHEMA_TAG}: {err}") from None
+    def check_described_by(self, described: GeneratedGroup) -> None:
+        """Raise PackError unless a message describes this group, as far as the columns that were read show."""
+        check_equal(
+            described.group_id,
+            ("group_id", self.group_id, described.group_id),
+            ("reward_name", self.reward.name, described.reward_name),
+            ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
+            ("completions", len(self.completions), len(described.completion_tokens)),
+            ("finish_reasons", self.finish_reasons, described.finish_reasons),
+        )
+
+
+def _texts(rows: _Rows) -> list[GroupTexts]:
+    completions, reasons = rows.values("completion_text"), rows.values("finish_reason")
+    columns = zip(
+        rows.of_groups("group_id"),
+        rows.of_groups("prompt_text"),
+        rows.of_groups("num_prompt_tokens"),
+        _rewards(rows),
+        itertools.pairwise(rows.starts),
+        strict=True,
+    )
+    return [
+        GroupTexts(
+            group_id=group_id,
+            prompt_text=prompt_text,
+            completions=tuple(completions[start:end]),
+            finish_reasons=tuple(reasons[start:end]),
+            reward=reward,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+        for group_id, prompt_text, num_prompt_tokens, reward, (start, end) in columns
+    ]

@@ -71,6 +71,7 @@ def rollout_rights(run_id: str) -> Rights:
     """Return what rollout workers may do: take tasks, hand in groups, follow the weights."""
     weights = stream_name(run_id, "weights")
     consumers = (streams.tasks_consumer(run_id, "train"), streams.tasks_consumer(run_id, "eval"))
+    marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("tasks", "*"))
     swap_slots = KeyRight(streams.lease_bucket(run_id), streams.swap_turn_key("*"))
     return Rights(
         "rollout",
@@ -91,8 +92,9 @@ def rollout_rights(run_id: str) -> Rights:
             KeyRight(streams.state_bucket(run_id), streams.HEAD_KEY),
             KeyRight(streams.live_bucket(run_id)),
             KeyRight(streams.lease_bucket(run_id)),
+            marks,
         ),
-        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("rollout", ANY_KEY)), swap_slots),
+        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("rollout", ANY_KEY)), swap_slots, marks),
     )
 
 
@@ -100,14 +102,20 @@ def reward_rights(run_id: str) -> Rights:
     """Return what reward services may do: take generated groups, hand in scored ones, keep the registry of endpoints."""
     consumers = (streams.generated_consumer(run_id),)
     progress = KeyRight(streams.scoring_bucket(run_id), streams.pack_progress_key("*"))
+    marks = KeyRight(streams.scoring_bucket(run_id), streams.kill_mark_key("generated", "*"))
     shared = (KeyRight(streams.registry_bucket()), KeyRight(streams.secrets_bucket()))
     return Rights(
         "reward",
         publishes=(subjects.scored(run_id), subjects.events(run_id), subjects.dead(run_id, "generated")),
         fetches=consumers,
         observes=consumers,
-        reads=(KeyRight(streams.live_bucket(run_id)), progress, *shared),
-        writes=(KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("reward", ANY_KEY)), progress, *shared),
+        reads=(KeyRight(streams.live_bucket(run_id)), progress, marks, *shared),
+        writes=(
+            KeyRight(streams.live_bucket(run_id), streams.heartbeat_key("reward", ANY_KEY)),
+            progress,
+            marks,
+            *shared,
+        ),
     )
 
 

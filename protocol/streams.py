@@ -46,6 +46,7 @@ class ConsumerSpec:
     max_ack_pending: int
     run_id: str
     stage: str
+    marks_bucket: str = ""  # where messages in progress are marked (`KillMarks`); empty: they are not
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ def tasks_consumer(run_id: str, split: str, limits: StreamLimits | None = None) 
         100_000,
         run_id,
         "tasks",
+        scoring_bucket(run_id).bucket,
     )
 
 
@@ -149,6 +151,7 @@ def generated_consumer(run_id: str, limits: StreamLimits | None = None) -> Consu
         100_000,
         run_id,
         "generated",
+        scoring_bucket(run_id).bucket,
     )
 
 
@@ -203,7 +206,7 @@ def secrets_bucket() -> BucketSpec:
 
 
 def scoring_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of partly scored packs: a replica resumes where another one stopped."""
+    """Return the bucket of partly scored packs, where a replica resumes, and of marked messages (`kill_mark_key`)."""
     return BucketSpec(f"{run_id}-scoring", ttl_s=86_400.0)
 
 
@@ -241,3 +244,8 @@ def swap_turn_key(number: int | Literal["*"]) -> str:
 def pack_progress_key(sequence: int | Literal["*"]) -> str:
     """Return the key of a partly scored pack in the scoring bucket, by its number in the stream; `*` for every pack."""
     return f"reward.{sequence}"
+
+
+def kill_mark_key(stage: str, sequence: int | Literal["*"]) -> str:
+    """Return the key of a redelivered message in the scoring bucket, by its number in the stream; `*` for every message."""
+    return f"started.{stage}.{sequence}"

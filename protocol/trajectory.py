@@ -11,6 +11,9 @@ from penstock.protocol.errors import PackError
 from penstock.protocol.facts import FinishReason, GeneratedGroup, RewardRequest, Split
 from penstock.protocol.versions import PolicyVersion, VersionRun, newest, oldest
 
+LOWEST_LOGPROB = -1000.0  # a token of probability exp(-1000), which is 0 in every format, is never sampled
+LOGPROB_SLACK = 1e-3  # a probability of 1 may round to a log-probability just above 0
+
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -40,13 +43,33 @@ class Trajectory:
             )
         if not np.isfinite(self.behaviour_logprobs).all():
             raise PackError("behaviour_logprobs hold NaN or infinity; the engine's answer cannot be used")
-        inside = all(0 <= run.start < run.end <= length for run in self.version_runs)
-        num_sampled = np.count_nonzero(self.loss_mask)
-        if not inside or self.num_completion_tokens != num_sampled:
-            raise PackError(
-                f"version runs {list(self.version_runs)} do not cover the {num_sampled} sampled tokens of a trajectory "
-                f"of {length}"
-            )
+        _check_runs(self.version_runs, self.loss_mask, self.behaviour_logprobs)
+
+    @classmethod
+    def of_checked_values(
+        cls,
+        token_ids: Int32s,
+        loss_mask: Bools,
+        behaviour_logprobs: Float32s,
+        version_runs: tuple[VersionRun, ...],
+        finish_reason: FinishReason,
+        completion_text: str,
+        is_baseline: bool,
+    ) -> Trajectory:
+        """Build from arrays of equal length whose values `check_token_values` has checked; only the runs are checked here.
+
+        A pack checks the values of all its trajectories at once, which costs a tenth.
+        """
+        _check_runs(version_runs, loss_mask, behaviour_logprobs)
+        new, put = object.__new__(cls), object.__setattr__
+        put(new, "token_ids", token_ids)
+        put(new, "loss_mask", loss_mask)
+        put(new, "behaviour_logprobs", behaviour_logprobs)
+        put(new, "version_runs", version_runs)
+        put(new, "finish_reason", finish_reason)
+        put(new, "completion_text", completion_text)
+        put(new, "is_baseline", is_baseline)
+        return new
 
     @property
     def num_completion_tokens(self) -> int:
@@ -85,6 +108,47 @@ class Group:
                 f"group {self.group_id}: a baseline is not the last trajectory; at most one is allowed, the last"
             )
 
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the last trajectory is the greedy one that is not trained on."""
+        return self.trajectories[-1].is_baseline
+
+    def check_prompt(self) -> None:
+        """Raise PackError unless all trajectories begin with the same prompt of ``num_prompt_tokens``, none of it sampled."""
+        num, first = self.num_prompt_tokens, self.trajectories[0]
+        prompt = first.token_ids[:num].tobytes()
+        if num < 1 or len(prompt) != num * first.token_ids.itemsize:
+            raise PackError(f"group {self.group_id}: {num} prompt tokens in a trajectory of {len(first.token_ids)}")
+        for number, row in enumerate(self.trajectories):
+            if row.token_ids[:num].tobytes() != prompt:
+                raise PackError(f"group {self.group_id}: trajectory {number} has another prompt than trajectory 0")
+            if row.version_runs[0].start < num:
+                raise PackError(
+                    f"group {self.group_id}: trajectory {number} says that tokens of the prompt were sampled"
+                )
+
+    def check_described_by(self, described: GeneratedGroup) -> None:
+        """Raise PackError unless a message describes this group."""
+        runs = [run.version for row in self.trajectories for run in row.version_runs]
+        check_equal(
+            described.group_id,
+            ("group_id", self.group_id, described.group_id),
+            ("split", self.split, described.split),
+            ("attempt", self.attempt, described.attempt),
+            ("reward_name", self.reward.name, described.reward_name),
+            ("issued_version", self.issued_version, described.issued_version),
+            ("oldest_version", min(runs), described.oldest_version),
+            ("newest_version", max(runs), described.newest_version),
+            ("prompt_tokens", self.num_prompt_tokens, described.prompt_tokens),
+            (
+                "completion_tokens",
+                tuple([t.num_completion_tokens for t in self.trajectories]),
+                described.completion_tokens,
+            ),
+            ("finish_reasons", tuple([t.finish_reason for t in self.trajectories]), described.finish_reasons),
+            ("has_baseline", self.has_baseline, described.has_baseline),
+        )
+
     def summary(self, row_group: int) -> GeneratedGroup:
         """Describe the group for the message that announces it."""
         return GeneratedGroup(
@@ -99,5 +163,55 @@ class Group:
             prompt_tokens=self.num_prompt_tokens,
             completion_tokens=tuple(t.num_completion_tokens for t in self.trajectories),
             finish_reasons=tuple(t.finish_reason for t in self.trajectories),
-            has_baseline=self.trajectories[-1].is_baseline,
+            has_baseline=self.has_baseline,
         )
+
+
+def check_token_values(token_ids: Int32s, logprobs: Float32s, vocab_size: int | None) -> None:
+    """Raise PackError for a token id or a log-probability that no engine can have sampled; both [T], of any number of rows."""
+    if not len(token_ids):
+        raise PackError("a pack without a token")
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest < 0 or (vocab_size is not None and highest >= vocab_size):
+        vocabulary = "a vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
+        raise PackError(f"token id {lowest if lowest < 0 else highest} is not one of {vocabulary}")
+    least, most = float(logprobs.min()), float(logprobs.max())  # NaN if any is NaN
+    if not (least >= LOWEST_LOGPROB and most <= LOGPROB_SLACK):
+        raise PackError(
+            f"behaviour_logprobs are between {least} and {most}, expected finite ones from {LOWEST_LOGPROB} to 0"
+        )
+
+
+def check_equal(group_id: str, *fields: tuple[str, object, object]) -> None:
+    """Raise PackError naming the first field whose value in the pack differs from that in the message."""
+    for name, found, expected in fields:
+        if found != expected:
+            raise PackError(
+                f"the pack holds another group than {group_id} as the message describes it: {name} is {str(found)[:200]}, "
+                f"the message says {str(expected)[:200]}"
+            )
+
+
+def _check_runs(runs: tuple[VersionRun, ...], loss_mask: Bools, logprobs: Float32s) -> None:
+    """Raise PackError unless the runs, in order, cover exactly the tokens with loss_mask True; only those have a log-probability."""
+    length, position, sampled = len(loss_mask), 0, 0
+    for version, start, end in runs:
+        if (
+            not position <= start < end <= length
+            or version < 0
+            or np.count_nonzero(loss_mask[start:end]) != end - start
+        ):
+            break
+        if np.count_nonzero(logprobs[position:start]):
+            raise PackError(
+                f"tokens {position} to {start} have log-probabilities, and no version run: they were not sampled"
+            )
+        sampled += end - start
+        position = end
+    else:
+        if runs and sampled == np.count_nonzero(loss_mask) and not np.count_nonzero(logprobs[position:]):
+            return
+    raise PackError(
+        f"version runs {[tuple(run) for run in runs[:8]]} do not cover exactly the {np.count_nonzero(loss_mask)} sampled tokens "
+        f"of a trajectory of {length}"
+    )

@@ -16,7 +16,8 @@ from penstock.protocol.versions import PolicyVersion, VersionRun
 #: name: (trajectories, tokens of each, of these prompt tokens, characters of a completion)
 SIZES = {"long": (8, 4096, 512, 14_000), "tiny": (8, 24, 15, 9)}
 GROUPS_PER_STEP = 48
-_VOCABULARY = 150_000
+NUM_TEMPLATES = 8
+VOCABULARY = 150_000
 _CODEC_REPEATS = 60
 
 
@@ -55,9 +56,10 @@ def make_template(size: str, seed: int) -> Group:
     num, length, prompt, characters = SIZES[size]
     random = np.random.default_rng(seed)
     mask = np.arange(length) >= prompt
+    shared = random.zipf(1.3, prompt)
     rows = tuple(
         Trajectory(
-            token_ids=(random.zipf(1.3, length) % _VOCABULARY).astype(np.int32),
+            token_ids=(np.concatenate([shared, random.zipf(1.3, length - prompt)]) % VOCABULARY).astype(np.int32),
             loss_mask=mask,
             behaviour_logprobs=np.where(mask, -random.exponential(0.4, length), 0.0).astype(np.float32),
             version_runs=(VersionRun(PolicyVersion(0), prompt, length),),

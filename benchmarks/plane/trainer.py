@@ -10,18 +10,23 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from benchmarks.plane.groups import GROUPS_PER_STEP
+from benchmarks.plane.groups import GROUPS_PER_STEP, NUM_TEMPLATES, VOCABULARY, make_template
 from benchmarks.plane.worker import RUN_ID
 
 from penstock.protocol.config.connection import NatsSettings, S3Settings
+from penstock.protocol.task_promise import TaskPromise, content_hash
+from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
+from penstock.trainer.groups.dispatch import GroupKey
 from penstock.trainer.groups.drops import Drop
 from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.reading_mark import ReadingMark
 
 _NEVER_STALE = 10**9
 
@@ -29,8 +34,15 @@ _NEVER_STALE = 10**9
 class _EveryGroup:
     """Replace the issuer: every group that arrives counts as issued."""
 
+    def __init__(self, size: str) -> None:
+        self._promises = [_promise(make_template(size, seed)) for seed in range(NUM_TEMPLATES)]
+
     def outstanding(self) -> Collection[str]:
         return ()
+
+    def promise(self, group_id: str) -> TaskPromise:
+        """Return what the worker's templates are; as the real issuer it has it at hand."""
+        return self._promises[GroupKey.parse(group_id).prompt % len(self._promises)]
 
     def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
         return ()
@@ -47,14 +59,27 @@ class _EveryGroup:
         raise AssertionError((drops, sequence))
 
 
-def consume(bus: Bus, s3: S3Settings, folder: Path, num_groups: int) -> dict[str, float]:
-    """Take batches as the trainer does, commit their ids, acknowledge; raise if a group arrives twice or not at all."""
+def _promise(group: Group) -> TaskPromise:
+    first = group.trajectories[0]
+    prompt = first.token_ids[: group.num_prompt_tokens].tobytes()
+    content = content_hash(prompt, group.prompt_text, group.reward)
+    return TaskPromise(content, "train", 0, len(group.trajectories), first.num_completion_tokens)
+
+
+def consume(bus: Bus, s3: S3Settings, folder: Path, *, size: str, num_groups: int) -> dict[str, float]:
+    """Take batches as the trainer does, commit their ids, acknowledge; raises when a group comes twice or not at all."""
     ledger = Ledger()
     batcher = Batcher(groups_per_step=GROUPS_PER_STEP, max_staleness=_NEVER_STALE, ledger=ledger)
     seen: set[str] = set()
     commit_s = 0.0
+    blobs = Blobs(s3)
     collector = Collector(
-        Connections(RUN_ID, bus, Blobs(s3)), batcher=batcher, issued=_EveryGroup(), deadline_s=60.0, max_dead=1
+        Connections(RUN_ID, bus, blobs),
+        batcher=batcher,
+        issued=_EveryGroup(size),
+        deadline_s=60.0,
+        max_dead=1,
+        reader=PackReader(blobs.get, vocab_size=VOCABULARY, mark=ReadingMark(folder)),
     )
     gc.freeze()  # as the service does
     with collector:
@@ -91,7 +116,9 @@ def main() -> None:
     """Print "ready", take all groups, print the measurements."""
     given = json.loads(sys.argv[1])
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-trainer") as bus:
-        answer = consume(bus, S3Settings(**given["s3"]), Path(given["folder"]), given["count"])
+        answer = consume(
+            bus, S3Settings(**given["s3"]), Path(given["folder"]), size=given["case"]["size"], num_groups=given["count"]
+        )
     print(json.dumps(answer), flush=True)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.plane.groups import Case, make_template
+from benchmarks.plane.groups import NUM_TEMPLATES, Case, make_template
 
 from penstock.protocol import subjects
 from penstock.protocol.activity import Activity
@@ -82,7 +82,7 @@ def main() -> None:
     """Print "ready", wait for a line on stdin, announce all packs, print the measurements."""
     given = json.loads(sys.argv[1])
     case, num_packs = Case(**given["case"]), given["count"]
-    templates = [make_template(case.size, seed) for seed in range(8)]
+    templates = [make_template(case.size, seed) for seed in range(NUM_TEMPLATES)]
     with Bus.connect(NatsSettings(**given["nats"]), name="bench-worker") as bus:
         announcer = PackAnnouncer(
             bus=bus if case.hop else _ScoredAtOnce(bus),  # type: ignore[arg-type]

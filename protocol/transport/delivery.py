@@ -15,6 +15,7 @@ from penstock.protocol.facts import DeadLetter, Fact
 from penstock.protocol.streams import ConsumerSpec
 from penstock.protocol.transport.acks import DURABLE_S, Acks, LatestHandle
 from penstock.protocol.transport.fact_publisher import publish
+from penstock.protocol.transport.kill_marks import KillMarks
 from penstock.protocol.transport.nats_connection import Connection
 from penstock.protocol.transport.pending import Pending
 
@@ -22,6 +23,7 @@ F = TypeVar("F", bound=Fact)
 
 _MAX_LETTER_DETAIL = 2000
 MAX_LETTER_IDS = 128
+_RECORD_S = 2.0  # how long the record of an orderly return may delay it
 
 
 class Delivery(Generic[F]):
@@ -30,6 +32,7 @@ class Delivery(Generic[F]):
     __slots__ = (
         "_acks",
         "_connection",
+        "_marks",
         "_msg",
         "_release",
         "_spec",
@@ -47,6 +50,7 @@ class Delivery(Generic[F]):
         msg: Msg,
         fact: F,
         release: Callable[[Delivery[F]], None],
+        marks: KillMarks,
     ) -> None:
         """Hold a decoded message; ``release`` is called when it is no longer held, possibly twice."""
         self._connection = connection
@@ -54,6 +58,7 @@ class Delivery(Generic[F]):
         self._acks = acks
         self._msg = msg
         self._release = release
+        self._marks = marks
         self.fact = fact
         self.num_delivered = msg.metadata.num_delivered or 1
         self.sequence = msg.metadata.sequence.stream
@@ -73,7 +78,7 @@ class Delivery(Generic[F]):
 
     def give_back(self, delay_s: float) -> Pending[None]:
         """Give the message back; it is redelivered, to any reader, after ``delay_s``."""
-        return self._end(lambda: self._nak(delay_s), "give back")
+        return self._connection.call(self._nak(delay_s), f"give back a message of {self._spec.durable}", 2 * DURABLE_S)
 
     def dead_letter(self, reason: str, detail: str) -> Pending[None]:
         """Publish the message as a dead letter with its reason, then acknowledge it."""
@@ -102,8 +107,14 @@ class Delivery(Generic[F]):
             await action()
         finally:
             self._release(self)
+        if self._marks.is_used and self.num_delivered > 1:
+            self._connection.spawn(self._marks.forget(self.sequence))
 
     async def _nak(self, delay_s: float) -> None:
+        if self._marks.is_used:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_RECORD_S):
+                    await self._marks.give_back(self.sequence, self.num_delivered)
         self._release(self)  # first: it may be redelivered before the next line returns
         with contextlib.suppress(nats.errors.ConnectionClosedError):  # a lost nak is only a later redelivery
             await self._msg.nak(delay=delay_s)

@@ -12,11 +12,12 @@ import nats.js.errors
 import structlog
 from nats.aio.msg import Msg
 
-from penstock.protocol.errors import BusError, MalformedFact, MissingStream, WireError
+from penstock.protocol.errors import BusError, MalformedFact, MissingStream, ReaderKilled, WireError
 from penstock.protocol.facts import Fact, decode
 from penstock.protocol.streams import KEEPALIVES_PER_ACK_WAIT, ConsumerSpec
 from penstock.protocol.transport.acks import Acks
 from penstock.protocol.transport.delivery import Delivery, store_dead_letter
+from penstock.protocol.transport.kill_marks import MOST_KILLED, KillMarks
 from penstock.protocol.transport.nats_connection import ATTEMPT_S, REQUEST_S, Connection
 from penstock.protocol.transport.nats_errors import refusal
 from penstock.protocol.transport.pending import Pending
@@ -36,6 +37,7 @@ class Inbox(Generic[F]):
         self._held: dict[int, Delivery[F]] = {}
         self._pull = Pull(connection, spec.stream, spec.durable, self._renews)
         self._acks = Acks(connection, spec, lambda: self._pull.redeliver(max(1, len(self._held))))
+        self._marks = KillMarks(connection, spec)
         self.spec = spec
 
     @classmethod
@@ -71,11 +73,39 @@ class Inbox(Generic[F]):
                 log.debug("no messages", consumer=self.spec.durable, reason=str(err))
                 await asyncio.sleep(min(wait_s, 0.2))
                 messages = []
-            # no await from here on: a cancelled fetch must not hold messages that no caller gets
+            # no await from here on, but for redeliveries: a cancelled fetch must not hold messages that no caller gets
             received = [self._receive(msg) for msg in messages]
-            deliveries = [delivery for delivery in received if delivery is not None]
+            deliveries = await self._not_quarantined([delivery for delivery in received if delivery is not None])
             if deliveries or time.monotonic() >= deadline:
                 return deliveries
+
+    async def _not_quarantined(self, deliveries: list[Delivery[F]]) -> list[Delivery[F]]:
+        """Mark the redelivered messages; dead-letter those that were in progress when readers were killed."""
+        again = [delivery for delivery in deliveries if delivery.num_delivered > 1] if self._marks.is_used else []
+        if not again:
+            return deliveries
+        try:
+            killed = await asyncio.gather(*(self._marks.begin(d.sequence, d.num_delivered) for d in again))
+        except BaseException:
+            for delivery in deliveries:
+                self._release(delivery)
+            raise
+        guilty = [delivery for delivery, num in zip(again, killed, strict=True) if num >= MOST_KILLED]
+        for delivery in guilty:
+            log.error("message quarantined: two of its readers were killed", sequence=delivery.sequence)
+            self._connection.spawn(self._quarantine(delivery))
+        return [delivery for delivery in deliveries if delivery not in guilty]
+
+    async def _quarantine(self, delivery: Delivery[F]) -> None:
+        text = (
+            f"{MOST_KILLED} readers of {self.spec.durable} were killed, or lost NATS, while they processed message "
+            f"{delivery.sequence} of {self.spec.stream}; it is not processed again. Look into their logs, then send it again "
+            "with `penstock dead-letters`"
+        )
+        try:
+            await delivery.dead_letter(ReaderKilled.__name__, text)
+        except BusError as err:  # it is redelivered after ack_wait, and this is tried again
+            log.warning("could not store a dead letter", sequence=delivery.sequence, error=str(err))
 
     def _renews(self, msg: Msg) -> bool:
         held = self._held.get(msg.metadata.sequence.stream)
@@ -93,7 +123,7 @@ class Inbox(Generic[F]):
             log.warning("message does not decode", subject=msg.subject, error=str(err))
             self._connection.spawn(self._dead_letter_undecodable(msg, err))
             return None
-        delivery = Delivery(self._connection, self.spec, self._acks, msg, fact, self._release)
+        delivery = Delivery(self._connection, self.spec, self._acks, msg, fact, self._release, self._marks)
         self._held[delivery.sequence] = delivery
         return delivery
 

@@ -27,6 +27,7 @@ from penstock.reward_service.registry.scorers import PureScorer
 from penstock.reward_service.rewards.verdict import Verdict
 from penstock.reward_service.scores import GroupScores
 from tests.groups import make_generated, make_group, make_groups, pack_bytes
+from tests.protocol.hostile_packs import HOSTILE
 from tests.reward_service.conftest import Wire
 from tests.reward_service.processes import Behaviour, EndpointServer, Service, good
 from tests.servers import wait_for
@@ -116,6 +117,26 @@ def test_a_pack_that_differs_from_its_message_is_dead_lettered(
         "e0.p4.a0": "PackError",
     }
     assert set(wire.wait_scored("e0.p3.a0")) == {"e0.p3.a0"}
+    wire.wait_idle()
+
+
+def test_hostile_packs_are_dead_lettered_and_the_next_is_scored(
+    wire: Wire, start_service: Callable[..., Service]
+) -> None:
+    """Wrong schemas, bombs and contradictions of the message end as letters with a reason; the service goes on."""
+    start_service()
+    names = ("token ids are a struct", "a text in a dictionary", "rows of two truths", "described with another reward")
+    for number, name in enumerate(names):
+        hostile = HOSTILE[name]()
+        ref = wire.blobs.put(f"runs/{wire.run_id}/hostile{number}", hostile.data)
+        group = hostile.described.model_copy(update={"group_id": f"e0.p{number}.a0"})
+        message = make_generated(wire.run_id, [make_group()], ref, pack_id=f"hostile{number}")
+        wire.publish(message.model_copy(update={"groups": (group,)}))
+    wire.announce([make_group("good", size=4, texts=TEXTS)], pack_id="good")
+    letters = wire.wait_dead(*(f"e0.p{number}.a0" for number in range(len(names))))
+    assert {letter.reason for letter in letters} == {"PackError"}
+    assert {letter.num_delivered for letter in letters} == {1}
+    assert set(wire.wait_scored("good")) == {"good"}
     wire.wait_idle()
 
 

@@ -53,7 +53,7 @@ def recite(task: Task, version: PolicyVersion) -> Answer:
     completions = []
     size = task.group_size + task.with_baseline
     for _ in range(size):
-        length = int(random.integers(1, 6))
+        length = min(int(random.integers(1, 6)), task.sampling.max_new_tokens)
         completions.append((random.integers(3, 55, size=length), random.normal(-4.0, 0.3, size=length)))
     return _group(task, completions, version), tuple(float(r) for r in random.integers(0, 2, size=size))
 

@@ -20,7 +20,14 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import BlobCorrupt, BlobMissing, BusUnreachable, PackError, PenstockError
+from penstock.protocol.errors import (
+    BlobCorrupt,
+    BlobMissing,
+    BusUnreachable,
+    PackError,
+    PenstockError,
+    ReaderKilled,
+)
 from penstock.protocol.facts import DeadLetter, GroupScored
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
@@ -30,8 +37,9 @@ from penstock.trainer.errors import CollectTimeout, TooManyDeadLetters
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.delivery_tracker import DeliveryTracker, IssuedGroups
+from penstock.trainer.groups.drops import DropReason
 from penstock.trainer.groups.overtake_backoff import OvertakeBackoff
-from penstock.trainer.groups.stored_groups import read_groups
+from penstock.trainer.groups.pack_reader import PackReader
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 log = structlog.get_logger("trainer.groups.collect")
@@ -54,6 +62,7 @@ class Collector:
         max_dead: int,
         letters_read: int = 0,
         silent_s: float = _SILENT_S,
+        reader: PackReader | None = None,
     ) -> None:
         """Bind to the trainer's consumer and request redelivery of everything unacknowledged.
 
@@ -65,11 +74,12 @@ class Collector:
             max_dead: Consecutive dead-lettered groups, without one that arrives, after which the run ends.
             letters_read: Sequence number of the last dead letter that the checkpoint includes.
             silent_s: Time for which all queues must be empty before outstanding groups count as lost.
+            reader: Reads the packs; None: one that knows no vocabulary and marks nothing.
 
         Raises:
             MissingStream: The run was not bootstrapped.
         """
-        self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
+        self._run_id, self._bus = connections.run_id, connections.bus
         self._tracker = DeliveryTracker(batcher, issued)
         self._issued = issued
         self._backoff = OvertakeBackoff()
@@ -77,6 +87,7 @@ class Collector:
         self._deadline_s = deadline_s
         self._max_dead = max_dead
         self._silent_s = silent_s
+        self._reader = reader or PackReader(connections.blobs.get)
         self._held: dict[int, Delivery[GroupScored]] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -105,6 +116,8 @@ class Collector:
         """Stop reading; the broker delivers unacknowledged messages again."""
         self._closing = True
         self._thread.join(_FETCH_WAIT_S + 30.0)
+        if not self._thread.is_alive():
+            self._reader.close()
 
     def collect(
         self, version: PolicyVersion, should_stop: Callable[[], bool] = lambda: False, *, overtake_wait_s: float = 0.0
@@ -204,22 +217,24 @@ class Collector:
         if not wanted:
             return
         try:
-            groups = read_groups(message.pack, wanted, self._blobs.get)
-        except (BlobMissing, BlobCorrupt, PackError) as err:
+            promises = [self._issued.promise(scored.generated.group_id) for scored in wanted]
+            groups = self._reader.read(message.pack, wanted, promises)
+        except (BlobMissing, BlobCorrupt, PackError, ReaderKilled) as err:
             log.warning(
                 "pack is unreadable: dead-lettered, its groups are issued again",
                 pack_id=message.pack_id,
                 error=str(err),
             )
+            reason = DropReason.QUARANTINED if isinstance(err, ReaderKilled) else DropReason.UNREADABLE
             with self._changed:
                 del self._held[delivery.sequence]
-                self._tracker.drop_unreadable(delivery.sequence, wanted)
+                self._tracker.drop_unreadable(delivery.sequence, wanted, reason)
             delivery.dead_letter(type(err).__name__, str(err)).wait()
-            return
-        with self._changed:
-            self._tracker.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
-            self._dead_in_a_row = 0
-            self._changed.notify_all()
+        else:
+            with self._changed:
+                self._tracker.offer(ReadyGroup(s, message.pack, group) for s, group in zip(wanted, groups, strict=True))
+                self._dead_in_a_row = 0
+                self._changed.notify_all()
 
     def _pipe_is_empty(self) -> bool:
         if time.monotonic() - self._last_arrival < self._silent_s or not self._missing():

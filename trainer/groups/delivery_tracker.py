@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
+from penstock.protocol.errors import ReaderKilled
 from penstock.protocol.facts import DeadLetter, ScoredGroup
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.drops import Drop, DropReason
@@ -32,6 +34,10 @@ class IssuedGroups(Protocol):
 
     def accept(self, group_id: str, holds: Callable[[str], bool]) -> bool:
         """Record that a group arrived; return False if it must not be used. Raises ValueError for a foreign id."""
+        ...
+
+    def promise(self, group_id: str) -> TaskPromise:
+        """Return what the task of a group asked for; raises ValueError for a foreign id."""
         ...
 
     def in_last_chance(self, version: PolicyVersion) -> Collection[str]:
@@ -86,7 +92,9 @@ class DeliveryTracker:
         self._fetching.difference_update(group.group_id for group in offered)
         self._settle(self._batcher.take_retired())
 
-    def drop_unreadable(self, sequence: int, wanted: Iterable[ScoredGroup]) -> None:
+    def drop_unreadable(
+        self, sequence: int, wanted: Iterable[ScoredGroup], reason: DropReason = DropReason.UNREADABLE
+    ) -> None:
         """Drop groups whose pack cannot be read; the caller moves their message to the dead letters.
 
         A group that an earlier session trained and kept for another use is closed already: it is only not used again.
@@ -94,7 +102,7 @@ class DeliveryTracker:
         del self._unsettled[sequence]
         self._fetching.difference_update(scored.generated.group_id for scored in wanted)
         new = [scored for scored in wanted if not self._batcher.cancel_reuse(scored.generated.group_id)]
-        self._close([_drop(scored, DropReason.UNREADABLE) for scored in new])
+        self._close([_drop(scored, reason) for scored in new])
 
     def overtaken(self, version: PolicyVersion) -> list[str]:
         """Return the groups under way that may be too old for every batch after one taken at ``version`` now.
@@ -149,6 +157,8 @@ class DeliveryTracker:
         dead = set(self._issued.outstanding()) & set(letter.group_ids)
         # The trainer's own letter, read again after a crash: the object of the next attempt may be readable.
         reason = DropReason.UNREADABLE if letter.stage == _OWN_STAGE else DropReason.DEAD
+        if letter.reason == ReaderKilled.__name__:  # perhaps not its fault: the prompt is issued again
+            reason = DropReason.QUARANTINED
         drops = [Drop(group_id, reason, 0) for group_id in sorted(dead) if not self._has_arrived(group_id)]
         self._issued.drop_dead(drops, sequence)
         self._settle([drop.group_id for drop in drops])

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.protocol.facts import Sampling, Task
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion, admissible_groups, is_last_chance, staleness
 from penstock.trainer.data.data_order import DataOrder, Place
 from penstock.trainer.data.dataset import PromptSet
@@ -26,7 +27,7 @@ from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.task_packs import TaskPack, choose_groups_per_message, make_task, pack_tasks, task_bytes
 from penstock.trainer.settings import RolloutSettings
 
-_GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
+_GROUP_ID = re.compile(r"e([0-9]{1,9})\.p([0-9]{1,12})\.a([0-9]{1,9})")
 _STATE_TAG = "dispatch_state.v1"
 
 MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when their letters are sent again
@@ -54,7 +55,17 @@ class GroupKey(NamedTuple):
         match = _GROUP_ID.fullmatch(group_id)
         if match is None:
             raise ValueError(f"{group_id!r} is not the id of a training group (e<epoch>.p<prompt>.a<attempt>)")
-        return cls(int(match[1]), int(match[2]), int(match[3]))
+        key = cls(int(match[1]), int(match[2]), int(match[3]))
+        if str(key) != group_id:  # "e00.p1.a0" would be a second id of the group "e0.p1.a0"
+            raise ValueError(f"{group_id!r} is not the id of a training group: expected {key}")
+        return key
+
+
+class _Issued(NamedTuple):
+    """What an outstanding group was issued for, and what it must be."""
+
+    version: PolicyVersion
+    promise: TaskPromise
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +324,7 @@ class Dispatch:
             stop_token_ids=tuple(stop_token_ids),
         )
         self.state = DispatchState(order_id(order, prompts.fingerprint))
-        self._issued_for: dict[GroupKey, PolicyVersion] = {}  # outstanding groups that this session issued
+        self._issued: dict[GroupKey, _Issued] = {}  # outstanding groups that this session issued
         sampled = [prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _SAMPLED_PROMPTS))]
         sizes = [task_bytes(self._task(GroupKey(0, prompt.index, 0), PolicyVersion(0))) for prompt in sampled]
         self.groups_per_message = choose_groups_per_message(
@@ -348,14 +359,11 @@ class Dispatch:
             most_outstanding=most_outstanding,
             lag=0 if trainer_version is None else staleness(trainer_version, version),
         )
-        self._note_issued((key for pack in packs for key in pack), version)
-        return [pack_tasks([self._task(key, version) for key in pack]) for pack in packs]
+        return [self._issue(pack, version) for pack in packs]
 
     def pack_again(self, group_ids: Iterable[str], version: PolicyVersion) -> TaskPack:
         """Return the pack of groups that are issued already: the same ids, and so the same pack id."""
-        keys = [GroupKey.parse(group_id) for group_id in group_ids]
-        self._note_issued(keys, version)
-        return pack_tasks([self._task(key, version) for key in keys])
+        return self._issue([GroupKey.parse(group_id) for group_id in group_ids], version)
 
     def in_last_chance(self, trainer_version: PolicyVersion) -> list[str]:
         """Return the outstanding ids that may be too old for every step after the one at ``trainer_version``.
@@ -366,8 +374,8 @@ class Dispatch:
         limit = self._rollout.max_staleness
         return [
             str(key)
-            for key, version in self._issued_for.items()
-            if is_last_chance(trainer_version, version, limit) and key in self.state.outstanding
+            for key, issued in self._issued.items()
+            if is_last_chance(trainer_version, issued.version, limit) and key in self.state.outstanding
         ]
 
     def accept(self, group_id: str, holds: Callable[[str], bool] = lambda _: False) -> bool:
@@ -389,9 +397,23 @@ class Dispatch:
         self.state, given_up = send_back(self.state, group_ids, max_attempts=self._rollout.max_attempts)
         return given_up
 
-    def _note_issued(self, keys: Iterable[GroupKey], version: PolicyVersion) -> None:
-        kept = {key: issued for key, issued in self._issued_for.items() if key in self.state.outstanding}
-        self._issued_for = kept | dict.fromkeys(keys, version)
+    def promise(self, group_id: str) -> TaskPromise:
+        """Return what the task of a group asked for; raises ValueError for a foreign id.
+
+        Of a group that an earlier session issued only the prompt, and what it is scored by, are known: the settings may
+        have changed since.
+        """
+        key = GroupKey.parse(group_id)
+        if (issued := self._issued.get(key)) is not None:
+            return issued.promise
+        return TaskPromise.of(self._task(key, PolicyVersion(0)), same_settings=False)
+
+    def _issue(self, keys: Sequence[GroupKey], version: PolicyVersion) -> TaskPack:
+        tasks = [self._task(key, version) for key in keys]
+        promises = [_Issued(version, TaskPromise.of(task)) for task in tasks]
+        kept = {key: issued for key, issued in self._issued.items() if key in self.state.outstanding}
+        self._issued = kept | dict(zip(keys, promises, strict=True))
+        return pack_tasks(tasks)
 
     def _task(self, key: GroupKey, version: PolicyVersion) -> Task:
         task = make_task(

@@ -14,6 +14,7 @@ class DropReason(StrEnum):
     FOREIGN = "foreign"  # not a group of this run's data
     FUTURE = "future"  # sampled by a version this trainer has not reached: from a session that was rolled back
     UNREADABLE = "unreadable"  # its object is missing, corrupt or not what the message says
+    QUARANTINED = "quarantined"  # two readers were killed while they processed its message
     DEAD = "dead"  # it went to the dead letters of another service
     NO_SIGNAL = "no_signal"  # all its rewards are equal, and algorithm.dynamic_sampling replaces such groups
     NO_BASELINE = "no_baseline"  # issued under another algorithm: it has no greedy completion, and remax needs one

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.protocol.record.checkpoint_state import CheckpointState
@@ -21,6 +23,8 @@ from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.issue import Issuer
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.offline import StoredCollector, StoredGroups, StoredIssuer
+from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.settings import TrainerSettings
 
 
@@ -100,5 +104,16 @@ def open_generated(
         deadline_s=settings.trainer.collect_deadline_s,
         max_dead=rollout.max_outstanding,
         letters_read=letters_read,
+        reader=PackReader(
+            connections.blobs.get,
+            vocab_size=_vocab_size(settings.model.path),
+            mark=ReadingMark(settings.run.folder),
+        ),
     )
     return GroupSource(issuer, collector, (collector, issuer))
+
+
+def _vocab_size(folder: Path) -> int | None:
+    """Return the number of tokens in a model's embedding; None where its config does not say."""
+    config = json.loads((folder / "config.json").read_bytes())
+    return config.get("text_config", config).get("vocab_size")

@@ -15,6 +15,7 @@ import structlog
 
 from penstock.protocol import blob_keys, subjects
 from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.pending import Pending
@@ -119,6 +120,11 @@ class Issuer:
                 for key in sorted(before.outstanding - self._dispatch.state.outstanding):
                     self._accounting.drop("train", Drop(str(key), DropReason.SUPERSEDED, 0))
             return is_accepted
+
+    def promise(self, group_id: str) -> TaskPromise:
+        """Return what the task of a group asked for; raises ValueError for a foreign id."""
+        with self._changed:
+            return self._dispatch.promise(group_id)
 
     def in_last_chance(self, version: PolicyVersion) -> list[str]:
         """Return the outstanding ids that may be too old for every step after the one at ``version``."""

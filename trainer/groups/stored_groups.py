@@ -4,26 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from penstock.protocol import group_pack
+from penstock.protocol import group_pack, pack_bounds
 from penstock.protocol.errors import PackError
 from penstock.protocol.facts import BlobRef, ScoredGroup
 from penstock.protocol.record.lineage import RecordedGroup
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.trajectory import Group
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 
-def read_groups(pack: BlobRef, wanted: Sequence[ScoredGroup], fetch: Callable[[BlobRef], bytes]) -> list[Group]:
+def read_groups(
+    pack: BlobRef,
+    wanted: Sequence[ScoredGroup],
+    fetch: Callable[[BlobRef], bytes],
+    *,
+    promises: Sequence[TaskPromise] = (),
+    vocab_size: int | None = None,
+) -> list[Group]:
     """Fetch and decode groups of one pack, and check them against the messages that describe them.
 
-    Raises BlobMissing, BlobCorrupt, BlobStoreUnreachable, or PackError when the pack holds something else.
+    Args:
+        pack: The object.
+        wanted: The groups, as the message describes them.
+        fetch: Reads an object.
+        promises: What the task of each group asked for; () where the groups are recorded ones, which were checked.
+        vocab_size: Of the model.
+
+    Raises:
+        BlobMissing, BlobCorrupt, BlobStoreUnreachable: The object cannot be read.
+        PackError: The pack holds something else.
     """
-    groups = group_pack.decode(fetch(pack), [scored.generated.row_group for scored in wanted])
-    for scored, group in zip(wanted, groups, strict=True):
-        if group.summary(scored.generated.row_group) != scored.generated:
-            raise PackError(
-                f"row group {scored.generated.row_group} of {pack.key} holds group {group.group_id} "
-                f"({len(group.trajectories)} trajectories), not {scored.generated.group_id} as the message describes it"
-            )
+    described = [scored.generated for scored in wanted]
+    try:
+        for one, promise in zip(described, promises, strict=bool(promises)):
+            promise.check_lengths(one.group_id, one.completion_tokens, one.has_baseline)
+        pack_bounds.check_message(pack, described)
+        groups = group_pack.decode(
+            fetch(pack), [one.row_group for one in described], described=described, vocab_size=vocab_size
+        )
+        for group, promise in zip(groups, promises, strict=bool(promises)):
+            promise.check(group)
+    except PackError as err:
+        raise PackError(f"{pack.key}: {err}") from None
     return groups
 
 

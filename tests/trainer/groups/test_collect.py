@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tests.servers import wait_for
 from tests.trainer.producer import ScriptedProducer, recite
@@ -17,7 +22,8 @@ from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import BlobStoreUnreachable
-from penstock.protocol.facts import DeadLetter, GroupScored, TaskIssued
+from penstock.protocol.facts import DeadLetter, GroupScored, RewardRequest, TaskIssued
+from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion, next_version
@@ -35,6 +41,8 @@ from penstock.trainer.groups.dispatch import Dispatch
 from penstock.trainer.groups.drops import Drop, DropReason
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.ledger import Ledger
+from penstock.trainer.groups.pack_reader import PackReader
+from penstock.trainer.groups.reading_mark import ReadingMark
 from penstock.trainer.settings import DataSettings, RolloutSettings
 
 ROLLOUT = RolloutSettings(group_size=2, groups_per_step=4, groups_per_message=2, max_staleness=1, max_new_tokens=8)
@@ -59,7 +67,7 @@ class Session:
     """One session of the trainer's group handling: issuer, collector, and what they share."""
 
     def __init__(self, connections: Connections, prompts: PromptSet, ledger: Ledger | None = None, saved: IssuerState | None = None,
-        *, uses: int = 1, **options: float,
+        *, uses: int = 1, **options: Any,
     ) -> None:  # fmt: skip
         order = DataOrder(len(prompts), seed=0, shuffle=False)
         self.ledger = ledger or Ledger()
@@ -380,6 +388,79 @@ def test_a_corrupt_pack_is_dead_lettered_and_its_groups_are_issued_again(
         for message in [messages[2], *manual.tasks(2)]:
             manual.answer(message)
         assert session.train(V0) == ["e0.p0.a1", "e0.p1.a1", "e0.p4.a0", "e0.p5.a0"]
+
+
+def test_hostile_packs_are_dead_lettered_and_their_groups_trained_at_the_next_attempt(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """A struct for the token ids, a swapped truth, half a group and an id beyond the vocabulary stop nobody."""
+    letters: list[DeadLetter] = []
+    connections.bus.tail(
+        f"{connections.run_id}-dead", subjects.dead(connections.run_id), DeadLetter, letters.append
+    ).wait()
+    reader = PackReader(connections.blobs.get, vocab_size=60)
+    with Session(connections, prompts, reader=reader) as session:
+        session.issuer.advance(V0, 8)
+        messages = manual.tasks(4)
+        honest = [manual.scored(message) for message in messages]
+        table = pq.read_table(pa.BufferReader(connections.blobs.get(honest[0].pack)))
+        structs = pa.array([{"element": 1}] * len(table), pa.struct([pa.field("element", pa.int32(), nullable=False)]))
+        sink = pa.BufferOutputStream()
+        pq.write_table(table.set_column(6, pa.field("token_ids", structs.type), structs), sink, row_group_size=2)
+        ref = connections.blobs.put(f"runs/{connections.run_id}/hostile", sink.getvalue().to_pybytes())
+        manual._producer.announce(honest[0].model_copy(update={"pack": ref}))
+        reward = RewardRequest(name="exact_match", ground_truth='"text"')
+        for message, change in zip(
+            messages[1:],
+            (
+                lambda group: replace(group, reward=reward),
+                lambda group: replace(group, trajectories=group.trajectories[:1]),
+                lambda group: replace(group, trajectories=tuple(_with_token(t, 60) for t in group.trajectories)),
+            ),
+            strict=True,
+        ):
+            answers = [recite(task, V0) for task in message.tasks]
+            changed = [change(group) for group, _ in answers]
+            rewards = [values[: len(group.trajectories)] for group, (_, values) in zip(changed, answers, strict=True)]
+            manual._producer.announce(manual._producer.store(message, list(zip(changed, rewards, strict=True)), V0))
+        wait_for(lambda: len(letters) == 4, "the dead letters")
+        assert {letter.reason for letter in letters} == {"PackError"}
+        assert session.counters.dropped_groups["unreadable"] == 8
+        for message in manual.tasks(4):
+            manual.answer(message)
+        assert session.train(V0) == [f"e0.p{i}.a1" for i in range(4)]
+        totals = session.issuer.take_state().entries.account.totals["train"]
+        assert (totals.issued, totals.used, sum(totals.dropped.values())) == (16, 4, 8)
+        assert len(session.issuer.outstanding()) == 4
+
+
+def _with_token(row: Trajectory, token: int) -> Trajectory:
+    ids = row.token_ids.copy()
+    ids[-1] = token
+    return replace(row, token_ids=ids)
+
+
+def test_a_pack_that_killed_two_trainers_is_not_read_and_its_groups_are_issued_again(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers, tmp_path: Path
+) -> None:
+    """The trainer's own mark and a letter of another service mean the same: quarantined, and issued under a new id."""
+    with Session(connections, prompts, reader=PackReader(connections.blobs.get)) as session:
+        session.issuer.advance(V0, 4)
+        poisonous, of_worker = manual.tasks(2)
+        scored = manual.scored(poisonous)
+        for _ in range(2):
+            ReadingMark(tmp_path).set(scored.pack)
+        session.collector._reader = PackReader(connections.blobs.get, mark=ReadingMark(tmp_path))
+        manual._producer.announce(scored)
+        letter = DeadLetter(
+            run_id=connections.run_id, stage="tasks", subject="x", reason="ReaderKilled", detail="x", num_delivered=3,
+            group_ids=tuple(task.group_id for task in of_worker.tasks),
+        )  # fmt: skip
+        connections.bus.publish(subjects.dead(connections.run_id, "tasks"), letter, msg_id="killed").wait()
+        for message in manual.tasks(2):
+            manual.answer(message)
+        assert session.train(V0) == [f"e0.p{i}.a1" for i in range(4)]
+        assert session.counters.dropped_groups["quarantined"] == 4
 
 
 def test_groups_that_never_arrive_are_issued_again(

@@ -15,6 +15,7 @@ from tests.examples import examples
 from penstock.deploy.quickstart_task import write_data, write_model
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.facts import MAX_FACT_BYTES, BlobRef, RewardRequest, Sampling, TaskList, decode, encode
+from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.data_order import DataOrder
@@ -396,3 +397,35 @@ def test_the_next_attempt_from_an_earlier_session_supersedes_the_older():
     assert ahead is not None
     assert ahead.again == ()
     assert ahead.outstanding == {GroupKey(0, 0, 0), GroupKey(0, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    "group_id",
+    ["e00.p1.a0", "e0.p01.a0", "e0.p1.a00", "e٠.p1.a0", "e0.p1.a0\n", " e0.p1.a0", "e0.p1.a-1", f"e0.p{'9' * 50}.a0"],
+)
+def test_a_group_has_one_id(group_id: str) -> None:
+    """Another spelling of an id is foreign: it would be a second group, trained beside the first."""
+    with pytest.raises(ValueError, match="is not the id of a training group"):
+        GroupKey.parse(group_id)
+
+
+class _Prompts(list[Prompt]):
+    """Replace the set of prompts of a data file."""
+
+    fingerprint = "of no file"
+    num_tokens = 100
+
+
+def test_what_was_asked_for_is_known_until_the_group_is_closed() -> None:
+    """Of a task of this session all is known; of an earlier one's what cannot have changed: its prompt and its reward."""
+    prompts = [replace(prompt(text=f"sort {n}"), index=n) for n in range(12)]
+    first, later = (
+        Dispatch(_Prompts(prompts), order=DataOrder(12, seed=1), rollout=rollout(), stop_token_ids=(2,))  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    issued = first.next_packs(PolicyVersion(0))[0].tasks[0]
+    assert first.promise(issued.group_id) == TaskPromise.of(issued)
+    assert first.promise(issued.group_id).num_completions == 2
+    later = later.promise(issued.group_id)
+    assert (later.content, later.split, later.attempt) == (TaskPromise.of(issued).content, "train", 0)
+    assert (later.num_completions, later.max_new_tokens) == (None, None)

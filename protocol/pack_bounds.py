@@ -1,0 +1,254 @@
+"""What a Parquet object may make its reader allocate and compute, checked before any of its values is decoded; pure.
+
+The numbers in a file's footer are claims of its writer, and so are those in its page headers: Parquet's reader allocates
+what they claim, and a page of a few bytes can stand for 10^9 values (run lengths, dictionaries, zstd). So every page of
+the columns to read is visited without decoding it, and the sum of what the pages claim is bounded by what the message
+promises. A page of any form that our writer does not produce is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import BlobRef, GeneratedGroup
+
+MAX_ROWS = 4097  # of a group: the largest group_size of a task, and its baseline
+MAX_ROW_GROUPS = 4096
+MAX_BYTES = 512 * 1024**2  # decoded at a time, whatever a message promises
+_MIN_BYTES = 64 * 1024**2  # texts, and unit tests in the ground truth, are not promised by a message
+_BYTES_PER_TOKEN = 64  # of ids, mask, log-probabilities and text; leaves room for tokens that were not sampled
+_MAX_SCHEMA_ELEMENTS = 64
+
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "BYTE_ARRAY": 4}  # of a decoded value, in bytes
+_LEVEL_BYTES = 4  # a definition and a repetition level
+_PLAIN, _BYTE_STREAM_SPLIT, _DICTIONARY = 0, 18, (4, 16)  # encodings as zigzag varints; plain and RLE dictionaries
+
+# The Thrift compact encoding of a page header, field by field: type, uncompressed and compressed size, then the header of
+# a data page (number of values, encoding, encodings of the levels, statistics) or of a dictionary (number of values, encoding).
+_VARINT = rb"[\x80-\xff]{0,4}[\x00-\x7f]"
+_PAGE = re.compile(
+    rb"\x15(?:\x00\x15(V)\x15(V)\x2c\x15(V)\x15([\x00-\x7f])\x15\x06\x15\x06(?:\x1c\x00)?(?:\x00\x00|(\x1c))"
+    rb"|\x04\x15(V)\x15(V)\x4c\x15(V)\x15[\x00\x04][\x11\x12]?\x00\x00)".replace(b"V", _VARINT),
+    re.DOTALL,
+)
+_ONE_VARINT = re.compile(_VARINT)
+_FOOTER = re.compile(rb"\x15[\x02\x04]\x19(?:([\x0c-\xec])|\xfc([\x00-\x7f]))", re.DOTALL)
+
+
+def max_bytes(groups: Sequence[GeneratedGroup] | None) -> int:
+    """Return how many bytes a pack with the groups of a message may hold or decode to; `MAX_BYTES` without a message."""
+    if groups is None:
+        return MAX_BYTES
+    tokens = sum(group.prompt_tokens * len(group.completion_tokens) + sum(group.completion_tokens) for group in groups)
+    return min(MAX_BYTES, _MIN_BYTES + _BYTES_PER_TOKEN * tokens)
+
+
+def check_message(pack: BlobRef, groups: Sequence[GeneratedGroup]) -> None:
+    """Raise PackError for a message whose pack must not be fetched: too large, or its groups contradict each other."""
+    limit = max_bytes(groups)
+    if pack.size_bytes > limit:
+        raise PackError(
+            f"{pack.key} has {pack.size_bytes} bytes, expected at most {limit} for the tokens that its message names"
+        )
+    for what, values in (("id", [g.group_id for g in groups]), ("row group", [g.row_group for g in groups])):
+        if len(set(values)) != len(values):
+            raise PackError(f"two groups of the message of {pack.key} have the same {what}: {values[:8]}")
+    for group in groups:
+        if len(group.completion_tokens) > MAX_ROWS:
+            raise PackError(f"{group.group_id} has {len(group.completion_tokens)} trajectories, at most {MAX_ROWS}")
+
+
+def check_footer(data: bytes) -> None:
+    """Raise PackError unless an object ends with a Parquet footer whose schema is as small as that of a pack."""
+    size = int.from_bytes(data[-8:-4], "little")
+    if len(data) < 12 or data[:4] != b"PAR1" or data[-4:] != b"PAR1" or size > len(data) - 12:
+        raise PackError(
+            f"not a Parquet object (its magic bytes or the size of its footer are wrong); {len(data)} bytes"
+        )
+    found = _FOOTER.match(data, len(data) - 8 - size)
+    if found is None or (found[2] is not None and found[2][0] > _MAX_SCHEMA_ELEMENTS):
+        raise PackError(
+            f"the Parquet footer is not that of a pack: no schema, or more than {_MAX_SCHEMA_ELEMENTS} elements in it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumn:
+    """One leaf column as the schema of a file describes it, and not as its chunks claim."""
+
+    path: str
+    width: int  # of a decoded value, in bytes
+    is_text: bool
+    is_list: bool
+
+
+def check_schema(
+    file: pq.ParquetFile, accepted: Collection[pa.Schema], keys: Collection[bytes]
+) -> tuple[StoredColumn, ...]:
+    """Return the columns of a file; raises PackError unless they are exactly those of one of the ``accepted`` schemas.
+
+    Args:
+        file: The opened file.
+        accepted: The schemas that packs have, or had.
+        keys: Of the file's metadata; an Arrow schema among them changes the types that are read, so it must be the same.
+    """
+    schema = file.schema
+    for known in accepted:
+        expected, columns = _stored(known)
+        if schema.equals(expected) and tuple([schema.column(i).path for i in range(len(columns))]) == tuple(
+            [c.path for c in columns]
+        ):
+            if b"ARROW:schema" not in keys or file.schema_arrow.equals(known):
+                return columns
+            break
+    raise PackError(f"the columns are not those of a pack: {str(file.schema_arrow)[:600]}")
+
+
+@functools.cache
+def _stored(schema: pa.Schema) -> tuple[pq.ParquetSchema, tuple[StoredColumn, ...]]:
+    """Return a schema as Parquet reads it back, with its columns."""
+    sink = io.BytesIO()
+    pq.ParquetWriter(sink, schema, store_schema=False).close()
+    found = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    leaves = [found.column(i) for i in range(len(found.names))]
+    return found, tuple(
+        StoredColumn(
+            leaf.path, _WIDTHS[leaf.physical_type], leaf.physical_type == "BYTE_ARRAY", leaf.max_repetition_level > 0
+        )
+        for leaf in leaves
+    )
+
+
+def check_pages(
+    file: pq.ParquetFile,
+    data: bytes,
+    row_groups: Sequence[int],
+    columns: Sequence[tuple[int, StoredColumn]],
+    groups: Sequence[GeneratedGroup] | None,
+) -> list[int]:
+    """Return the rows of each row group; raises PackError if reading the columns could allocate more than is promised.
+
+    ``columns`` are numbered as in the file; ``groups`` are the message's, in the order of ``row_groups``, and None when no
+    message describes the pack.
+    """
+    metadata, left, sizes = file.metadata, max_bytes(groups), []
+    for position, number in enumerate(row_groups):
+        if not 0 <= number < min(metadata.num_row_groups, MAX_ROW_GROUPS):
+            raise PackError(f"row group {number} of a pack that has {metadata.num_row_groups}")
+        row_group = metadata.row_group(number)
+        rows = row_group.num_rows
+        most = MAX_ROWS if groups is None else len(groups[position].completion_tokens)
+        if not 0 < rows <= most or (groups is not None and rows != most):
+            raise PackError(
+                f"row group {number} has {rows} rows, expected {most if groups is not None else f'1 to {most}'}"
+            )
+        sizes.append(rows)
+        for index, column in columns:
+            left -= _column_bytes(data, row_group.column(index), column, rows, left)
+            if left < 0:
+                raise PackError(
+                    f"row groups {list(row_groups)[:8]} would decode to more than {max_bytes(groups)} bytes, which is the "
+                    f"limit for the tokens that the message names; {len(data)} bytes are stored"
+                )
+    return sizes
+
+
+def _column_bytes(data: bytes, chunk: pq.ColumnChunkMetaData, column: StoredColumn, rows: int, limit: int) -> int:
+    """Return an upper bound of the bytes that decoding a column allocates; raises PackError for a page not of our writer."""
+    num_values = chunk.num_values
+    start = position = chunk.data_page_offset
+    dictionary_at = chunk.dictionary_page_offset
+    if dictionary_at is not None and 0 < dictionary_at < start:
+        start = position = dictionary_at
+    end = start + chunk.total_compressed_size
+    if not (4 <= start < end <= len(data) and (rows <= num_values if column.is_list else rows == num_values)):
+        raise PackError(
+            f"column {column.path}: {num_values} values in {rows} rows, in bytes {start} to {end} of {len(data)}"
+        )
+    total = num_values * (column.width + _LEVEL_BYTES * column.is_list)
+    values = dictionary = 0
+    while position < end and total <= limit:
+        found = _PAGE.match(data, position)
+        if found is None:
+            raise PackError(f"column {column.path} has a page of a form that packs do not use, at byte {position}")
+        page = _page(found[0])
+        if page.is_dictionary:
+            if position != start:
+                raise PackError(f"column {column.path} has a dictionary after its first page")
+            dictionary = page.size
+            total += column.width * page.num_values
+        else:
+            values += page.num_values
+            if page.uses_dictionary and column.is_text:
+                total += dictionary * page.num_values
+        total += page.size
+        position = (_end_of_statistics(data, found.end()) if page.has_statistics else found.end()) + page.stored
+    if total <= limit and (position != end or values != num_values):
+        raise PackError(
+            f"column {column.path}: its pages hold {values} values and end at byte {position}, the footer says "
+            f"{num_values} values and byte {end}"
+        )
+    return total
+
+
+class _Page(NamedTuple):
+    """What the header of a page says."""
+
+    size: int  # uncompressed
+    stored: int
+    num_values: int
+    is_dictionary: bool = False
+    uses_dictionary: bool = False
+    has_statistics: bool = False
+
+
+@functools.lru_cache(8192)
+def _page(header: bytes) -> _Page:
+    """Read a header that `_PAGE` matches; many pages of a run have the same. Raises PackError for what packs do not use."""
+    found = _PAGE.match(header)
+    assert found is not None
+    if found[6] is not None:
+        size, stored, count = map(_unsigned, found.group(6, 7, 8))
+        return _Page(size, stored, count, is_dictionary=True)
+    encoding = found[4][0]
+    if encoding not in (_PLAIN, _BYTE_STREAM_SPLIT, *_DICTIONARY):
+        raise PackError(f"a page has encoding {encoding >> 1}, which packs do not use")
+    size, stored, count = map(_unsigned, found.group(1, 2, 3))
+    return _Page(size, stored, count, uses_dictionary=encoding in _DICTIONARY, has_statistics=found[5] is not None)
+
+
+def _unsigned(varint: bytes) -> int:
+    """Return the value of a zigzag varint; raises PackError for a negative one."""
+    number = _varint(varint)
+    if number & 1:
+        raise PackError("a page header holds a negative size")
+    return number >> 1
+
+
+def _varint(varint: bytes) -> int:
+    return sum((byte & 0x7F) << (7 * place) for place, byte in enumerate(varint))
+
+
+def _end_of_statistics(data: bytes, position: int) -> int:
+    """Return where a page header ends whose statistics begin at ``position``; the first packs had them."""
+    while position < len(data) and (kind := data[position] & 0x0F):
+        position += 1
+        if kind in (5, 6, 8):  # an integer, or the length of a text
+            found = _ONE_VARINT.match(data, position)
+            if found is None:
+                break
+            position = found.end() + (_varint(found[0]) if kind == 8 else 0)
+        elif kind not in (1, 2):
+            break
+    if data[position : position + 3] != b"\x00\x00\x00":
+        raise PackError(f"the statistics of a page are not readable, at byte {position}")
+    return position + 3

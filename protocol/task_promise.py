@@ -1,0 +1,83 @@
+"""What the trainer asked for when it issued a task, kept in a few bytes, to hold the group that comes back against; pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import RewardRequest, Task
+from penstock.protocol.trajectory import Group
+
+_ONE_COMPLETION = "single_turn"  # its trajectories are a prompt and one completion; other environments may add tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TaskPromise:
+    """What must be true of the group of one task.
+
+    ``num_completions`` (without a baseline) and ``max_new_tokens`` are None where they are not known: another session of the
+    trainer issued the task, perhaps with other settings.
+    """
+
+    content: bytes  # `content_hash` of its prompt and reward
+    split: str
+    attempt: int
+    num_completions: int | None = None
+    max_new_tokens: int | None = None
+
+    @classmethod
+    def of(cls, task: Task, *, same_settings: bool = True) -> TaskPromise:
+        """Return the promise of a task; ``same_settings`` is False if it may have been issued with other settings."""
+        prompt = np.array(task.prompt_ids, dtype=np.int32).tobytes()
+        limit = task.sampling.max_new_tokens if task.environment == _ONE_COMPLETION else None
+        return cls(
+            content_hash(prompt, task.prompt_text, task.reward),
+            task.split,
+            task.attempt,
+            task.group_size if same_settings else None,
+            limit if same_settings else None,
+        )
+
+    def check(self, group: Group) -> None:
+        """Raise PackError unless a group is one that this task asked for.
+
+        Its trajectories must be known to have the same prompt (`Group.check_prompt`).
+        """
+        prompt = group.trajectories[0].token_ids[: group.num_prompt_tokens].tobytes()
+        if content_hash(prompt, group.prompt_text, group.reward) != self.content:
+            raise PackError(
+                f"group {group.group_id}: its prompt or what it is to be scored by is not that of its task; "
+                f"got {group.num_prompt_tokens} prompt tokens, {group.prompt_text[:100]!r}, {group.reward.name}"
+            )
+        if (group.split, group.attempt) != (self.split, self.attempt):
+            raise PackError(
+                f"group {group.group_id}: split {group.split} and attempt {group.attempt}, its task has {self.split} and "
+                f"{self.attempt}"
+            )
+        self.check_lengths(
+            group.group_id, [row.num_completion_tokens for row in group.trajectories], group.has_baseline
+        )
+
+    def check_lengths(self, group_id: str, lengths: Sequence[int], has_baseline: bool) -> None:
+        """Raise PackError unless the number of trajectories and of their sampled tokens are what the task asked for."""
+        num = len(lengths) - has_baseline
+        if self.num_completions not in (None, num):
+            raise PackError(f"group {group_id}: {num} trajectories, its task asked for {self.num_completions}")
+        if self.max_new_tokens is not None and max(lengths) > self.max_new_tokens:
+            raise PackError(
+                f"group {group_id}: a completion of {max(lengths)} tokens, its task allows {self.max_new_tokens}"
+            )
+
+
+def content_hash(prompt: bytes, prompt_text: str, reward: RewardRequest) -> bytes:
+    """Return a hash of a prompt's token ids (int32), its text, and what its completions are scored by."""
+    texts = (prompt_text, reward.name, reward.data_source, reward.ground_truth or "", reward.extra_info)
+    parts = [prompt, *(text.encode("utf-8", "surrogatepass") for text in texts), bytes([reward.ground_truth is None])]
+    digest = hashlib.sha256(b"%d %d %d %d %d %d." % tuple(map(len, parts[:6])))
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,56 @@
+"""Hostile packs are refused with a reason, in little memory and time, whatever is wrong with them."""
+
+from __future__ import annotations
+
+import time
+
+import pyarrow as pa
+import pytest
+from tests.protocol.hostile_packs import HOSTILE, TRAINER_ONLY, honest
+
+from penstock.protocol import pack_bounds
+from penstock.protocol.errors import PackError
+from penstock.protocol.facts import BlobRef
+
+_MEMORY_BYTES = 64 * 1024**2
+
+
+def test_an_honest_pack_is_read():
+    """The pack that all variants start from is accepted by both services."""
+    assert honest().read().group_id == honest().read_texts().group_id
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pack_is_refused(name: str):
+    """The trainer refuses it as a PackError; the reward service too, where its columns show it. Neither decodes much."""
+    hostile = HOSTILE[name]()
+    allocated, started = pa.total_allocated_bytes(), time.process_time()
+    with pytest.raises(PackError):
+        hostile.read()
+    if name in TRAINER_ONLY:
+        hostile.read_texts()
+    else:
+        with pytest.raises(PackError):
+            hostile.read_texts()
+    assert pa.total_allocated_bytes() - allocated < _MEMORY_BYTES
+    assert time.process_time() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "changes", "complaint"),
+    [
+        (2**40, {}, "expected at most"),
+        (100, {"group_id": "e0.p1.a0"}, "the same row group"),
+        (100, {"row_group": 1}, "the same id"),
+        (100, {"group_id": "e0.p1.a0", "row_group": 1, "completion_tokens": (1,) * 5000}, "at most 4097"),
+    ],
+)
+def test_a_message_that_contradicts_itself_is_refused_before_its_pack_is_fetched(
+    size_bytes: int, changes: dict, complaint: str
+):
+    """A pack larger than its tokens can be, a group named twice, and a group larger than any task are refused."""
+    one = honest().described
+    ref = BlobRef(key="runs/r/groups/x.parquet", size_bytes=size_bytes, sha256="0" * 64)
+    groups = [one, one.model_copy(update=changes)] if changes else [one]
+    with pytest.raises(PackError, match=complaint):
+        pack_bounds.check_message(ref, groups)

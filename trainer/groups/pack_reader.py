@@ -1,0 +1,56 @@
+"""Reads the packs of scored groups for the collector: held against their tasks, and marked while they are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from penstock.protocol.errors import ReaderKilled
+from penstock.protocol.facts import BlobRef, ScoredGroup
+from penstock.protocol.task_promise import TaskPromise
+from penstock.protocol.trajectory import Group
+from penstock.trainer.groups.reading_mark import ReadingMark
+from penstock.trainer.groups.stored_groups import read_groups
+
+
+class PackReader:
+    """Fetches, decodes and checks."""
+
+    def __init__(
+        self, fetch: Callable[[BlobRef], bytes], *, vocab_size: int | None = None, mark: ReadingMark | None = None
+    ) -> None:
+        """Read objects with ``fetch``.
+
+        Args:
+            fetch: Returns the verified bytes of an object.
+            vocab_size: Of the model; token ids beyond it are refused. None: not known.
+            mark: Where the pack that is being read is marked; None: a pack that kills the trainer is not quarantined.
+        """
+        self._fetch = fetch
+        self._vocab_size = vocab_size
+        self._mark = mark
+
+    def read(self, pack: BlobRef, wanted: Sequence[ScoredGroup], promises: Sequence[TaskPromise]) -> list[Group]:
+        """Return groups of one pack; ``promises`` are what their tasks asked for.
+
+        Raises BlobMissing, BlobCorrupt, BlobStoreUnreachable, PackError, and ReaderKilled for a pack that has killed the
+        trainer twice.
+        """
+        if self._mark is not None and self._mark.is_quarantined(pack):
+            raise ReaderKilled(
+                f"two sessions of the trainer were killed while they read {pack.key}: it is not read again, and its groups "
+                "are issued again; keep the object and report it"
+            )
+        with self._mark.cleared_unless_fatal() if self._mark is not None else contextlib.nullcontext():
+            return read_groups(pack, wanted, self._marked_fetch, promises=promises, vocab_size=self._vocab_size)
+
+    def close(self) -> None:
+        """Close the file of the mark."""
+        if self._mark is not None:
+            self._mark.close()
+
+    def _marked_fetch(self, pack: BlobRef) -> bytes:
+        data = self._fetch(pack)
+        if self._mark is not None:
+            self._mark.set(pack)
+        return data
