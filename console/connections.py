@@ -56,7 +56,7 @@ def store_environment(store: Path) -> dict[str, str]:
         words = shlex.split((store / "environment").read_text(encoding="utf-8"))
     except OSError:
         return {}
-    except ValueError:  # not UTF-8, or a quote without its end; the text holds passwords
+    except ValueError:  # not UTF-8, or a quote without its end
         raise ConfigError(
             f"{store / 'environment'} cannot be read: start the servers again (penstock up --data {store}), which writes it"
         ) from None

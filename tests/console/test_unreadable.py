@@ -10,9 +10,6 @@ from typing import Any
 
 import nats
 import pytest
-from tests.console.cli.test_command import penstock
-from tests.console.record import recorded_run as recorded
-from tests.console.record.test_audit_checks import chapters
 
 from penstock.console import connections
 from penstock.console.live.frame import render
@@ -31,13 +28,33 @@ from penstock.deploy.servers import NatsServer
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.errors import ConfigError, MalformedFact
-from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, decode, encode, encode_unbounded
+from penstock.protocol.facts import Heartbeat, RunEvent, decode, encode, encode_unbounded
 from penstock.protocol.streams import StreamSpec
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from tests.console.cli.test_command import penstock
+from tests.console.record import recorded_run as recorded
+from tests.console.record.test_audit_checks import chapters
 
 INF, NAN = float("inf"), float("nan")
-VALUES: list[Any] = [INF, -INF, NAN, 1e300, -1, 2**63, "x", "", None, True, [], {}, [[]], {"a": {}}, {"x": INF}, b"\xff"]
+VALUES: list[Any] = [
+    INF,
+    -INF,
+    NAN,
+    1e300,
+    -1,
+    2**63,
+    "x",
+    "",
+    None,
+    True,
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    {"x": INF},
+    b"\xff",
+]
 FIELDS = {
     "step": ["step", "version", "staleness_tokens", "tokens_trained", "groups", "skipped", "scored_by", "reward_mean", "loss",
              "mismatch", "ratio_percentiles", "rejected_by", "reward_parts", "grad_norm", "zero_signal_groups"],
@@ -120,12 +137,23 @@ def test_times_and_durations_that_are_none_do_not_decode(at: float) -> None:
 
 def test_the_metrics_of_a_step_are_finite() -> None:
     """Sections that are no objects, and numbers that are none, are left out."""
-    data = {"mismatch": [1], "ratio_percentiles": 3, "rejected_by": "x", "reward_parts": {"a": INF, "b": 1}, "grad_norm": 10**400}
+    data = {
+        "mismatch": [1],
+        "ratio_percentiles": 3,
+        "rejected_by": "x",
+        "reward_parts": {"a": INF, "b": 1},
+        "grad_norm": 10**400,
+    }
     assert learning.read(data) == {"reward part b": 1.0}
 
 
 def test_a_watcher_a_listing_and_an_audit_skip_and_count(
-    bus: Bus, blobs: Blobs, run_streams: str, nats_settings: NatsSettings, s3_settings: S3Settings, tmp_path: Path,
+    bus: Bus,
+    blobs: Blobs,
+    run_streams: str,
+    nats_settings: NatsSettings,
+    s3_settings: S3Settings,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One letter, event, heartbeat, task and key that cannot be read stop no command; each command names the number."""
@@ -162,7 +190,9 @@ def test_a_watcher_a_listing_and_an_audit_skip_and_count(
     with DeadLetters(run, given, {}) as dead:
         assert [found.number for found in dead.all()] == [2, 4]
         assert set(dead.unreadable) == {1, 3}
-        with pytest.raises(ConfigError, match="dead letter 3 of run .* cannot be read by this build: expected dead_letter"):
+        with pytest.raises(
+            ConfigError, match=r"dead letter 3 of run .* cannot be read by this build: expected dead_letter"
+        ):
             dead.find([3])
 
     found = gather(run, bus, blobs, tmp_path / "checkpoints", reads_packs=False)
@@ -193,7 +223,9 @@ def test_a_letter_that_may_be_missing_is_no_violation() -> None:
     assert "dropped as dead, without a dead letter" in {breach.kind for breach in complete.breaches}
     unclear = check_record(AuditInputs("r", chapters(), unreadable={LETTERS: ["number 7 (x)"] * 5}))
     assert "dropped as dead, without a dead letter" not in {breach.kind for breach in unclear.breaches}
-    assert "5 dead letters cannot be read and are left out: number 7 (x); number 7 (x); number 7 (x); …" in unclear.notes
+    assert (
+        "5 dead letters cannot be read and are left out: number 7 (x); number 7 (x); number 7 (x); …" in unclear.notes
+    )
 
 
 def test_a_letter_of_another_run_is_not_sent_again() -> None:
@@ -201,7 +233,9 @@ def test_a_letter_of_another_run_is_not_sent_again() -> None:
     from tests.console.tools.test_dead_letters import TASKS, letter
 
     assert refusal(letter("tasks", TASKS), RunProgress(), run="r") is None
-    assert "it was forged" in str(refusal(letter("tasks", TASKS.model_copy(update={"run_id": "other"})), RunProgress(), run="r"))
+    assert "it was forged" in str(
+        refusal(letter("tasks", TASKS.model_copy(update={"run_id": "other"})), RunProgress(), run="r")
+    )
     assert "ends with none of train, eval" in str(refusal(letter("tasks", TASKS, split=">"), RunProgress(), run="r"))
 
 
@@ -245,7 +279,9 @@ def test_files_in_place_of_others_stop_no_listing(tmp_path: Path) -> None:
 def test_a_foreign_stream_does_not_hide_the_runs(bus: Bus, run_streams: str, nats_server: NatsServer) -> None:
     """A stream that is named like a run's events, without its buckets, is listed as incomplete beside the runs."""
     name = f"{run_streams}x-events"
-    bus.ensure_stream(StreamSpec(name=name, subjects=(f"foreign.{run_streams}",), retention="limits", max_msgs=9, max_bytes=1000)).wait()
+    bus.ensure_stream(
+        StreamSpec(name=name, subjects=(f"foreign.{run_streams}",), retention="limits", max_msgs=9, max_bytes=1000)
+    ).wait()
     try:
         lines = {line.run: line.state for line in list_broker(bus)}
     finally:
