@@ -150,7 +150,7 @@ class _BoundedProtocol(H11Protocol):
         if left_s > 0.0:
             self._timer = self.loop.call_later(left_s, self._watch)
             return
-        log.info("request did not arrive in time", client=self.client)
+        log.debug("request did not arrive in time", client=self.client)
         self._end(_LATE, "the request did not arrive in time")
 
     def _end(self, head: bytes, detail: str) -> None:
