@@ -43,7 +43,11 @@ BAD: dict[str, tuple[Behaviour, str, str]] = {
     "infinite": (_results([{"score": float("inf")}] * 2), "EndpointNonsense", "Infinity is no JSON number"),
     "a-string": (_results([{"score": "1.0"}] * 2), "EndpointNonsense", "valid number"),
     "a-bool": (_results([{"score": True}] * 2), "EndpointNonsense", "valid number"),
-    "bad-part": (_results([{"score": 1.0, "parts": {"a": float("nan")}}] * 2), "EndpointNonsense", "NaN is no JSON number"),
+    "bad-part": (
+        _results([{"score": 1.0, "parts": {"a": float("nan")}}] * 2),
+        "EndpointNonsense",
+        "NaN is no JSON number",
+    ),
     "out-of-range": (_results([{"score": 0.5}, {"score": 7.0}]), "EndpointNonsense", "score 7 is outside [0, 1]"),
     "null": (_results([{"score": 0.5}, {"score": None}]), "ScoreRefused", "completion 1: score is null"),
     "a-key-twice": (raw('{"results": [], "results": []}'), "EndpointNonsense", "'results' twice"),
