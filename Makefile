@@ -8,7 +8,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: bench-plane wheel-test test-vllm
+.PHONY: bench-plane wheel-test test-vllm test-secrets
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
 
@@ -21,6 +21,9 @@ test: $(STAMP)  ## all tests, on a real nats-server and a real S3 server
 test-faults: $(STAMP)  ## exactly-once tests with thousands of generated failures and outages of one minute (minutes)
 	PENSTOCK_TEST_EXAMPLES=50 PENSTOCK_TEST_OUTAGE_S=60 $(BIN)/python -m pytest --timeout 3600 \
 		tests/trainer/recovery/test_exactly_once.py tests/trainer/groups/test_collect.py tests/system/test_misfortunes.py
+
+test-secrets: $(STAMP)  ## plant words as secrets in a small run and look for them in all that it leaves (a minute)
+	PENSTOCK_TEST_SECRETS=1 $(BIN)/python -m pytest --timeout 300 tests/system/test_secrets_left.py
 
 fuzz: $(STAMP)  ## property tests and the reward API fuzzer with 40 times as many examples, new in each run (an hour)
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from penstock.protocol.config.connection import NatsSettings, RunSettings, S3Settings
 from penstock.protocol.config.run_file import Loaded, load
 from penstock.protocol.config.sources import ENVIRONMENT_PREFIX, split_arguments
+from penstock.protocol.errors import ConfigError
 
 STORE = "store"
 
@@ -47,10 +48,17 @@ def is_configured(loaded: Loaded[ConsoleSettings]) -> bool:
 
 
 def store_environment(store: Path) -> dict[str, str]:
-    """Return the variables that local servers wrote to their data folder; empty when there are none."""
+    """Return the variables that local servers wrote to their data folder; empty when there are none.
+
+    Raises ConfigError for a file that is not theirs.
+    """
     try:
-        text = (store / "environment").read_text(encoding="utf-8")
+        words = shlex.split((store / "environment").read_text(encoding="utf-8"))
     except OSError:
         return {}
-    assignments = [word for word in shlex.split(text) if word.startswith(ENVIRONMENT_PREFIX)]
+    except ValueError:  # not UTF-8, or a quote without its end
+        raise ConfigError(
+            f"{store / 'environment'} cannot be read: start the servers again (penstock up --data {store}), which writes it"
+        ) from None
+    assignments = [word for word in words if word.startswith(ENVIRONMENT_PREFIX)]
     return dict(word.split("=", 1) for word in assignments if "=" in word)

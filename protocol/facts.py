@@ -43,6 +43,8 @@ Identifier = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Clock = Annotated[float, Field(ge=-1e11, le=1e11, allow_inf_nan=False)]  # seconds since 1970, by the writer's clock
+Duration = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # seconds
 
 
 class Wire(BaseModel):
@@ -249,8 +251,8 @@ class WeightsApplied(Fact):
     worker_id: Identifier
     version: Count
     previous_version: Count | None
-    pause_s: Annotated[float, Field(ge=0)]
-    fetch_s: Annotated[float, Field(ge=0)]
+    pause_s: Duration
+    fetch_s: Duration
     num_bytes: Count  # fetched from the object store for it
     checksum: str
     layout: str
@@ -295,7 +297,7 @@ class Lease(Fact):
     host: str
     pid: Count
     since: Finite
-    ttl_s: Annotated[float, Field(gt=0)]
+    ttl_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     released: bool = False  # its holder exited and gave it up
 
 
@@ -312,13 +314,13 @@ class Heartbeat(Fact):
     schema_tag = "heartbeat.v1"
     role: Literal["rollout", "reward", "trainer"]
     service_id: Identifier
-    at: float
+    at: Clock
     state: str  # a few words: what it does or waits for
     version: Count | None = None
     needs_version: Count | None = None  # of a worker: the oldest version it may still read; its objects stay
-    busy_s: Annotated[float, Field(ge=0)] = 0.0
-    idle_s: Annotated[float, Field(ge=0)] = 0.0
-    cpu_s: Annotated[float, Field(ge=0)] = 0.0
+    busy_s: Duration = 0.0
+    idle_s: Duration = 0.0
+    cpu_s: Duration = 0.0
     figures: dict[str, Finite] = {}
 
 
@@ -329,7 +331,7 @@ class RunEvent(Fact):
     run_id: Identifier
     source: Identifier
     kind: Identifier
-    at: float
+    at: Clock
     data: dict[str, Any] = {}
 
 

@@ -64,7 +64,9 @@ async def run(settings: RewardSettings) -> None:
         live = await bus.key_value(streams.live_bucket(run_id).bucket)
         inbox = await bus.inbox(consumer, GroupGenerated)
 
-        policy = TargetPolicy(section.allowed_targets, await own_servers.find(settings.nats, settings.s3))
+        bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
+        own = [*await own_servers.find(settings.nats, settings.s3), await own_servers.find_own_api(bound)]
+        policy = TargetPolicy(section.allowed_targets, own)
         client = await connections.enter_async_context(
             EndpointClient(policy, max_response_bytes=section.max_response_bytes, secrets=secrets)
         )
@@ -129,7 +131,6 @@ async def run(settings: RewardSettings) -> None:
             hosts=(section.host,),
             max_request_bytes=section.max_request_bytes,
         )
-        bound = connections.enter_context(web_server.listen(section.host, section.port, key="reward_service.port"))
         _report_port(bound, section.port_file, section.host)
 
         activity.restart()

@@ -11,6 +11,7 @@ from rich.text import Text
 from penstock.console.braille import curve
 from penstock.console.durations import clock
 from penstock.console.live.run_snapshot import ServiceLine, Snapshot
+from penstock.console.printable import printable
 from penstock.console.report import learning
 
 _CURVE_WIDTH = 46
@@ -32,7 +33,7 @@ def render(snapshot: Snapshot) -> RenderableType:
     return Panel(
         Group(*parts),
         title=f"[bold]penstock[/] · {snapshot.run_id}",
-        subtitle=snapshot.state,
+        subtitle=Text(printable(snapshot.state)),
         border_style="green" if snapshot.finished else "cyan",
         padding=(0, 1),
         width=96,
@@ -106,7 +107,7 @@ def _figures(s: Snapshot) -> RenderableType:
         ("tokens/s", Text(f"{rate(s.generated_per_s)} generated, {rate(s.trained_per_s)} trained")),
         ("weights", Text(f"v{s.newest_version}, {s.versions_published} published")),
         ("groups", Text(groups)),
-        ("dropped", Text(", ".join(f"{n} {reason}" for reason, n in s.dropped.items()) or "none")),
+        ("dropped", Text(printable(", ".join(f"{n} {reason}" for reason, n in s.dropped.items())) or "none")),
     )
     narrow = Table.grid(padding=(0, 2))
     for left, right in zip(pairs[::2], pairs[1::2], strict=True):
@@ -120,7 +121,7 @@ def _figures(s: Snapshot) -> RenderableType:
     wide = Table.grid(padding=(0, 2))
     wide.add_row(Text("queues  ", style="dim"), Text(queues or "–"))
     if parts := learning.reward_parts(s.learning):
-        wide.add_row(Text("reward of", style="dim"), Text(parts))
+        wide.add_row(Text("reward of", style="dim"), Text(printable(parts)))
     wide.add_row(Text("off-policy", style="dim"), Text(off_policy))
     wide.add_row(Text("engine gap", style="dim"), Text(engine))
     wide.add_row(Text("waiting", style="dim"), Text(f"{idle or '–'}   {s.waiting_for}", no_wrap=True))
@@ -144,7 +145,7 @@ def _service(line: ServiceLine, newest_version: int) -> tuple[Text, ...]:
     state = line.state if line.alive else f"lost, no heartbeat for {clock(line.silent_s)}"
     speed = rate(line.tokens_per_s) if line.role == "rollout" else ""
     cells = (line.name + starts, version, speed, share(line.idle_share), state)
-    return tuple(Text(cell, style=style, overflow="ellipsis") for cell in cells)
+    return tuple(Text(printable(cell), style=style, overflow="ellipsis") for cell in cells)
 
 
 def _incidents(s: Snapshot) -> RenderableType:
@@ -152,5 +153,5 @@ def _incidents(s: Snapshot) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     for incident in s.incidents[-_NUM_INCIDENTS:]:
         when = clock(incident.at - s.started_at)
-        table.add_row(Text(when, style="dim"), Text(incident.text, style=styles[incident.kind]))
+        table.add_row(Text(when, style="dim"), Text(printable(incident.text), style=styles[incident.kind]))
     return table

@@ -26,6 +26,7 @@ from penstock.console.live.frame import figure, rate, render
 from penstock.console.live.run_snapshot import Snapshot
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
+from penstock.console.printable import printable
 from penstock.console.report.run_summary import RunSummary
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
@@ -65,6 +66,7 @@ class LivePanel:
         self._thread: threading.Thread | None = None
         self._live: Live | None = None
         self._watcher: Watcher | None = None
+        self._problem = ""  # the last one shown
 
     def __enter__(self) -> LivePanel:
         """Start watching; raises MissingStream when the run was never bootstrapped."""
@@ -118,8 +120,11 @@ class LivePanel:
             try:
                 with self._lock:
                     self._fold()
-            except PenstockError as err:
-                self.note(f"the panel could not read the run: {err}")
+            except Exception as err:  # noqa: BLE001 without its thread the panel would stand still without a word
+                problem = str(err) if isinstance(err, PenstockError) else f"{type(err).__name__}: {err}"
+                if problem != self._problem:
+                    self._problem = problem
+                    self.note(f"the panel could not read the run: {problem}")
             if time.monotonic() >= next_frame:
                 before_s = time.thread_time()
                 self._show()
@@ -144,7 +149,7 @@ class LivePanel:
             self._lines.show(snapshot, last=last)
 
     def _write(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(printable(line), file=self._stream, flush=True)
 
 
 class PlainLines:

@@ -6,7 +6,6 @@ takes again replaces the first instead of being counted twice.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,16 @@ from penstock.console.durations import clock
 from penstock.console.live.fleet import Fleet
 from penstock.console.live.run_snapshot import EvalPoint, Incident, QueueDepths, Snapshot, StepPoint
 from penstock.console.live.weights_view import WeightsView
-from penstock.console.report import learning
+from penstock.console.report import event_fields, learning
+from penstock.console.report.event_fields import (
+    EvalFields,
+    GroupFields,
+    NoteFields,
+    RewardErrorFields,
+    StateFields,
+    StepFields,
+    UnreadableEvent,
+)
 from penstock.console.report.run_summary import GroupCounts, Overlap, RunSummary, ScorerShare, WorkerWeights
 from penstock.protocol.facts import DeadLetter, Heartbeat, RunEvent, WeightsApplied, WeightsPublished, WeightsRefused
 
@@ -39,7 +47,8 @@ class RunView:
         self.disconnected_s = 0.0
         self.finished = False
         self._fleet = Fleet()
-        self._groups: dict[str, Any] = {}
+        self._groups = GroupFields()
+        self._unreadable: Counter[str] = Counter()  # messages by kind
         self._num_eval_groups = 0
         self._staleness: Counter[int] = Counter()  # tokens of all steps by staleness
         self._dead: Counter[str] = Counter()
@@ -53,8 +62,20 @@ class RunView:
     # ── input ─────────────────────────────────────────────────────────────────────────────────
 
     def fold_event(self, event: RunEvent) -> None:
-        """Take one event of a service; other kinds are ignored."""
-        self._saw(event.at)
+        """Take one event of a service; other kinds are ignored, one whose data does not fit is counted."""
+        try:
+            self._fold_event(event)
+        except UnreadableEvent as err:
+            self.unreadable(event.at, f"{event.kind} event", f"{err}, from {event.source}")
+
+    def unreadable(self, at: float, what: str, problem: str) -> None:
+        """Count a message that cannot be read; the first one of its kind is an incident."""
+        self._unreadable[what] += 1
+        if self._unreadable[what] == 1:
+            text = f"{what} skipped, it cannot be read: {problem}; others like it are counted"
+            self._remember([Incident(at, text, "note")])
+
+    def _fold_event(self, event: RunEvent) -> None:
         if event.kind == "step":
             self._fold_step(event.at, event.data)
         elif event.kind == "eval":
@@ -66,9 +87,11 @@ class RunView:
         elif event.kind == "weights":
             self.weights.fold_publication(event.data)
         elif event.kind in {"alarm", "evaluation_lost"}:
-            self._remember([Incident(event.at, str(event.data.get("text") or event.kind), "lost")])
-        elif event.kind == "log" and event.data.get("text"):
-            self.note(event.at, str(event.data["text"]))
+            text = event_fields.read(NoteFields, event.data).text
+            self._remember([Incident(event.at, text or event.kind, "lost")])
+        elif event.kind == "log" and (text := event_fields.read(NoteFields, event.data).text):
+            self.note(event.at, text)
+        self._saw(event.at)
 
     def fold_heartbeats(self, beats: Sequence[Heartbeat], now: float) -> None:
         """Take all heartbeats of the live bucket as read at ``now``, in the reader's wall-clock seconds."""
@@ -139,7 +162,7 @@ class RunView:
             services=self._fleet.lines(now),
             idle_share=self._fleet.idle_shares(),
             dropped=self._dropped(),
-            groups_trained=int(self._groups.get("trained", 0)),
+            groups_trained=self._groups.trained,
             no_signal_share=_mean([p.no_signal_share for p in points[-5:] if p.no_signal_share is not None]),
             learning=points[-1].learning if points else {},
             incidents=tuple(self.incidents),
@@ -165,11 +188,11 @@ class RunView:
             reward_first=_mean(rewards[:tenth]),
             reward_last=_mean(rewards[-tenth:]),
             groups=GroupCounts(
-                issued=int(self._groups.get("issued", 0)),
+                issued=self._groups.issued,
                 generated=self._generated(),
-                scored=int(self._groups.get("scored", 0)),
-                trained=int(self._groups.get("trained", 0)),
-                in_flight=int(self._groups.get("outstanding", 0)),
+                scored=self._groups.scored,
+                trained=self._groups.trained,
+                in_flight=self._groups.outstanding,
                 dropped=self._dropped(),
                 dead_lettered=dict(self._dead),
             ),
@@ -186,6 +209,7 @@ class RunView:
             tokens_trained=sum(p.tokens_trained for p in points),
             idle_share=self._fleet.idle_shares(),
             overlap=self._overlap(points, staleness),
+            unreadable=dict(self._unreadable),
             incidents=tuple(f"{clock(i.at - (self._first_at or i.at))} {i.text}" for i in self.incidents),
             wall_s=max(self._last_at - self._first_at, 0.0) if self._first_at is not None else 0.0,
             cpu_s=sum(cpu.values()),
@@ -203,26 +227,27 @@ class RunView:
     # ── folding ───────────────────────────────────────────────────────────────────────────────
 
     def _fold_step(self, at: float, data: Mapping[str, Any]) -> None:
-        step = int(data.get("step", len(self.steps) + 1))
+        fields = event_fields.read(StepFields, data)
+        step = len(self.steps) + 1 if fields.step is None else fields.step
         if self.steps and step <= next(reversed(self.steps)):  # resumed from a checkpoint: these steps are repeated
             for later in [s for s in self.steps if s >= step]:
                 self._staleness.subtract(self.steps.pop(later).staleness_tokens)
-        histogram = {int(k): int(v) for k, v in (data.get("staleness_tokens") or {}).items()}
+        histogram = fields.staleness_tokens
         self.steps[step] = StepPoint(
             step=step,
             at=at,
-            version=int(data.get("version") or 0),
-            reward_mean=_number(data.get("reward_mean")),
-            loss=_number(data.get("loss")),
-            tokens_trained=int(data.get("tokens_trained") or sum(histogram.values())),
+            version=fields.version,
+            reward_mean=fields.reward_mean,
+            loss=fields.loss,
+            tokens_trained=fields.tokens_trained or sum(histogram.values()),
             staleness_tokens=histogram,
-            no_signal_share=_number(data.get("zero_signal_groups")),
+            no_signal_share=fields.zero_signal_groups,
             learning=learning.read(data),
-            skipped={str(reason): int(n) for reason, n in (data.get("skipped") or {}).items()},
-            scored_by={str(scorer): int(n) for scorer, n in (data.get("scored_by") or {}).items()},
+            skipped=fields.skipped,
+            scored_by=fields.scored_by,
         )
         self._staleness.update(histogram)
-        self._groups = dict(data.get("groups") or self._groups)
+        self._groups = fields.groups or self._groups
         self.state = "training"
         self.finished = False  # a run that had ended was resumed with more steps
         self._fleet.open_window()
@@ -230,34 +255,35 @@ class RunView:
             self._fleet.close_window()
 
     def _fold_eval(self, at: float, data: Mapping[str, Any]) -> None:
-        self._num_eval_groups += int(data.get("num_prompts") or 0)
-        accuracy = _number(data.get("accuracy"))
-        if accuracy is None:
+        fields = event_fields.read(EvalFields, data)
+        self._num_eval_groups += fields.num_prompts
+        if fields.accuracy is None:
             return
         point = EvalPoint(
-            step=int(data.get("step") or 0),
+            step=fields.step,
             at=at,
-            version=int(data.get("version") or 0),
-            split=str(data.get("split") or data.get("name") or "eval"),
-            accuracy=accuracy,
-            num_prompts=int(data.get("num_prompts") or 0),
+            version=fields.version,
+            split=fields.split or fields.name or "eval",
+            accuracy=fields.accuracy,
+            num_prompts=fields.num_prompts,
         )
         others = [e for e in self.evals if (e.version, e.split) != (point.version, point.split)]
         self.evals = sorted([*others, point], key=lambda e: e.step)
 
     def _fold_reward_error(self, at: float, data: Mapping[str, Any]) -> None:
-        reason = str(data.get("reason") or "unknown")
+        reason = event_fields.read(RewardErrorFields, data).reason or "unknown"
         if reason not in self._reward_errors:  # one incident per reason, not per group
             self._remember([Incident(at, f"rewards fail ({reason}); their groups are retried", "dead_letter")])
         self._reward_errors[reason] += 1
 
     def _fold_state(self, source: str, data: Mapping[str, Any]) -> None:
-        text = str(data.get("text") or data.get("state") or "")
+        fields = event_fields.read(StateFields, data)
+        text = fields.text or fields.state
         if text and source.startswith("trainer"):
             self.state = text
-        if data.get("total_steps"):
-            self.total_steps = int(data["total_steps"])
-        if data.get("finished"):
+        if fields.total_steps:
+            self.total_steps = fields.total_steps
+        if fields.finished:
             self.finished = True
             self._fleet.close_window()
 
@@ -273,7 +299,7 @@ class RunView:
     def _generated(self) -> int:
         """Return the generated groups of the training split, at least those scored: a killed worker's last heartbeat is old."""
         by_heartbeats = self._fleet.count("groups_generated") - self._num_eval_groups
-        return max(by_heartbeats, int(self._groups.get("scored", 0)))
+        return max(by_heartbeats, self._groups.scored)
 
     def _worker_weights(self) -> dict[str, WorkerWeights]:
         found = {}
@@ -291,7 +317,7 @@ class RunView:
         return {versions: tokens for versions, tokens in sorted(self._staleness.items()) if tokens}
 
     def _dropped(self) -> dict[str, int]:
-        return {str(k): int(v) for k, v in (self._groups.get("dropped") or {}).items() if v}
+        return {reason: groups for reason, groups in self._groups.dropped.items() if groups}
 
     def _primary_evals(self) -> list[EvalPoint]:
         return [e for e in self.evals if e.split == self.evals[0].split]
@@ -334,7 +360,3 @@ def _scorers(points: Sequence[StepPoint]) -> dict[str, ScorerShare]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -9,9 +9,8 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
-
-import structlog
 
 from penstock.console.live.run_snapshot import QueueDepths
 from penstock.console.live.run_view import RunView
@@ -31,8 +30,16 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.protocol.transport.pending import Pending
 
-log = structlog.get_logger("console.watcher")
 _POLL_S = 1.0
+_MAX_UNREADABLE = 1000  # services
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """A message that did not decode."""
+
+    what: str
+    problem: str
 
 
 class Watcher:
@@ -43,7 +50,8 @@ class Watcher:
         self.view = view
         self._bus = bus
         self._clock = clock
-        self._arrived: queue.SimpleQueue[Fact] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Fact | _Unreadable] = queue.SimpleQueue()
+        self._unreadable_keys: set[str] = set()  # of heartbeats
         self._num_arrived: dict[str, int] = {}
         self._polled_at = 0.0
         self._heartbeats: Pending[list[Entry]] | None = None
@@ -86,16 +94,19 @@ class Watcher:
             time.sleep(0.02)
         now = self._clock()
         self._fold_arrived(now)
-        self.view.fold_heartbeats(_heartbeats(entries), now)
+        self.view.fold_heartbeats(self._decoded(entries, now), now)
 
     def _tail(self, stream: str, subject: str, fact: type[Any]) -> None:
         self._num_arrived.setdefault(stream, 0)
 
-        def arrived(received: Fact) -> None:
+        def arrived(received: Fact | _Unreadable) -> None:
             self._arrived.put(received)
             self._num_arrived[stream] += 1
 
-        self._bus.tail(stream, subject, fact, arrived, from_start=True).wait()
+        def unreadable(err: WireError) -> None:
+            arrived(_Unreadable(fact.schema_tag.partition(".")[0].replace("_", " "), str(err)))
+
+        self._bus.tail(stream, subject, fact, arrived, from_start=True, on_unreadable=unreadable).wait()
 
     def _request(self) -> None:
         self._heartbeats = self._live.entries()
@@ -119,6 +130,8 @@ class Watcher:
                     self.view.fold_refused(fact, now)
                 case DeadLetter():
                     self.view.fold_dead_letter(fact, now)
+                case _Unreadable(what, problem):
+                    self.view.unreadable(now, what, problem)
 
     def _fold_heartbeats(self, now: float) -> None:
         pending, self._heartbeats = self._heartbeats, None
@@ -126,7 +139,7 @@ class Watcher:
             entries = pending.wait() if pending else []
         except BusError:
             return  # the next attempt is a second later; disconnected_s shows the reason
-        self.view.fold_heartbeats(_heartbeats(entries), now)
+        self.view.fold_heartbeats(self._decoded(entries, now), now)
 
     def _fold_depths(self) -> None:
         pending, self._depths = self._depths, {}
@@ -141,12 +154,14 @@ class Watcher:
             )
         )
 
-
-def _heartbeats(entries: list[Entry]) -> list[Heartbeat]:
-    beats = []
-    for entry in entries:
-        try:
-            beats.append(decode(entry.value, Heartbeat))
-        except WireError as err:  # of another build; its own log shows it
-            log.debug("unreadable heartbeat", key=entry.key, error=str(err))
-    return beats
+    def _decoded(self, entries: list[Entry], now: float) -> list[Heartbeat]:
+        """Decode heartbeats; one that cannot be read is counted once for each service."""
+        beats = []
+        for entry in entries:
+            try:
+                beats.append(decode(entry.value, Heartbeat))
+            except WireError as err:
+                if entry.key not in self._unreadable_keys and len(self._unreadable_keys) < _MAX_UNREADABLE:
+                    self._unreadable_keys.add(entry.key)
+                    self.view.unreadable(now, "heartbeat", f"{err}, of {entry.key}")
+        return beats

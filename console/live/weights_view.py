@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.console.report import event_fields
+from penstock.console.report.event_fields import PublicationFields
 from penstock.console.report.run_summary import WeightsSummary
 from penstock.protocol.facts import WeightsApplied, WeightsRefused
 
@@ -14,15 +16,16 @@ from penstock.protocol.facts import WeightsApplied, WeightsRefused
 class WeightsView:
     """Folds facts and events in any order; not thread-safe."""
 
-    publications: dict[int, Mapping[str, Any]] = field(default_factory=dict)  # by version: fields of the event
+    publications: dict[int, PublicationFields] = field(default_factory=dict)  # by version
     pauses_s: list[float] = field(default_factory=list)
     fetched_bytes: int = 0
     num_refused: int = 0
 
     def fold_publication(self, data: Mapping[str, Any]) -> None:
-        """Take the trainer's metrics of one version."""
-        if "version" in data:
-            self.publications[int(data["version"])] = data
+        """Take the trainer's metrics of one version; raises UnreadableEvent."""
+        found = event_fields.read(PublicationFields, data)
+        if found.version is not None:
+            self.publications[found.version] = found
 
     def fold_applied(self, fact: WeightsApplied) -> None:
         """Take a worker's report that its engine serves a version."""
@@ -37,13 +40,13 @@ class WeightsView:
 
     def summary(self) -> WeightsSummary:
         """Return the totals of all versions."""
-        patches = [p for p in self.publications.values() if p.get("kind") == "patch"]
+        patches = [p for p in self.publications.values() if p.kind == "patch"]
         pauses = sorted(self.pauses_s)
         return WeightsSummary(
-            raw_bytes=sum(int(p.get("raw_bytes", 0)) for p in self.publications.values()),
-            sent_bytes=sum(int(p.get("sent_bytes", 0)) for p in self.publications.values()),
+            raw_bytes=sum(p.raw_bytes for p in self.publications.values()),
+            sent_bytes=sum(p.sent_bytes for p in self.publications.values()),
             fetched_bytes=self.fetched_bytes,
-            mean_density=sum(float(p.get("density", 0)) for p in patches) / len(patches) if patches else None,
+            mean_density=sum(p.density or 0.0 for p in patches) / len(patches) if patches else None,
             pause_p50_s=_quantile(pauses, 0.5),
             pause_p99_s=_quantile(pauses, 0.99),
             refused=self.num_refused,

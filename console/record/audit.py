@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.console import connections
+from penstock.console.printable import printable
 from penstock.console.record.audit_checks import AuditResult, SplitLine, check_record
 from penstock.console.record.audit_inputs import gather
 from penstock.protocol import logs
@@ -46,9 +48,10 @@ def show(result: AuditResult, console: Console) -> None:
     for kind, count in result.moving.items():
         console.print(f"in motion: {count} groups {kind}")
     for note in result.notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {printable(note)}", markup=False)
     for breach in result.breaches[:_SHOWN]:
-        console.print(f"[red]✗[/] {breach.kind}: {breach.group_id or '–'}: {breach.detail}", highlight=False)
+        line = printable(f"{breach.kind}: {breach.group_id or '–'}: {breach.detail}")
+        console.print(Text.assemble(("✗ ", "red"), line), highlight=False)
     if len(result.breaches) > _SHOWN:
         console.print(f"[red]✗[/] and {len(result.breaches) - _SHOWN} more; --json lists all")
     verdict = "[green]the accounting balances[/]" if result.closes else "[red]THE ACCOUNTING DOES NOT BALANCE[/]"
@@ -73,5 +76,5 @@ def _table(lines: Sequence[SplitLine]) -> Table:
     rows["in flight"] = [(sum(line.in_flight.values()), line.in_flight_tokens) for line in lines]
     for name, figures in rows.items():
         cells = [cell for groups, tokens in figures for cell in (str(groups), "" if tokens is None else str(tokens))]
-        table.add_row(name, *cells)
+        table.add_row(Text(printable(name)), *cells)
     return table

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,7 +22,9 @@ from penstock.protocol.record.lineage import LineageChapter
 from penstock.protocol.versions import PolicyVersion, is_fresh
 
 STAGES = ("tasks", "generated", "scored")
+LETTERS = "dead letters"  # a kind of unreadable messages
 _DEAD = "dead"
+_MOST_NOTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class AuditInputs:
     packs_expire: bool = False  # whether a session of the run was set to remove packs of trained groups
     window: int | None = None  # smallest max_staleness of the run's sessions; None: unknown
     faults: Sequence[Breach] = ()  # found while reading
+    unreadable: Mapping[str, Sequence[str]] = field(default_factory=dict)  # messages by kind: which, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,10 @@ def _checkpoint_faults(fold: RecordFold, audit_inputs: AuditInputs) -> list[Brea
     ]
     if state.account != last.account:
         faults.append(Breach("checkpoint differs", "", f"{what}: its totals are not those of its record"))
-    outstanding = set(state.dispatch.get("outstanding", ()))
+    listed = state.dispatch.get("outstanding", ())
+    if not isinstance(listed, Iterable) or not all(isinstance(group_id, str) for group_id in listed):
+        return [*faults, Breach("checkpoint differs", "", f"{what}: dispatch.outstanding is no list of group ids")]
+    outstanding = set(listed)
     recorded = fold.accounts["train"].in_flight
     faults += [
         Breach("checkpoint differs", group_id, f"{what}: outstanding there or in the record, not in both")
@@ -218,7 +224,7 @@ def _ledger_faults(fold: RecordFold, state: CheckpointState, window: int | None)
 
 
 def _dead_faults(fold: RecordFold, audit_inputs: AuditInputs) -> list[Breach]:
-    if not audit_inputs.all_letters:
+    if not audit_inputs.all_letters or audit_inputs.unreadable.get(LETTERS):
         return []
     return [
         Breach("dropped as dead, without a dead letter", group_id, split)
@@ -258,6 +264,11 @@ def _notes(fold: RecordFold, audit_inputs: AuditInputs) -> tuple[str, ...]:
         )
     if num_expired := len(audit_inputs.pack_faults) - len(_pack_faults(audit_inputs)):
         notes.append(f"{num_expired} packs were removed by retention.trained_packs_h: their steps cannot be replayed")
+    for kind, found in audit_inputs.unreadable.items():
+        shown = "; ".join(found[:_MOST_NOTED]) + ("; …" if len(found) > _MOST_NOTED else "")
+        notes.append(f"{len(found)} {kind} cannot be read and are left out: {shown}")
+    if audit_inputs.unreadable.get(LETTERS):
+        notes.append("groups dropped as dead were not checked: a letter that cannot be read may be theirs")
     if not audit_inputs.all_letters:
         notes.append(
             "old dead letters were discarded or truncated: groups dropped as dead were not checked against them"

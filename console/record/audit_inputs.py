@@ -8,12 +8,13 @@ in the meantime, everything is read again.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.console.record.audit_checks import STAGES, AuditInputs
+from pydantic import BaseModel, Field, ValidationError
+
+from penstock.console.record.audit_checks import LETTERS, STAGES, AuditInputs
 from penstock.console.record.record_fold import Breach
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, WireError
@@ -25,6 +26,30 @@ from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import MAX_LETTER_IDS
 
 _MAX_READS = 5  # of a run that commits faster than it can be read
+
+
+class _Rollout(BaseModel):
+    max_staleness: int = Field(ge=0)
+
+
+class _Algorithm(BaseModel):
+    max_trained_count: int = Field(ge=1)
+
+
+class _Retention(BaseModel):
+    trained_packs_h: float = 0.0
+
+
+class _Settings(BaseModel):
+    rollout: _Rollout
+    algorithm: _Algorithm
+    retention: _Retention = _Retention()  # older runs had no such section
+
+
+class _Recorded(BaseModel):
+    """What an audit reads of the settings of a session."""
+
+    settings: _Settings
 
 
 def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_packs: bool) -> AuditInputs:
@@ -41,9 +66,10 @@ def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_pack
         MissingStream, BusUnreachable, BlobStoreUnreachable: A store cannot be read.
     """
     for _ in range(_MAX_READS):
-        pointer = _pointer(run_id, bus)
-        audit_inputs = _read(run_id, bus, blobs, checkpoints, pointer)
-        if _pointer(run_id, bus) == pointer:
+        faults: list[Breach] = []
+        pointer = _pointer(run_id, bus, faults)
+        audit_inputs = _read(run_id, bus, blobs, checkpoints, pointer, faults)
+        if _pointer(run_id, bus, []) == pointer:
             return replace(
                 audit_inputs, pack_faults=_pack_faults(run_id, blobs, audit_inputs.chapters, reads_packs=reads_packs)
             )
@@ -52,18 +78,24 @@ def gather(run_id: str, bus: Bus, blobs: Blobs, checkpoints: Path, *, reads_pack
     )
 
 
-def _pointer(run_id: str, bus: Bus) -> CheckpointCommitted | None:
+def _pointer(run_id: str, bus: Bus, faults: list[Breach]) -> CheckpointCommitted | None:
     entry = bus.key_value(streams.state_bucket(run_id).bucket).wait().get(streams.CHECKPOINT_KEY).wait()
-    return None if entry is None else decode(entry.value, CheckpointCommitted)
+    try:
+        return None if entry is None else decode(entry.value, CheckpointCommitted)
+    except WireError as err:
+        faults.append(Breach("checkpoint unreadable", "", f"key {streams.CHECKPOINT_KEY} of the state bucket: {err}"))
+        return None
 
 
-def _read(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCommitted | None) -> AuditInputs:
-    faults: list[Breach] = []
+def _read(
+    run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCommitted | None, faults: list[Breach]
+) -> AuditInputs:
+    unreadable: dict[str, list[str]] = {}
     state = _newest_state(root, pointer, faults)
     last = state.record if state else (pointer.record if pointer else None)
     recorded = _chapters(last, blobs, faults)
-    waiting = {stage: _waiting(bus, blobs, run_id, stage) for stage in STAGES}
-    letters = [decode(message.data, DeadLetter) for message in bus.read_stream(f"{run_id}-dead").wait()]
+    waiting = {stage: _waiting(bus, blobs, run_id, stage, unreadable) for stage in STAGES}
+    letters = _letters(bus, run_id, unreadable)
     window, max_uses, packs_expire = _limits(recorded, blobs, faults)
     discarded = bus.stream_state(f"{run_id}-dead").wait().first_sequence > 1
     return AuditInputs(
@@ -77,7 +109,18 @@ def _read(run_id: str, bus: Bus, blobs: Blobs, root: Path, pointer: CheckpointCo
         packs_expire=packs_expire,
         max_uses=max_uses,
         faults=tuple(faults),
+        unreadable=unreadable,
     )
+
+
+def _letters(bus: Bus, run_id: str, unreadable: dict[str, list[str]]) -> list[DeadLetter]:
+    found = []
+    for message in bus.read_stream(f"{run_id}-dead").wait():
+        try:
+            found.append(decode(message.data, DeadLetter))
+        except WireError as err:
+            unreadable.setdefault(LETTERS, []).append(f"number {message.sequence} ({err})")
+    return found
 
 
 def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[Breach]) -> CheckpointState | None:
@@ -117,8 +160,8 @@ def _chapters(last: BlobRef | None, blobs: Blobs, faults: list[Breach]) -> list[
     return recorded[::-1]
 
 
-def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str) -> dict[str, int]:
-    """Return the groups that a queue holds, with their sampled tokens; a message that does not decode has none."""
+def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[str, list[str]]) -> dict[str, int]:
+    """Return the groups that a queue holds, with their sampled tokens; a message that does not decode is listed."""
     found: dict[str, int] = {}
     for message in bus.read_stream(f"{run_id}-{stage}").wait():
         try:
@@ -135,8 +178,8 @@ def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str) -> dict[str, int]:
                 case _:
                     scored = decode(message.data, GroupScored).groups
                     found |= {g.generated.group_id: sum(g.generated.completion_tokens) for g in scored}
-        except (WireError, BlobMissing, BlobCorrupt):
-            continue  # its consumer will dead-letter it
+        except (WireError, BlobMissing, BlobCorrupt) as err:  # its consumer will dead-letter it
+            unreadable.setdefault(f"messages of {stage}", []).append(f"number {message.sequence} ({err})")
     return found
 
 
@@ -168,12 +211,11 @@ def _limits(
     windows, uses, packs_expire = [], [], False
     for config in {session.config.key: session.config for chapter in recorded for session in chapter.lives}.values():
         try:
-            sections = json.loads(blobs.get(config))["settings"]
-            windows.append(int(sections["rollout"]["max_staleness"]))
-            packs_expire |= (
-                sections.get("retention", {}).get("trained_packs_h", 0.0) > 0.0
-            )  # older runs had no such section
-            uses.append(int(sections["algorithm"]["max_trained_count"]))
-        except (BlobMissing, BlobCorrupt, ValueError, KeyError, TypeError) as err:
+            settings = _Recorded.model_validate_json(blobs.get(config)).settings
+        except (BlobMissing, BlobCorrupt, ValidationError) as err:
             faults.append(Breach("record altered", "", f"settings {config.key}: {type(err).__name__}: {err}"))
+            continue
+        windows.append(settings.rollout.max_staleness)
+        uses.append(settings.algorithm.max_trained_count)
+        packs_expire |= settings.retention.trained_packs_h > 0.0
     return min(windows, default=None), max(uses, default=None), packs_expire

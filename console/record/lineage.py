@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
+from penstock.console.printable import printable
 from penstock.console.record.ancestry import (
     GroupHistory,
     Member,
@@ -97,7 +98,8 @@ def _show_version(found: VersionLineage, console: Console, *, full: bool) -> Non
     console.print(f"run {found.run_id}, version {found.version}: {made}, by {found.holder} (epoch {found.epoch})")
     console.print(f"weights {link.weights_digest}", highlight=False)
     if found.environment:
-        console.print("made with " + ", ".join(f"{k} {v}" for k, v in found.environment.items()), highlight=False)
+        made_with = ", ".join(f"{k} {v}" for k, v in found.environment.items())
+        console.print(Text(printable(f"made with {made_with}")), highlight=False)
     if found.skipped:
         console.print("filtered out of the loss: " + ", ".join(f"{n} {reason}" for reason, n in found.skipped.items()))
     if found.groups:
@@ -115,9 +117,8 @@ def _show_version(found: VersionLineage, console: Console, *, full: bool) -> Non
         console.print(f"  version {one.version}: {what}{reward}, {one.weights_digest[:12]}…", highlight=False)
     groups, tokens = sum(one.num_groups for one in found.chain), sum(one.num_tokens for one in found.chain)
     by = ", ".join(f"{n} by {name}" for name, n in found.scorers.items()) or "none"
-    console.print(
-        f"in total {groups} groups of {found.num_prompts} prompts, {tokens} tokens; scored: {by}", highlight=False
-    )
+    total = f"in total {groups} groups of {found.num_prompts} prompts, {tokens} tokens; scored: {by}"
+    console.print(Text(printable(total)), highlight=False)
 
 
 def _origin(parent: int | None) -> str:
@@ -161,15 +162,15 @@ def _groups_table(members: Sequence[Member]) -> Table:
             parts,
             member.scorer,
         )
-        table.add_row(*(Text(cell) for cell in (*cells, versions, str(member.num_tokens))))
+        table.add_row(*(Text(printable(cell)) for cell in (*cells, versions, str(member.num_tokens))))
     return table
 
 
 def _show_texts(member: Member, console: Console) -> None:
-    console.print(Text(f"\n{member.group_id}: {member.prompt_text}"))
+    console.print(Text(printable(f"\n{member.group_id}: {member.prompt_text}")))
     for number, (text, reward) in enumerate(zip(member.completions, member.rewards, strict=True)):
         parts = "".join(f"  {name}={values[number]:g}" for name, values in member.parts.items())
-        console.print(Text(f"{reward:8.3f}  {text!r}{parts}"))
+        console.print(Text(printable(f"{reward:8.3f}  {text!r}{parts}")))
 
 
 def short(text: str) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.console.report.event_fields import number
+
 
 @dataclass(frozen=True, slots=True)
 class Curves:
@@ -28,36 +30,64 @@ def read(folder: Path) -> Curves:
         step = row.get("step")
         if not isinstance(step, int):
             continue
-        if row.get("kind") == "step" and isinstance(row.get("reward_mean"), int | float):
+        reward, accuracy = number(row.get("reward_mean")), number(row.get("accuracy"))
+        if row.get("kind") == "step" and reward is not None:
             rewards = {s: v for s, v in rewards.items() if s < step}
             parts = {s: v for s, v in parts.items() if s < step}
-            rewards[step] = float(row["reward_mean"])
-            parts[step] = row.get("reward_parts") or {}
-        elif row.get("kind") == "eval" and isinstance(row.get("accuracy"), int | float):
+            rewards[step] = reward
+            parts[step] = _finite(row.get("reward_parts"))
+        elif row.get("kind") == "eval" and accuracy is not None:
             split = split or row.get("split")
             if row.get("split") == split:
-                accuracies[step] = float(row["accuracy"])
+                accuracies[step] = accuracy
     return Curves(tuple(sorted(rewards.items())), tuple(sorted(accuracies.items())), _by_part(parts))
+
+
+def _finite(parts: Any) -> dict[str, float]:
+    pairs = parts.items() if isinstance(parts, dict) else ()
+    return {name: mean for name, value in pairs if (mean := number(value)) is not None}
 
 
 def _by_part(steps: dict[int, dict[str, float]]) -> dict[str, tuple[tuple[int, float], ...]]:
     names = sorted({name for parts in steps.values() for name in parts})
     return {
-        name: tuple((step, float(parts[name])) for step, parts in sorted(steps.items()) if name in parts)
-        for name in names
+        name: tuple((step, parts[name]) for step, parts in sorted(steps.items()) if name in parts) for name in names
     }
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's metrics.jsonl; a last line that is still being written is skipped."""
+    """Yield the rows of a run's metrics.jsonl; what cannot be read is skipped, as is a last line still being written."""
     try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             yield row
+
+
+def num_unreadable(folder: Path) -> int:
+    """Return how many lines of a run's metrics.jsonl are no rows; one that is still being written does not count."""
+    try:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return 1
+    whole = text[: text.rfind("\n") + 1]
+    return (
+        sum(1 for line in whole.split("\n") if line.strip())
+        - sum(1 for _ in rows(folder))
+        + _is_row(text[len(whole) :])
+    )
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

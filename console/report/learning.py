@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.console.report.event_fields import number
 from penstock.console.report.run_summary import Spread
 
 # Key of a step event -> label in the report.
@@ -46,10 +46,15 @@ def read(data: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of one step event by key, with rejections by rule and reward parts; missing ones are left out."""
     values: dict[str, Any] = {name: data.get(name) for name in LABELS if name not in _NESTED}
     for name, (outer, inner) in _NESTED.items():
-        values[name] = (data.get(outer) or {}).get(inner)
-    values |= {f"rejected by {rule}": share for rule, share in (data.get("rejected_by") or {}).items()}
-    values |= {_PART + part: mean for part, mean in (data.get("reward_parts") or {}).items()}
-    return {n: float(v) for n, v in values.items() if isinstance(v, int | float) and math.isfinite(v)}
+        values[name] = _section(data, outer).get(inner)
+    values |= {f"rejected by {rule}": share for rule, share in _section(data, "rejected_by").items()}
+    values |= {f"{_PART}{part}": mean for part, mean in _section(data, "reward_parts").items()}
+    return {name: found for name, value in values.items() if (found := number(value)) is not None}
+
+
+def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = data.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def spreads(steps: Sequence[Mapping[str, float]]) -> dict[str, Spread]:

@@ -102,6 +102,8 @@ def _totals(s: RunSummary) -> Iterator[tuple[str, ...]]:
     if s.weights.pause_p50_s is not None:
         p50, p99 = s.weights.pause_p50_s * 1000, (s.weights.pause_p99_s or 0.0) * 1000
         yield "pause for a version", f"p50 {p50:.0f} ms, p99 {p99:.0f} ms"
+    for what, number in s.unreadable.items():
+        yield f"skipped, not readable: {what}", str(number)
     yield "wall time", f"{s.wall_s:.1f} s"
     yield "CPU time of all services", f"{s.cpu_s:.1f} s"
 

@@ -118,6 +118,9 @@ class RunSummary(_Frozen):
     )
     overlap: Overlap = Overlap()
     incidents: tuple[str, ...] = Field(default=(), description="Failures and recoveries, with their time in the run.")
+    unreadable: dict[str, int] = Field(
+        default={}, description="Messages that could not be read and were skipped, by kind."
+    )
     wall_s: float = Field(default=0.0, description="Seconds from the first event of the run to its last.")
     cpu_s: float = Field(default=0.0, description="CPU seconds of all services, including killed ones.")
     cpu_s_per_role: dict[str, float] = Field(default={}, description="The same by role.")

@@ -6,36 +6,84 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.console import connections
+from penstock.console.printable import printable
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import group_pack, logs, streams
-from penstock.protocol.errors import BlobError, ConfigError, PackError, WireError
-from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, Head, Task, TaskIssued, TaskList, decode
+from penstock.protocol.errors import BlobCorrupt, BlobError, BlobMissing, ConfigError, PackError, WireError
+from penstock.protocol.facts import (
+    DeadLetter,
+    Fact,
+    GroupGenerated,
+    GroupScored,
+    Head,
+    Task,
+    TaskIssued,
+    TaskList,
+    decode,
+)
 from penstock.protocol.record.lineage import CheckpointCommitted, chapters
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import Entry
 
 _FULL_S = 20.0  # deadline for a publication to a full stream
 _MOST_SHOWN = 2000  # characters of one text
 _POISON_SHOWN = 80  # bytes of an unreadable message
 
 
+F = TypeVar("F", bound=Fact)
+
+
+class _Mark(BaseModel):
+    """When a letter was sent again, as stored."""
+
+    times: int = Field(default=0, ge=0)
+    at: str = Field(default="", max_length=100)
+
+
+class _Trainer(BaseModel):
+    steps: int | None = None
+
+
+class _Rollout(BaseModel):
+    max_staleness: int | None = None
+
+
+class _Settings(BaseModel):
+    trainer: _Trainer
+    rollout: _Rollout
+
+
+class _Recorded(BaseModel):
+    """The limits among the settings of a session."""
+
+    settings: _Settings
+
+
 class DeadLetters:
     """The dead letters of one run, and the state needed to send them again; use as a context manager."""
 
     def __init__(self, run: str, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Connect; raises ConfigError, BusUnreachable or BusRefused."""
+        """Connect; raises ConfigError, BusUnreachable or BusRefused.
+
+        ``unreadable`` are the letters that this build cannot read, by number; ``problems`` what else it could not.
+        """
         self.run = check_run_id(run)
         settings = connections.find(arguments, environ, run_id=run).settings
         logs.configure("dead-letters", level="error")
         self.bus = Bus.connect(settings.nats, name="dead-letters", deadline_s=5.0)
         self.blobs = Blobs(settings.s3, deadline_s=20.0)
+        self.unreadable: dict[int, str] = {}
+        self.problems: list[str] = []
 
     def __enter__(self) -> DeadLetters:
         self._state = self.bus.key_value(streams.state_bucket(self.run).bucket).wait()
@@ -45,39 +93,77 @@ class DeadLetters:
         self.bus.close()
 
     def all(self) -> list[Letter]:
-        """Read all letters, the oldest first; raises MissingStream."""
-        marks = {entry.key: json.loads(entry.value) for entry in self._state.entries(f"{streams.RESENT_KEY}.").wait()}
+        """Read all letters, the oldest first, and note those that cannot be read; raises MissingStream."""
+        marks = {entry.key: self._mark(entry) for entry in self._state.entries(f"{streams.RESENT_KEY}.").wait()}
         letters = []
+        self.unreadable = {}
         for message in self.bus.read_stream(f"{self.run}-dead").wait():
-            mark = marks.get(f"{streams.RESENT_KEY}.{message.sequence}", {"times": 0, "at": ""})
-            fact = decode(message.data, DeadLetter)
-            letters.append(Letter(message.sequence, message.at, fact, mark["times"], mark["at"]))
+            mark = marks.get(f"{streams.RESENT_KEY}.{message.sequence}", _Mark())
+            try:
+                fact = decode(message.data, DeadLetter)
+            except WireError as err:
+                self.unreadable[message.sequence] = str(err)
+                continue
+            letters.append(Letter(message.sequence, message.at, fact, mark.times, mark.at))
         return letters
+
+    def _mark(self, entry: Entry) -> _Mark:
+        try:
+            return _Mark.model_validate_json(entry.value)
+        except ValidationError:
+            self.problems.append(f"key {entry.key} cannot be read: whether its letter was sent again is unknown")
+            return _Mark(times=1, at="(unknown)")
 
     def find(self, numbers: Sequence[int]) -> list[Letter]:
         """Return letters by number; raises ConfigError for an unknown number."""
         letters = {letter.number: letter for letter in self.all()}
         for number in numbers:
+            if number in self.unreadable:
+                raise ConfigError(
+                    f"dead letter {number} of run {self.run} cannot be read by this build: {self.unreadable[number]}"
+                )
             if number not in letters:
                 known = f"{min(letters)} to {max(letters)}" if letters else "none"
                 raise ConfigError(f"run {self.run} has no dead letter {number}; known are {known}")
         return [letters[number] for number in numbers]
 
     def progress(self) -> RunProgress:
-        """Read how far the run is, and the limits of its newest session."""
-        head = self._state.get(streams.HEAD_KEY).wait()
-        version = None if head is None else decode(head.value, Head).version
-        entry = self._state.get(streams.CHECKPOINT_KEY).wait()
-        committed = None if entry is None else decode(entry.value, CheckpointCommitted)
+        """Read how far the run is, and the limits of its newest session; what cannot be read is noted, and None."""
+        head = self._stored(streams.HEAD_KEY, Head)
+        version = None if head is None else head.version
+        committed = self._stored(streams.CHECKPOINT_KEY, CheckpointCommitted)
         if committed is None:
             return RunProgress(version)
-        for chapter in chapters(committed.record, self.blobs.get):
-            for session in chapter.lives[-1:]:
-                chosen = json.loads(self.blobs.get(session.config))["settings"]
-                return RunProgress(
-                    version, committed.step, chosen["trainer"]["steps"], chosen["rollout"]["max_staleness"]
-                )
+        try:
+            for chapter in chapters(committed.record, self.blobs.get):
+                for session in chapter.lives[-1:]:
+                    limits = _Recorded.model_validate_json(self.blobs.get(session.config)).settings
+                    return RunProgress(version, committed.step, limits.trainer.steps, limits.rollout.max_staleness)
+        except (WireError, BlobMissing, BlobCorrupt, ValidationError) as err:
+            self.problems.append(
+                f"the limits of the run cannot be read ({type(err).__name__}: {err}): age is not checked"
+            )
         return RunProgress(version, committed.step)
+
+    def _stored(self, key: str, fact: type[F]) -> F | None:
+        entry = self._state.get(key).wait()
+        try:
+            return None if entry is None else decode(entry.value, fact)
+        except WireError as err:
+            self.problems.append(f"key {key} of the state bucket cannot be read: {err}")
+            return None
+
+    def report_unreadable(self) -> None:
+        """Write to stderr what could not be read, and how many letters."""
+        if self.unreadable:
+            number, reason = next(iter(self.unreadable.items()))
+            self.problems.insert(
+                0,
+                f"{len(self.unreadable)} dead letters cannot be read by this build and are left out: "
+                f"{', '.join(map(str, list(self.unreadable)[:20]))}; number {number}: {reason}",
+            )
+        for problem in dict.fromkeys(self.problems):
+            print(f"penstock: {printable(problem)}", file=sys.stderr)
 
     def send(self, letter: Letter) -> None:
         """Send a letter again and store that it was sent."""
@@ -91,11 +177,12 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
     """Print all letters of a run; return the exit code."""
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all()
+        dead.report_unreadable()
     if as_json:
         print(json.dumps([_document(letter) for letter in letters]))
         return 0
     if not letters:
-        print(f"run {run} has no dead letters")
+        print(f"run {run} has no dead letters" + (" that can be read" if dead.unreadable else ""))
         return 0
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("id", "when", "stage", "reason", "groups", "attempts", "sent again"):
@@ -105,9 +192,8 @@ def print_list(run: str, arguments: Sequence[str], environ: Mapping[str, str], *
         groups = f"{ids[0]}{f' and {len(ids) - 1} more' if len(ids) > 1 else ''}" if ids else "unknown"
         when = letter.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         fact = letter.fact
-        table.add_row(
-            str(letter.number), when, fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–"
-        )
+        cells = (fact.stage, fact.reason, groups, str(fact.num_delivered), letter.sent_at or "–")
+        table.add_row(str(letter.number), when, *(Text(printable(cell)) for cell in cells))
     Console().print(table)
     print(f"\nnext: penstock dead-letters show {run} {letters[-1].number}")
     return 0
@@ -118,20 +204,22 @@ def print_one(run: str, number: int, arguments: Sequence[str], environ: Mapping[
     with DeadLetters(run, arguments, environ) as dead:
         (letter,) = dead.find([number])
         groups, problem = _groups(letter.fact, dead.blobs)
-        reason = refusal(letter, dead.progress())
+        reason = refusal(letter, dead.progress(), run=run)
+        for problem in dead.problems:
+            print(f"penstock: {printable(problem)}", file=sys.stderr)
     document = _document(letter) | {"detail": letter.fact.detail, "groups": groups, "unreadable": problem}
     if as_json:
         print(json.dumps(document | {"cannot_be_sent_again": reason}))
         return 0
     for key in ("id", "at", "stage", "reason", "detail", "group_ids", "num_delivered", "sent_at"):
-        print(f"{key:14} {document[key] if document[key] not in ('', []) else '–'}")
+        print(f"{key:14} {printable(document[key]) if document[key] not in ('', []) else '–'}")
     for group in groups:
-        print(f"\n── {group.pop('group_id')} ──")
+        print(f"\n── {printable(group.pop('group_id'))} ──")
         for name, value in group.items():
             for text in value if isinstance(value, list) else [value]:
-                print(f"{name:14} {str(text)[:_MOST_SHOWN]}")
+                print(f"{name:14} {printable(str(text)[:_MOST_SHOWN])}")
     if problem:
-        print(f"\nunreadable     {problem}")
+        print(f"\nunreadable     {printable(problem)}")
     print(f"\n{f'cannot be sent again: {reason}' if reason else f'next: penstock dead-letters resend {run} {number}'}")
     return 0
 
@@ -153,17 +241,20 @@ def resend(
     with DeadLetters(run, arguments, environ) as dead:
         letters = dead.all() if everything else dead.find(numbers)
         progress = dead.progress()
+        dead.report_unreadable()
         num_sent = 0
         for letter in letters:
-            reason = refusal(letter, progress, once_more=once_more)
+            reason = refusal(letter, progress, run=run, once_more=once_more)
             if reason is not None:
-                print(f"{letter.number}: not sent: {reason}", file=sys.stderr)
+                print(f"{letter.number}: not sent: {printable(reason)}", file=sys.stderr)
                 continue
             dead.send(letter)
             num_sent += 1
-            print(f"{letter.number}: sent again to {letter.fact.stage}: {', '.join(letter.fact.group_ids) or 'poison'}")
-    print(f"{num_sent} of {len(letters)} dead letters were sent again")
-    return 0 if num_sent == len(letters) else 1
+            ids = printable(", ".join(letter.fact.group_ids))
+            print(f"{letter.number}: sent again to {letter.fact.stage}: {ids or 'poison'}")
+    total = len(letters) + (len(dead.unreadable) if everything else 0)
+    print(f"{num_sent} of {total} dead letters were sent again")
+    return 0 if num_sent == total else 1
 
 
 def _document(letter: Letter) -> dict[str, Any]:

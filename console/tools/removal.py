@@ -15,12 +15,13 @@ from pathlib import Path
 from penstock.console import connections
 from penstock.console.tools.runs import is_locked
 from penstock.protocol import blob_keys, logs, streams
-from penstock.protocol.errors import ConfigError, MissingStream, PenstockError
+from penstock.protocol.errors import ConfigError, MissingStream, PenstockError, WireError
 from penstock.protocol.facts import Heartbeat, decode
 from penstock.protocol.record.rescored import users
 from penstock.protocol.subjects import check_run_id
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import Entry
 
 
 class RunIsActive(PenstockError):
@@ -105,12 +106,19 @@ def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
 
 
 def running_services(run: str, bus: Bus) -> list[str]:
-    """Return the ids of the services whose heartbeat is at most ten seconds old."""
+    """Return the ids of the services whose heartbeat is at most ten seconds old; the key of one that cannot be read."""
     try:
         beats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
     except MissingStream:
         return []
-    return sorted(decode(beat.value, Heartbeat).service_id for beat in beats)
+    return sorted(_service_of(beat) for beat in beats)
+
+
+def _service_of(beat: Entry) -> str:
+    try:
+        return decode(beat.value, Heartbeat).service_id
+    except WireError:  # of another build, perhaps; it renews the key, so it runs
+        return f"{beat.key} (unreadable)"
 
 
 def remove_holdings(holdings: Holdings, bus: Bus, blobs: Blobs) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from typing import get_args
 
 from penstock.protocol import subjects
 from penstock.protocol.errors import WireError
-from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, TaskIssued, decode
+from penstock.protocol.facts import DeadLetter, Fact, GroupGenerated, GroupScored, Split, TaskIssued, decode
 from penstock.protocol.versions import PolicyVersion, is_fresh
 
 FACT_OF_STAGE: dict[str, type[TaskIssued | GroupGenerated | GroupScored]] = {
@@ -59,12 +60,16 @@ def content(letter: DeadLetter) -> TaskIssued | GroupGenerated | GroupScored:
     return decode(letter.payload, expected)
 
 
-def refusal(letter: Letter, progress: RunProgress, *, once_more: bool = False) -> str | None:
-    """Return why a letter cannot be sent again; None if it can."""
+def refusal(letter: Letter, progress: RunProgress, *, run: str | None = None, once_more: bool = False) -> str | None:
+    """Return why a letter cannot be sent again; None if it can. ``run`` is the run whose letter it is."""
     try:
         fact = content(letter.fact)
     except WireError as err:
         return f"its message cannot be read by this build: {err}"
+    if run is not None and (letter.fact.run_id, fact.run_id) != (run, run):
+        return f"it is of run {letter.fact.run_id} and its message of run {fact.run_id}, not of {run}: it was forged"
+    if letter.split not in get_args(Split):
+        return f"its subject {letter.fact.subject!r} ends with none of {', '.join(get_args(Split))}"
     if letter.split == "eval":
         return "it belongs to an evaluation that has already failed; the next evaluation issues its prompts again"
     if letter.fact.stage == "scored" and letter.fact.group_ids:

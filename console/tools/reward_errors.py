@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.console import connections
+from penstock.console.printable import printable
+from penstock.console.report import event_fields
+from penstock.console.report.event_fields import RewardErrorFields, UnreadableEvent
 from penstock.protocol import logs, subjects
 from penstock.protocol.facts import DeadLetter, RunEvent
 from penstock.protocol.transport.bus import Bus
@@ -42,15 +46,26 @@ class ErrorCount:
         self._lines: dict[str, ErrorLine] = {}
         self._lock = threading.Lock()
         self._last = time.monotonic()
+        self.num_unreadable = 0
 
     def waited(self, event: RunEvent) -> None:
         """Count groups that were returned to the queue."""
-        reason, groups = str(event.data.get("reason") or "unknown"), event.data.get("group_ids") or ()
-        self._add(reason, str(event.data.get("detail") or ""), waited=max(len(groups), 1))
+        try:
+            found = event_fields.read(RewardErrorFields, event.data)
+        except UnreadableEvent as err:
+            self.unreadable(err)
+            return
+        self._add(found.reason or "unknown", found.detail, waited=max(len(found.group_ids), 1))
 
     def dead_lettered(self, letter: DeadLetter) -> None:
         """Count groups that were dead-lettered."""
         self._add(letter.reason, letter.detail, dead=max(len(letter.group_ids), 1))
+
+    def unreadable(self, _: Exception) -> None:
+        """Count a message that cannot be read."""
+        with self._lock:
+            self.num_unreadable += 1
+            self._last = time.monotonic()
 
     def lines(self) -> list[ErrorLine]:
         """Return the reasons, sorted by dead letters and waits, most first."""
@@ -79,15 +94,19 @@ def print_errors(run: str, arguments: Sequence[str], environ: Mapping[str, str],
     count = ErrorCount()
     with Bus.connect(settings.nats, name="reward-errors", deadline_s=5.0) as bus:
         retried = bus.tail(
-            f"{run}-events", subjects.events(run, "reward_error"), RunEvent, count.waited, from_start=True
-        )
+            f"{run}-events", subjects.events(run, "reward_error"), RunEvent, count.waited,
+            from_start=True, on_unreadable=count.unreadable,
+        )  # fmt: skip
         given_up = bus.tail(
-            f"{run}-dead", subjects.dead(run, "generated"), DeadLetter, count.dead_lettered, from_start=True
-        )
+            f"{run}-dead", subjects.dead(run, "generated"), DeadLetter, count.dead_lettered,
+            from_start=True, on_unreadable=count.unreadable,
+        )  # fmt: skip
         retried.wait()
         given_up.wait()
         count.wait_until_quiet()
     lines = count.lines()
+    if count.num_unreadable:
+        print(f"penstock: {count.num_unreadable} messages cannot be read and are left out", file=sys.stderr)
     if as_json:
         print(json.dumps([asdict(line) for line in lines]))
     elif not lines:
@@ -104,6 +123,6 @@ def _print(lines: Sequence[ErrorLine]) -> None:
     table.add_column("dead letters", justify="right")
     table.add_column("newest message", overflow="fold")
     for line in lines:
-        table.add_row(Text(line.reason), str(line.waited), str(line.dead), Text(line.newest))
+        table.add_row(Text(printable(line.reason)), str(line.waited), str(line.dead), Text(printable(line.newest)))
     Console().print(table)
     print("\nwaited: times that groups were returned to the queue; dead letters: groups that were given up")

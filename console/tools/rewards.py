@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.console.printable import printable
 from penstock.protocol.errors import ConfigError, PenstockError
 
 _CONNECT_S = 3.0
@@ -49,7 +50,12 @@ class RewardService:
                 "start one with: penstock reward service run.toml, or name another with --url"
             ) from None
         if response.is_success:
-            return response.json() if response.content else None
+            try:
+                return response.json() if response.content else None
+            except (ValueError, RecursionError):
+                raise RewardServiceError(
+                    f"what answers at {self._url} is no reward service: its answer to {path} is not JSON; check --url"
+                ) from None
         hint = "; name its token with --token-file" if response.status_code == httpx.codes.UNAUTHORIZED else ""
         raise RewardServiceError(f"the reward service at {self._url} refused the request: {_detail(response)}{hint}")
 
@@ -65,7 +71,7 @@ def print_list(url: str, token_file: Path | None, *, as_json: bool) -> int:
     table.add_column("kind", no_wrap=True)
     table.add_column("description", overflow="fold")
     for row in answer["rewards"]:
-        table.add_row(Text(row["name"]), row["kind"], Text(row["description"]))
+        table.add_row(*(Text(printable(row[key])) for key in ("name", "kind", "description")))
     Console().print(table)
     print("\nnext: penstock reward test NAME")
     return 0
@@ -89,7 +95,7 @@ def score_texts(
     if result["error"] is not None:
         kind = "would be dead-lettered" if result["error"]["permanent"] else "would wait and be retried"
         error = f"{result['error']['reason']}: {result['error']['detail']}"
-        print(f"penstock: {name} could not score: {error}; in a run the group {kind}", file=sys.stderr)
+        print(f"penstock: {name} could not score: {printable(error)}; in a run the group {kind}", file=sys.stderr)
         return 1
     print(f"scored by {result['scorer']}, ground truth {ground_truth!r}")
     for text, score in zip(texts, result["scores"], strict=True):
@@ -118,4 +124,4 @@ def _detail(response: httpx.Response) -> str:
         detail = response.json()["detail"]
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status_code}"
-    return detail if isinstance(detail, str) else json.dumps(detail)
+    return printable(detail) if isinstance(detail, str) else json.dumps(detail)

@@ -9,15 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
 from penstock.console import connections
+from penstock.console.printable import printable
 from penstock.console.report import curves
+from penstock.console.report.event_fields import number
 from penstock.protocol import logs, streams
-from penstock.protocol.errors import BusError, ConfigError
+from penstock.protocol.errors import BusError, ConfigError, MissingStream
 from penstock.protocol.subjects import RUN_ID, check_run_id
 from penstock.protocol.transport.bus import Bus
 
@@ -47,6 +50,9 @@ def print_list(arguments: Sequence[str], environ: Mapping[str, str], *, as_json:
     """Print all runs, newest first; return the exit code. Raises ConfigError."""
     loaded = connections.find(arguments, environ)
     lines = list_folder(loaded.settings.run.dir)
+    for line in lines:
+        if skipped := curves.num_unreadable(Path(line.folder)):
+            print(f"penstock: run {line.run}: {skipped} lines of metrics.jsonl cannot be read", file=sys.stderr)
     if connections.is_configured(loaded):
         logs.configure("runs", level="error")
         known = {line.run for line in lines}
@@ -73,7 +79,7 @@ def print_one(run: str, arguments: Sequence[str], environ: Mapping[str, str]) ->
         others = ", ".join(line.run for line in list_folder(folder.parent)[:5]) or "none"
         raise ConfigError(f"no run {run} in {folder.parent}/; found: {others}; check the name")
     try:
-        text = (folder / "report.md").read_text(encoding="utf-8")
+        text = printable((folder / "report.md").read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         line = describe(folder)
         print(f"run {run} has no report yet: {line.state}, step {line.step if line.step is not None else '–'}")
@@ -103,7 +109,11 @@ def list_broker(bus: Bus) -> list[RunLine]:
         run = name.removesuffix("-events")
         if run == name or not RUN_ID.fullmatch(run):
             continue
-        heartbeats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
+        try:
+            heartbeats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
+        except MissingStream:  # the stream of another program, or of a run that is being removed
+            lines.append(RunLine(run, "incomplete"))
+            continue
         lines.append(RunLine(run, "running" if heartbeats else "idle"))
     return lines
 
@@ -113,12 +123,18 @@ def describe(folder: Path) -> RunLine:
     step = accuracy = reward = None
     for row in curves.rows(folder):
         if row.get("kind") == "eval":
-            accuracy = row.get("accuracy", accuracy)
+            accuracy = _known(row.get("accuracy"), accuracy)
         else:
-            step, reward = row.get("step", step), row.get("reward_mean", reward)
+            step = row["step"] if isinstance(row.get("step"), int) else step
+            reward = _known(row.get("reward_mean"), reward)
     times = [p.stat().st_mtime for p in (folder / mark for mark in _MARKS[:4]) if p.exists()]
     when = datetime.fromtimestamp(max(times, default=folder.stat().st_mtime), UTC)
     return RunLine(folder.name, _state(folder), step, accuracy, reward, when.isoformat(timespec="seconds"), str(folder))
+
+
+def _known(value: Any, before: float | None) -> float | None:
+    found = number(value)
+    return before if found is None else found
 
 
 def _state(folder: Path) -> str:

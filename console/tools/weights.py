@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.table import Table
 from penstock.console import connections
 from penstock.console.live.run_view import RunView
 from penstock.console.live.watcher import Watcher
+from penstock.console.printable import printable
 from penstock.protocol import blob_keys, streams
 from penstock.protocol.errors import BlobMissing, ConfigError, WireError
 from penstock.protocol.facts import Head, decode
@@ -33,6 +35,8 @@ def print_versions(run: str, arguments: Sequence[str], environ: Mapping[str, str
         view = RunView(run)
         watcher = Watcher(bus, view)
         watcher.catch_up()
+        for what, count in view.summary().unreadable.items():
+            print(f"penstock: {count} messages cannot be read and are left out: {what}", file=sys.stderr)
         head = _head(bus, run)
         rows = list_versions(reachable(_manifests(Blobs(settings.s3), run), head), view, head)
     if as_json:
@@ -103,7 +107,7 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
         version = manifest.version
         if version not in listed:
             continue
-        announcement = view.weights.publications.get(version, {})
+        announcement = view.weights.publications.get(version)
         row = rows.setdefault(version, {"version": version, "anchor": False})
         row |= {
             "step": manifest.step,
@@ -112,7 +116,7 @@ def list_versions(manifests: Mapping[str, VersionManifest], view: RunView, head:
             "base": manifest.base.version if manifest.base else None,
             "density": manifest.density,
             "bytes": manifest.num_bytes,
-            "seconds": announcement.get("publish_s"),
+            "seconds": announcement.publish_s if announcement else None,
             "head": head is not None and head.version == version,
             "served_by": serving.get(version, []),
             "state_root": manifest.state_root,
@@ -127,13 +131,18 @@ def _head(bus: Bus, run: str) -> Head | None:
 
 
 def _manifests(blobs: Blobs, run: str) -> dict[str, VersionManifest]:
-    found = {}
+    found, unreadable = {}, list[str]()
     for stat in blobs.list(blob_keys.all_weights_prefix(run)):
         if stat.key.endswith("/manifest.json"):
             try:
                 found[stat.key] = VersionManifest.from_json(blobs.get_unverified(stat.key))
-            except (BlobMissing, WireError):
-                continue  # removed meanwhile, or not a manifest
+            except BlobMissing:
+                continue  # removed meanwhile
+            except WireError as err:
+                unreadable.append(f"{stat.key}: {err}")
+    if unreadable:
+        text = f"{len(unreadable)} manifests cannot be read and are left out; the first: {unreadable[0]}"
+        print(f"penstock: {printable(text)}", file=sys.stderr)
     return found
 
 

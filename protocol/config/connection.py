@@ -54,6 +54,13 @@ class NatsSettings(Section):
         default=None, description="File that contains the password, such as a mounted secret."
     )
 
+    @field_validator("url")
+    @classmethod
+    def _no_credentials(cls, value: str) -> str:
+        for one in value.split(","):
+            _refuse_credentials(one, "nats.user and nats.password_file (or PENSTOCK_NATS__PASSWORD)")
+        return value
+
     def secret(self) -> str:
         """Return the password, from ``password_file`` if set; raises ConfigError if it is unreadable."""
         return _secret(self.password, self.password_file, "nats.password_file")
@@ -76,6 +83,7 @@ class S3Settings(Section):
     @field_validator("endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
+        _refuse_credentials(value, "s3.access_key and s3.secret_key_file (or PENSTOCK_S3__SECRET_KEY)")
         if not value.startswith(("http://", "https://")):
             raise ValueError(f"must start with http:// or https://, got {value!r}")
         return value
@@ -83,6 +91,12 @@ class S3Settings(Section):
     def secret(self) -> str:
         """Return the secret key, from ``secret_key_file`` if set; raises ConfigError if it is unreadable."""
         return _secret(self.secret_key, self.secret_key_file, "s3.secret_key_file")
+
+
+def _refuse_credentials(url: str, instead: str) -> None:
+    """Raise ValueError for a URL with a user name, password or token, whose text does not repeat them."""
+    if "@" in url.partition("://")[2].partition("/")[0] or ("://" not in url and "@" in url):
+        raise ValueError(f"a URL is shown in logs and errors and stored with the run: give credentials as {instead}")
 
 
 def _secret(value: str, file: Path | None, key: str) -> str:

@@ -68,6 +68,7 @@ SECTIONS = (
 S = TypeVar("S", bound=BaseModel)
 _NOTHING = ("None", "none", "null")
 _MASK = "********"
+_IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -360,7 +361,8 @@ def _explain(
 
 def _refusal(settings_class: type[BaseModel], one: Given, errors: Sequence[Any]) -> str:
     expected = " or ".join(dict.fromkeys(_expectation(error) for error in errors))
-    got = "" if is_secret(settings_class, one.path) else f", got {json.dumps(one.value, default=str)}"
+    value = _IN_URL.sub(_MASK + "@", json.dumps(one.value, default=str))
+    got = "" if is_secret(settings_class, one.path) else f", got {value}"
     return f"{one.origin}: {'.'.join(one.path)}: {expected}{got}"
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.protocol.config.connection import NatsSettings
+from penstock.protocol.errors import WireError
 from penstock.protocol.facts import Fact
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
 from penstock.protocol.transport import direct_get, fact_publisher, stream_admin
@@ -112,13 +113,20 @@ class Bus:
         return self._connection.call(KeyValue.bind(self._connection, bucket), f"bind to bucket {bucket}")
 
     def tail(
-        self, stream: str, subject: str, fact: type[F], on_fact: Callable[[F], None], *, from_start: bool = False
+        self,
+        stream: str,
+        subject: str,
+        fact: type[F],
+        on_fact: Callable[[F], None],
+        *,
+        from_start: bool = False,
+        on_unreadable: Callable[[WireError], None] = lambda _: None,
     ) -> Pending[None]:
         """Call ``on_fact`` on the bus's thread for every fact of a limits stream, in order, until the bus is closed.
 
-        Messages that do not decode are logged and skipped; a tail acknowledges nothing.
+        Messages that do not decode are logged and skipped, with a call of ``on_unreadable``; a tail acknowledges nothing.
         """
-        tail = Tail(self._connection, stream, subject, fact, lambda found, _: on_fact(found))
+        tail = Tail(self._connection, stream, subject, fact, lambda found, _: on_fact(found), on_unreadable)
         return self._connection.call(tail.start(after=0 if from_start else None), f"tail {subject}")
 
     def follow(

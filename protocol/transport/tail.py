@@ -34,10 +34,16 @@ _PAUSE_S = 0.5
 
 
 class Tail(Generic[F]):
-    """A watcher of one stream. It acknowledges nothing; messages that do not decode are logged and skipped."""
+    """A watcher of one stream. It acknowledges nothing; messages that do not decode are logged, reported and skipped."""
 
     def __init__(
-        self, connection: Connection, stream: str, subject: str, fact: type[F], on_fact: Callable[[F, int], None]
+        self,
+        connection: Connection,
+        stream: str,
+        subject: str,
+        fact: type[F],
+        on_fact: Callable[[F, int], None],
+        on_unreadable: Callable[[WireError], None] = lambda _: None,
     ) -> None:
         """Use `Bus.tail` instead."""
         self._connection = connection
@@ -45,6 +51,7 @@ class Tail(Generic[F]):
         self._subject = subject
         self._fact = fact
         self._on_fact = on_fact
+        self._on_unreadable = on_unreadable
         self._next_sequence = 1
         self._stored = asyncio.Event()  # there may be messages that are not read yet
 
@@ -117,6 +124,9 @@ class Tail(Generic[F]):
 
     def _hand_over(self, subject: str, data: bytes, sequence: int) -> None:
         try:
-            self._on_fact(decode(data, self._fact), sequence)
+            fact = decode(data, self._fact)
         except WireError as err:
             log.warning("skipped a message that does not decode", subject=subject, error=str(err))
+            self._on_unreadable(err)
+            return
+        self._on_fact(fact, sequence)

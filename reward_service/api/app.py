@@ -9,13 +9,15 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.errors import BusError
 from penstock.reward_service.api import endpoint_routes, metrics_text, scoring_routes
+from penstock.reward_service.api.access_gate import CALLER, AccessGate
 from penstock.reward_service.api.api_models import Refusal
 from penstock.reward_service.api.body_limit import BodyLimit
+from penstock.reward_service.api.strict_route import StrictRoute
 from penstock.reward_service.endpoints.access import Access, Caller, Role
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
@@ -24,16 +26,17 @@ from penstock.reward_service.metrics import ServiceMetrics
 from penstock.reward_service.registry.reward_registry import RewardRegistry
 
 _SCHEME = HTTPBearer(auto_error=False, description="A token of reward_service.tokens_file or token_file.")
-_LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": Refusal, "description": text}
     for status, text in {
-        400: "The body is not JSON.",
+        400: "The body is not JSON, or has a key twice.",
         401: "A token is needed.",
         403: "The token's role does not allow it.",
+        408: "The request did not arrive in time.",
         413: "The body is longer than reward_service.max_request_bytes.",
         422: "A value breaks a rule.",
-        503: "NATS is unreachable.",
+        503: "NATS is unreachable, or all connections are in use.",
+        508: "A reward service called this API as an endpoint.",
     }.items()
 }
 
@@ -56,8 +59,9 @@ class ApiContext:
 def build(context: ApiContext, *, access: Access, hosts: Sequence[str] = (), max_request_bytes: int) -> FastAPI:
     """Return the app. Without tokens the Host header must name this machine or one of ``hosts``."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
+    app.router.route_class = StrictRoute
     app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
-    needs = _needs(access, frozenset({*_LOOPBACK_NAMES, *hosts}))
+    app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
     _answer_errors(app)
     _health(app, context, needs(Role.READ))
     endpoint_routes.add(app, context.registry, context.client, needs)
@@ -65,36 +69,19 @@ def build(context: ApiContext, *, access: Access, hosts: Sequence[str] = (), max
     return app
 
 
-def _needs(access: Access, hosts: frozenset[str]) -> Callable[[Role], Callable[..., Caller]]:
-    """Return a factory of dependencies that check a role and give the route its caller."""
+def needs(role: Role) -> Callable[..., Caller]:
+    """Return a dependency that checks a role and gives the route its caller."""
 
-    def needs(role: Role) -> Callable[..., Caller]:
-        def check(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]) -> Caller:
-            if access.is_open and _host_of(request) not in hosts:  # a web page whose name resolves to this machine
-                raise HTTPException(
-                    403,
-                    "without tokens the Host header must be localhost or 127.0.0.1; set reward_service.tokens_file to allow other names",
-                )
-            caller = access.caller(given.credentials if given is not None else None)
-            if caller is None:
-                raise HTTPException(
-                    401, "a bearer token is needed: Authorization: Bearer ...", headers={"WWW-Authenticate": "Bearer"}
-                )
-            if caller.role < role:
-                raise HTTPException(
-                    403,
-                    f"the token {caller.name!r} has the role {caller.role.name.lower()}; this request needs {role.name.lower()}",
-                )
-            return caller
+    def check(request: Request, _scheme: Annotated[object, Depends(_SCHEME)]) -> Caller:
+        caller: Caller = request.scope[CALLER]
+        if caller.role < role:
+            raise HTTPException(
+                403,
+                f"the token {caller.name!r} has the role {caller.role.name.lower()}; this request needs {role.name.lower()}",
+            )
+        return caller
 
-        return check
-
-    return needs
-
-
-def _host_of(request: Request) -> str:
-    host = request.headers.get("host", "").lower()
-    return host[: host.index("]") + 1] if host.startswith("[") and "]" in host else host.partition(":")[0]
+    return check
 
 
 def _answer_errors(app: FastAPI) -> None:

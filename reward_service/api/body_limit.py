@@ -1,10 +1,46 @@
-"""A limit on the size of request bodies: a longer one is refused with 413 and not read."""
+"""A limit on the size of request bodies: a longer one is refused with 413, and nothing of it is kept.
+
+Most clients read no answer before they have sent their whole body, and a connection that is closed with unread bytes is
+reset, which destroys the answer. So the rest of a body that is not much too long is read and thrown away first.
+"""
 
 from __future__ import annotations
 
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_DISCARD_BYTES = 64 * 1024 * 1024  # read beyond the limit; the client of a longer body may see a reset connection
+
+
+class _Body:
+    """The body of one request: how much of it was read, and whether more will come."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._num_read = 0
+        self._more = True
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_read > self._max_bytes
+
+    async def receive(self) -> Message:
+        """Return the next part, or the end of the connection for a part beyond the limit."""
+        message = await self._next()
+        return {"type": "http.disconnect"} if self.is_over else message
+
+    async def discard(self) -> None:
+        """Read the rest, up to a bound."""
+        while self._more and self._num_read <= self._max_bytes + _DISCARD_BYTES:
+            await self._next()
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self._num_read += len(message.get("body", b""))
+        self._more = message.get("more_body", False)
+        return message
 
 
 class BodyLimit:
@@ -20,36 +56,36 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        body = _Body(receive, self._max_bytes)
         if _announced(scope) > self._max_bytes:
-            await self._refuse(scope, receive, send)
+            await self._refuse(scope, body, send, discard=not _waits_for_continue(scope))
             return
-        read, over, answering = 0, False, False
-
-        async def counted() -> Message:
-            nonlocal read, over
-            message = await receive()
-            read += len(message.get("body", b""))
-            over = over or read > self._max_bytes
-            return {"type": "http.disconnect"} if over else message
+        answering = False
 
         async def noted(message: Message) -> None:
             nonlocal answering
-            if answering or not over:  # the app's response to the truncated body would hide the reason
+            if answering or not body.is_over:  # the app's response to the truncated body would hide the reason
                 answering = True
                 await send(message)
 
         try:
-            await self._app(scope, counted, noted)
+            await self._app(scope, body.receive, noted)
         except ClientDisconnect:
-            if not over:
+            if not body.is_over:
                 raise
-        if over and not answering:
-            await self._refuse(scope, receive, send)
+        if body.is_over and not answering:
+            await self._refuse(scope, body, send, discard=True)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(self, scope: Scope, body: _Body, send: Send, *, discard: bool) -> None:
+        if discard:
+            await body.discard()
         detail = f"the body is longer than {self._max_bytes} bytes (reward_service.max_request_bytes)"
         answer = JSONResponse({"detail": detail}, 413, headers={"connection": "close"})
-        await answer(scope, receive, send)
+        await answer(scope, body.receive, send)
+
+
+def _waits_for_continue(scope: Scope) -> bool:
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
 
 
 def _announced(scope: Scope) -> int:

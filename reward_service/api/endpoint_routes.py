@@ -16,6 +16,7 @@ from penstock.reward_service.api.api_models import (
     ScoreAnswer,
     TestRequest,
 )
+from penstock.reward_service.api.strict_route import StrictRoute
 from penstock.reward_service.endpoints.access import Caller, Role
 from penstock.reward_service.endpoints.endpoint import NAME_PATTERN, Endpoint
 from penstock.reward_service.endpoints.endpoint_client import EndpointClient
@@ -31,7 +32,11 @@ def add(
     app: FastAPI, registry: EndpointRegistry, client: EndpointClient, needs: Callable[[Role], Callable[..., Caller]]
 ) -> None:
     """Add the routes; ``needs`` returns a dependency that checks a role."""
-    router = APIRouter(prefix="/v1/endpoints", responses={404: {"model": Refusal, "description": "No such endpoint."}})
+    router = APIRouter(
+        prefix="/v1/endpoints",
+        route_class=StrictRoute,
+        responses={404: {"model": Refusal, "description": "No such endpoint."}},
+    )
     _show(router, registry, client, needs)
     _change(router, registry, client, needs)
     app.include_router(router)
@@ -91,8 +96,9 @@ def _change(
         """Register an endpoint under a reward name, or a new version of it (``replace``); 409 when the name is taken."""
         endpoint = registration.endpoint(owner=_owner(registration, caller))
         _check(endpoint, caller)
-        for url in filter(None, (endpoint.url, endpoint.health_url)):
-            await client.http.check(url)
+        await client.http.check(endpoint.url)
+        if endpoint.health_url is not None:
+            await client.http.check(endpoint.health_url)
         await registry.add(
             endpoint, replace_other=registration.replace, caller=caller, secrets=registration.endpoint_secrets()
         )

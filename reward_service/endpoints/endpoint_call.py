@@ -56,8 +56,9 @@ class EndpointCaller:
         try:
             scores = endpoint.speaker.read(call, answer)
         except BadAnswer as err:
-            said = answer[:_MAX_TEXT].decode("utf-8", "replace")
-            raise EndpointNonsense(f"{self._who} {err} (dialect {endpoint.dialect}); its answer: {said!r}") from None
+            raise EndpointNonsense(
+                f"{self._who} {err} (dialect {endpoint.dialect}); it sent {len(answer)} bytes, see its own log"
+            ) from None
         return [outcome(endpoint, group, found) for group, found in zip(groups, scores, strict=True)]
 
     @property
@@ -87,7 +88,7 @@ class EndpointCaller:
             else:
                 if answer.status == 200:
                     return answer.body
-                problems.append(f"HTTP {answer.status}: {answer.body[:_MAX_TEXT].decode('utf-8', 'replace')}")
+                problems.append(answer.describe())
                 if answer.status not in _RETRY_STATUS:
                     raise EndpointFailed(f"{self._who}: {problems[-1]}", refused=400 <= answer.status < 500)
                 pause_s = retry_after_s(answer.headers)

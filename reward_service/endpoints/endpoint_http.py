@@ -1,5 +1,8 @@
 """The adapter of httpx: one request to an endpoint, to an address that was checked, with a bound on its answer.
 
+Nothing that a server sends is quoted in an error, except the header `ERROR_HEADER`: whoever may register an endpoint
+could otherwise read from any server that this service reaches.
+
 Redirects are not followed and environment proxies are not used. A name is resolved once for each connection, every
 address it has is checked, and a checked one is connected to, so that the name cannot resolve differently in between.
 """
@@ -10,21 +13,31 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import httpcore
 import httpx
 
 from penstock.reward_service.endpoints.target_policy import TargetPolicy
 from penstock.reward_service.errors import EndpointFailed, EndpointNonsense, EndpointRefused
 
+CALL_HEADER = "penstock-endpoint-call"  # of every request sent here; an API that gets one refuses it: a loop
+ERROR_HEADER = "penstock-error"  # of an answer: why, for the people who read the errors of this endpoint
 _CONNECT_S = 5.0
+_KEEP_S = 5.0  # an idle connection
+_MAX_REASON = 300  # characters of `ERROR_HEADER`
+_MEDIA_TYPE = re.compile(r"[a-z]{1,20}/[a-z0-9.+-]{1,40}")
 _IDLE_CONNECTIONS = 32
 # A pool of their own: a name server that hangs must not block the threads that fetch packs.
 _RESOLVERS = ThreadPoolExecutor(16, thread_name_prefix="resolve")
+
+
+_OWN_TEXTS = ("Server disconnected", "peer closed connection")  # of the client library; others quote the server
 
 
 class NoAnswer(Exception):
@@ -39,6 +52,13 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
+    def describe(self) -> str:
+        """Return its status, size and type, and the reason that an endpoint gives in `ERROR_HEADER`; never its body."""
+        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = f" of {media_type}" if _MEDIA_TYPE.fullmatch(media_type) else ""
+        reason = "".join(c if c.isprintable() else "?" for c in self.headers.get(ERROR_HEADER, "")[:_MAX_REASON])
+        return f"HTTP {self.status}, {len(self.body)} bytes{kind}" + (f": {reason}" if reason else "")
+
 
 class EndpointHttp:
     """Sends requests to endpoints. Close it."""
@@ -51,7 +71,7 @@ class EndpointHttp:
             transport=_CheckedTransport(policy),
             follow_redirects=False,
             trust_env=False,
-            timeout=None,  # noqa: S113 every call has the endpoint's own deadline
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),  # every call has the endpoint's own deadline
         )
 
     async def close(self) -> None:
@@ -60,8 +80,14 @@ class EndpointHttp:
 
     async def check(self, url: str) -> None:
         """Raise EndpointRefused unless the URL may be called; a host that does not resolve yet passes."""
-        self._policy.check_url(url)
-        host, port = _host_and_port(httpx.URL(url))
+        host, port = self._policy.check_url(url)
+        try:
+            parsed = httpx.URL(url)
+            _ = parsed.host  # decodes a name of another script
+        except (httpx.InvalidURL, UnicodeError) as err:
+            raise EndpointRefused(f"{url!a} is not a URL ({err})") from None
+        if _host_and_port(parsed) != (host, port):  # two readings of one text: one would be checked, the other called
+            raise EndpointRefused(f"{url!a} is read as host {parsed.raw_host!a} or {host!r}; write it plainly")
         try:
             addresses = await resolve(host, port)
         except OSError:
@@ -79,12 +105,13 @@ class EndpointHttp:
         """
         given = {
             **(headers or {}),
-            "accept-encoding": "identity",
-        }  # an answer that decompresses to a large one is not read
+            "accept-encoding": "identity",  # an answer that decompresses to a large one is not read
+            CALL_HEADER: "1",
+        }
         try:
             async with self._http.stream(method, url, content=body, headers=given) as response:
                 return Answer(response.status_code, response.headers, await self._read(response, url))
-        except EndpointRefused as err:
+        except (EndpointRefused, httpx.InvalidURL, UnicodeError) as err:
             raise EndpointFailed(f"{url} may not be called: {err}") from None
         except httpx.TransportError as err:
             raise NoAnswer(describe(err)) from None
@@ -103,54 +130,77 @@ class EndpointHttp:
 
 
 class _CheckedTransport(httpx.AsyncHTTPTransport):
-    """Resolves a name once, checks its addresses against the policy, and connects to a checked one."""
+    """Connects through `_CheckedBackend`; connections are kept by name, so that none serves a name it was not made for."""
 
     def __init__(self, policy: TargetPolicy) -> None:
-        super().__init__(limits=httpx.Limits(max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS))
+        super().__init__()
         self._policy = policy
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=httpx.create_ssl_context(),
+            max_connections=None,
+            max_keepalive_connections=_IDLE_CONNECTIONS,
+            keepalive_expiry=_KEEP_S,
+            network_backend=_CheckedBackend(policy),
+        )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self._policy.check_url(str(request.url))
-        host, port = _host_and_port(request.url)
+        return await super().handle_async_request(request)
+
+
+class _CheckedBackend(httpcore.AsyncNetworkBackend):
+    """Resolves a name once for each connection, checks every address it has, and connects to a checked one."""
+
+    def __init__(self, policy: TargetPolicy) -> None:
+        self._policy = policy
+        self._sockets = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
+
+    async def sleep(self, seconds: float) -> None:
+        await self._sockets.sleep(seconds)
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 the base class's
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                addresses = await resolve(host, port)
-        except (OSError, TimeoutError) as err:
-            raise httpx.ConnectError(f"{host} does not resolve: {describe(err)}") from None
+            addresses = await resolve(host, port)
+        except OSError as err:
+            raise httpcore.ConnectError(f"{host} does not resolve: {describe(err)}") from None
         for address in addresses:
             self._policy.check_address(host, address, port)
-        timeouts: dict[str, Any] = {"connect": _CONNECT_S, "read": None, "write": None, "pool": None}
-        extensions = {**request.extensions, "sni_hostname": host, "timeout": timeouts}
-        failure: httpx.ConnectError | httpx.ConnectTimeout | None = None
+        failure: httpcore.ConnectError | httpcore.ConnectTimeout | None = None
         for address in addresses:
             try:
-                return await super().handle_async_request(
-                    httpx.Request(
-                        request.method,
-                        request.url.copy_with(host=address),
-                        headers=request.headers,  # Host was set from the name already
-                        stream=request.stream,
-                        extensions=extensions,
-                    )
-                )
-            except (httpx.ConnectError, httpx.ConnectTimeout) as err:
+                return await self._sockets.connect_tcp(address, port, timeout, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as err:
                 failure = err
-        raise failure or httpx.ConnectError(f"{host} has no address")
+        raise failure or httpcore.ConnectError(f"{host} has no address")
 
 
 def _host_and_port(url: httpx.URL) -> tuple[str, int]:
-    return url.host, url.port or (443 if url.scheme == "https" else 80)
+    return url.raw_host.decode("ascii").lower(), url.port or (443 if url.scheme == "https" else 80)
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """Return all addresses of a name; raises OSError when it has none."""
+    """Return all addresses of a name; raises OSError when it has none, or when no name server answers in time."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
     look_up = functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, look_up)
+    except UnicodeError:  # a part of the name is empty or too long
+        raise OSError(f"{host!a} is no host name") from None
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def describe(err: Exception) -> str:
-    """Return an exception's class and text; many network errors have no text."""
-    return f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
+    """Return an exception's class and text; many network errors have no text, and that of others may be the server's."""
+    text = str(err)
+    if isinstance(err, httpx.RemoteProtocolError) and not text.startswith(_OWN_TEXTS):
+        text = "what it sends is not HTTP"
+    return f"{type(err).__name__}: {text}" if text else type(err).__name__

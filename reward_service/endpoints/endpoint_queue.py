@@ -284,7 +284,10 @@ class EndpointQueue:
             outcomes = [err] * len(groups)
         except Exception as err:
             log.exception("calling an endpoint raised", endpoint=self.endpoint.scorer)
-            crash = RewardCrashed(f"calling endpoint {self.endpoint.name} raised {type(err).__name__}: {err}")
+            crash = RewardCrashed(
+                f"calling endpoint {self.endpoint.name} raised {type(err).__name__}; the traceback is in the log of this "
+                "replica: please report it"
+            )  # the exception's own text may hold a part of the answer
             outcomes = [crash] * len(groups)
         error = next((outcome for outcome in outcomes if isinstance(outcome, RewardError)), None)
         self.timings.record(time.monotonic() - started, failed=error is not None)

@@ -53,7 +53,11 @@ _CARRY_IPV4 = tuple(
         "64:ff9b:1::/48",  # NAT64 of a site, RFC 8215
     )
 )
+_URL = re.compile(r"[!-\[\]-~]+")  # printable ASCII without the backslash
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+_MAX_HOST = 253  # RFC 1035
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +95,27 @@ class TargetPolicy:
                     ) from None
                 self._hosts.add(entry.rstrip(".").lower())
 
-    def check_url(self, url: str) -> None:
-        """Raise EndpointRefused unless the URL is plain http(s) to a host, without credentials."""
+    def check_url(self, url: str) -> tuple[str, int]:
+        """Return host and port of a plain http(s) URL; raises EndpointRefused for any other, and for credentials in it."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as err:
-            raise EndpointRefused(f"{url!r} is not a URL ({err})") from None
-        if parts.scheme not in {"http", "https"}:
-            raise EndpointRefused(f"{url!r}: only http:// and https:// endpoints are called")
-        if not parts.hostname or port == 0:
-            raise EndpointRefused(f"{url!r} has no host")
+            raise EndpointRefused(f"{url!a} is not a URL ({err})") from None
         if parts.username is not None or parts.password is not None:
             raise EndpointRefused("put no user name or password into an endpoint's URL: it is shown in listings")
+        if parts.scheme not in {"http", "https"}:
+            raise EndpointRefused(f"{url!a}: only http:// and https:// endpoints are called")
+        if not parts.hostname or port == 0:
+            raise EndpointRefused(f"{url!a} has no host")
+        if not _URL.fullmatch(url) or not _is_host(parts.hostname):
+            raise EndpointRefused(
+                f"{url!a} is not a URL: its host must be a name or an address, all of it in ASCII without spaces or "
+                "backslashes (names of other scripts as xn--..., other characters as %XX)"
+            )
         if parts.fragment:
-            raise EndpointRefused(f"{url!r}: a fragment (#...) is never sent to a server")
+            raise EndpointRefused(f"{url!a}: a fragment (#...) is never sent to a server")
+        return parts.hostname, port or (443 if parts.scheme == "https" else 80)
 
     def check_address(self, host: str, address: str, port: int) -> None:
         """Raise EndpointRefused unless ``address``, which ``host`` resolved to, may be connected to at ``port``."""
@@ -124,6 +134,14 @@ class TargetPolicy:
             raise EndpointRefused(
                 f"{host} is {ip}, which is in none of reward_service.allowed_targets; add its network or host name there"
             )
+
+
+def _is_host(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return _HOST_NAME.fullmatch(name) is not None and len(name) <= _MAX_HOST
+    return "%" not in name  # an interface of this machine
 
 
 def _same_host(one: str, other: str) -> bool:

@@ -31,6 +31,7 @@ _EXIT_S = 5.0  # from a closed pipe to the exit of its process
 _TRIES = 2
 _KNOWN_VERDICTS = 4096  # the same wrong answers repeat within a run
 _KNOWN_CHARS = 16_384  # longer texts are not remembered
+_SETTINGS_PREFIX = "PENSTOCK_"  # of variables that may hold passwords; a grader reads what a policy wrote
 
 
 @dataclass(slots=True)
@@ -97,7 +98,8 @@ class _Grader:
 
     def __init__(self, module: str) -> None:
         command = [sys.executable, "-P", "-m", module]
-        self._process = JsonProcess(command, environ={**os.environ, "PYTHONHASHSEED": "0"})
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
+        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"})
 
     @property
     def pid(self) -> int | None:

@@ -10,7 +10,8 @@
         server.serve_forever()
 
 A score is a finite number, or a `Score` with parts or with an error. An error, or None, means *could not be
-scored*: the whole group is retried later. `examples/reward_endpoint.py` is a complete endpoint.
+scored*: the whole group is retried later. `examples/reward_endpoint.py` is a complete endpoint. The reward service quotes
+no body of another status than 200; a reason in the header `penstock-error` is shown with the error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints import signature, strict_json
 from penstock.reward_service.endpoints.signature import BadSignature
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 from penstock.reward_service.hosting import registration
@@ -61,7 +62,9 @@ def read(body: bytes, headers: Mapping[str, str], secrets: Sequence[str] = ()) -
         lower = {name.lower(): value for name, value in headers.items()}
         signature.verify(secrets, lower, body, now_s=time.time())
     try:
-        return ScoreRequest.model_validate_json(body)
+        return ScoreRequest.model_validate(strict_json.loads(body))
+    except strict_json.AmbiguousJson as err:
+        raise BadRequest(f"not a score request: {err}") from None
     except ValidationError as err:
         first = err.errors()[0]
         where = ".".join(map(str, first["loc"])) or "body"

@@ -7,10 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 
 from penstock.reward_service.api.body_limit import BodyLimit
+from penstock.reward_service.api.strict_route import checked_route
 from penstock.reward_service.endpoints import signature
+from penstock.reward_service.endpoints.endpoint_http import ERROR_HEADER
 from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreRequest, ScoreResponse
 
 if TYPE_CHECKING:
@@ -59,13 +62,21 @@ def build(reward: Hosted, calls: Calls, *, secrets: Sequence[str]) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=_MAX_REQUEST_BYTES)
 
     async def signed(request: Request) -> None:
-        if secrets:
+        if secrets and request.method == "POST":
             try:
                 signature.verify(secrets, request.headers, await request.body(), now_s=time.time())
             except signature.BadSignature as err:
                 raise HTTPException(401, str(err)) from None
 
-    @app.post("/score", dependencies=[Depends(signed)])
+    app.router.route_class = checked_route(signed)  # before the body is parsed
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, err: HTTPException) -> JSONResponse:
+        """Give the reason in a header too: the reward service quotes nothing of a body."""
+        reason = "".join(letter if " " <= letter <= "~" else "?" for letter in str(err.detail))
+        return JSONResponse({"detail": err.detail}, err.status_code, headers={ERROR_HEADER: reason})
+
+    @app.post("/score")
     async def score(wanted: ScoreRequest, request: Request) -> ScoreResponse:
         """Score groups; a completion that cannot be scored has an error instead of a score."""
         if reward.batched:

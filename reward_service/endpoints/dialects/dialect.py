@@ -15,9 +15,11 @@ from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.reward_service.endpoints.wire import GroupToScore, Score
+from penstock.reward_service.endpoints import strict_json
+from penstock.reward_service.endpoints.wire import GroupScore, GroupToScore, Score, ScoreResponse
 
 M = TypeVar("M", bound=BaseModel)
+_FIELDS = frozenset({*ScoreResponse.model_fields, *GroupScore.model_fields, *Score.model_fields})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,10 @@ class Payload:
 
 
 class BadAnswer(ValueError):
-    """The response does not fit the dialect; the text names the place, for the endpoint's author."""
+    """The response does not fit the dialect; the text names the place, for the endpoint's author, and quotes nothing.
+
+    Any server that this service reaches can be registered, and the text is shown to whoever may test it.
+    """
 
 
 class Dialect(BaseModel, ABC):
@@ -75,10 +80,13 @@ class DialectKind:
 
 
 def read_json(model: type[M], answer: bytes) -> M:
-    """Validate an answer as JSON; raises BadAnswer naming the first field that does not fit."""
+    """Validate an answer as JSON; raises BadAnswer naming the first field that does not fit, never its content."""
     try:
+        strict_json.loads(answer)
         return model.model_validate_json(answer)
+    except strict_json.AmbiguousJson as err:
+        raise BadAnswer(f"does not answer as agreed: {err}") from None
     except ValidationError as err:
-        first = err.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise BadAnswer(f"does not answer as agreed: {where}: {first['msg']}") from None
+        first = err.errors(include_input=False, include_context=False)[0]
+        place = ".".join(str(step) if isinstance(step, int) or step in _FIELDS else "*" for step in first["loc"])
+        raise BadAnswer(f"does not answer as agreed: {place or 'body'}: {first['msg']}") from None

@@ -10,33 +10,33 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import JsonValue, TypeAdapter, ValidationError
+from pydantic import JsonValue
 
+from penstock.reward_service.endpoints import strict_json
 from penstock.reward_service.endpoints.dialects.dialect import BadAnswer
 from penstock.reward_service.endpoints.wire import MAX_PARTS, GroupToScore, Score
 
-_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 _MAX_PART_NAME = 64
 
 
 def parse(answer: bytes) -> JsonValue:
     """Return a response as JSON; raises BadAnswer."""
     try:
-        return _JSON.validate_json(answer)
-    except ValidationError as err:
-        raise BadAnswer(f"answers with a body that is not JSON: {err.errors()[0]['msg']}") from None
+        return strict_json.loads(answer)
+    except strict_json.AmbiguousJson as err:
+        raise BadAnswer(f"answers with a body that cannot be read: {err}") from None
 
 
 def number(value: object, where: str) -> float:
     """Return a finite number (a bool counts as 0 or 1, as in Python); raises BadAnswer naming the place."""
     if not isinstance(value, int | float):
-        raise BadAnswer(f"answers {where} = {_short(value)}, expected a number")
+        raise BadAnswer(f"answers {_kind(value)} at {where}, expected a number")
     try:
         found = float(value)
     except OverflowError:
         found = math.inf
     if not math.isfinite(found):
-        raise BadAnswer(f"answers {where} = {_short(value)}, expected a finite number")
+        raise BadAnswer(f"answers a number at {where} that is not finite, or too large")
     return found
 
 
@@ -50,7 +50,7 @@ def score_of(value: object, where: str, *, key: str = "score") -> Score:
     if not isinstance(value, Mapping):
         return Score(score=number(value, where))
     if key not in value:
-        raise BadAnswer(f"answers an object without {key!r} at {where}: its keys are {', '.join(value)[:100]}")
+        raise BadAnswer(f"answers an object without {key!r} at {where}; it has {len(value)} other keys")
     if value[key] is None:
         return Score(error=f"answers {where}.{key} = null: the endpoint did not score this completion")
     return Score(score=number(value[key], f"{where}.{key}"), parts=parts_of(value, where, without=key))
@@ -68,7 +68,7 @@ def parts_of(value: Mapping[str, Any], where: str, *, without: str = "") -> dict
 def list_of(value: object, size: int, where: str) -> Sequence[Any]:
     """Return a list of the right length; raises BadAnswer."""
     if not isinstance(value, list):
-        raise BadAnswer(f"answers {where} = {_short(value)}, expected a list")
+        raise BadAnswer(f"answers {_kind(value)} at {where}, expected a list")
     if len(value) != size:
         raise BadAnswer(f"answers {len(value)} values at {where} for {size} completions")
     return value
@@ -80,5 +80,13 @@ def cut(scores: Sequence[Score], groups: Sequence[GroupToScore]) -> list[list[Sc
     return [[next(rest) for _ in group.completions] for group in groups]
 
 
-def _short(value: object) -> str:
-    return str(value)[:60] if not isinstance(value, str) else repr(value[:60])
+def _kind(value: object) -> str:
+    """Name the JSON type of a value without its content."""
+    names: dict[type, str] = {
+        str: "a text",
+        bool: "true or false",
+        type(None): "null",
+        dict: "an object",
+        list: "a list",
+    }
+    return names.get(type(value), "a number")

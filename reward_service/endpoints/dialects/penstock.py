@@ -20,9 +20,11 @@ class PenstockDialect(Dialect):
         results = {result.group_id: result.scores for result in response.results}
         sent = [group.group_id for group in call.groups]
         if len(results) != len(response.results) or set(results) != set(sent):
+            missing = [group_id for group_id in sent if group_id not in results]
+            others = len(response.results) - len(sent) + len(missing)
             raise BadAnswer(
-                f"{len(sent)} groups were sent ({', '.join(sent[:3])}...), results came for {len(response.results)} "
-                f"({', '.join(result.group_id for result in response.results[:3])}...)"
+                f"answers for {len(response.results)} groups, {len(sent)} were sent; results are missing for "
+                f"{', '.join(missing[:3]) or 'none'}, and {others} are for other groups or come twice"
             )
         return [results[group_id] for group_id in sent]
 

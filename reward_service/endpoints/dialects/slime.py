@@ -34,7 +34,9 @@ class SlimeDialect(Dialect):
         """Read one reward; the other numbers of an object become parts."""
         value = foreign_scores.parse(answer)
         if isinstance(value, dict) and not self.reward_key:
-            raise BadAnswer(f"answers an object ({', '.join(value)[:100]}); name its number with the option reward_key")
+            raise BadAnswer(
+                f"answers an object of {len(value)} keys; name the key of its number with the option reward_key"
+            )
         return [[foreign_scores.score_of(value, "body", key=self.reward_key)]]
 
 

@@ -169,7 +169,7 @@ async def test_a_failing_endpoint_is_paused_and_tried_again(
     asked = len(server.requests)
     (refused,) = await one.score_groups(groups(1), attempt=1)
     assert isinstance(refused, BreakerOpen)
-    assert "HTTP 500: out of order" in str(refused)
+    assert "HTTP 500, 12 bytes" in str(refused)
     assert 0 < refused.retry_in_s <= 1.0
     assert len(server.requests) == asked
     server.behaviour = good(0.5)

@@ -25,23 +25,32 @@ def _results(scores: list[Any], **more: Any) -> Behaviour:
 
 
 BAD: dict[str, tuple[Behaviour, str, str]] = {
-    "error500": (raw("out of order", 500), "EndpointFailed", "HTTP 500: out of order"),
-    "error404": (raw("who?", 404), "EndpointFailed", "HTTP 404: who?"),
+    "error500": (raw("out of order", 500), "EndpointFailed", "HTTP 500, 12 bytes"),
+    "error404": (raw("who?", 404), "EndpointFailed", "HTTP 404, 4 bytes"),
     "redirect": (raw("", 307, location="http://127.0.0.1:1/"), "EndpointFailed", "HTTP 307"),
-    "not-json": (raw("<html>hello</html>"), "EndpointNonsense", "<html>hello</html>"),
+    "not-json": (raw("<html>hello</html>"), "EndpointNonsense", "it is not JSON"),
     "empty": (raw(""), "EndpointNonsense", "does not answer as agreed"),
     "huge": (raw(b"[" + b" " * 400_000 + b"]"), "EndpointNonsense", "more than 100000 bytes"),
     "packed": (raw(b"\x1f\x8b", **{"content-encoding": "gzip"}), "EndpointNonsense", "compresses its answer"),
     "no-results": (raw('{"scores": [1, 2]}'), "EndpointNonsense", "results"),
-    "other-group": (raw('{"results": [{"group_id": "x", "scores": []}]}'), "EndpointNonsense", "results came for 1 (x"),
+    "other-group": (
+        raw('{"results": [{"group_id": "x", "scores": []}]}'),
+        "EndpointNonsense",
+        "results are missing for other-group",
+    ),
     "wrong-count": (_results([{"score": 1.0}]), "EndpointNonsense", "1 scores for 2 completions"),
-    "nan": (_results([{"score": float("nan")}] * 2), "EndpointNonsense", "finite"),
-    "infinite": (_results([{"score": float("inf")}] * 2), "EndpointNonsense", "finite"),
+    "nan": (_results([{"score": float("nan")}] * 2), "EndpointNonsense", "NaN is no JSON number"),
+    "infinite": (_results([{"score": float("inf")}] * 2), "EndpointNonsense", "Infinity is no JSON number"),
     "a-string": (_results([{"score": "1.0"}] * 2), "EndpointNonsense", "valid number"),
     "a-bool": (_results([{"score": True}] * 2), "EndpointNonsense", "valid number"),
-    "bad-part": (_results([{"score": 1.0, "parts": {"a": float("nan")}}] * 2), "EndpointNonsense", "finite"),
+    "bad-part": (
+        _results([{"score": 1.0, "parts": {"a": float("nan")}}] * 2),
+        "EndpointNonsense",
+        "NaN is no JSON number",
+    ),
     "out-of-range": (_results([{"score": 0.5}, {"score": 7.0}]), "EndpointNonsense", "score 7 is outside [0, 1]"),
     "null": (_results([{"score": 0.5}, {"score": None}]), "ScoreRefused", "completion 1: score is null"),
+    "a-key-twice": (raw('{"results": [], "results": []}'), "EndpointNonsense", "'results' twice"),
     "an-error": (_results([{"score": 0.5, "error": "no idea"}, {"score": 1.0}]), "ScoreRefused", "no idea"),
 }
 

@@ -55,10 +55,32 @@ def test_the_kit_reads_signed_requests_and_writes_valid_answers() -> None:
         (lambda: signed(age_s=400), "not within 300 s"),
         (lambda: signed(age_s=-400), "not within 300 s"),
         (lambda: {**signed(), "webhook-timestamp": "now"}, "not within 300 s"),
+        (lambda: {**signed(), "webhook-timestamp": "1" * 400}, "not within 300 s"),
+        (lambda: {**signed(), "webhook-timestamp": "1" * 5000}, "not within 300 s"),
+        (lambda: {**signed(), "webhook-timestamp": "\u0661"}, "not within 300 s"),
+        (
+            lambda: {**signed(), "webhook-timestamp": str(int(time.time()))[:-1] + "7", "webhook-id": "m1.1"},
+            "another secret",
+        ),
+        (lambda: {**signed(), "webhook-signature": " ".join(["v1,AAAA"] * 5000)}, "another secret"),
         (lambda: {**signed(), "webhook-id": "m2"}, "another secret"),
         (lambda: {**signed(), "webhook-signature": "v1, v1,ü"}, "another secret"),
     ],
-    ids=["none", "foreign", "altered", "old", "future", "no time", "another id", "nonsense"],
+    ids=[
+        "none",
+        "foreign",
+        "altered",
+        "old",
+        "future",
+        "no time",
+        "400 digits",
+        "5,000 digits",
+        "Arabic digit",
+        "split elsewhere",
+        "5,000 signatures",
+        "another id",
+        "nonsense",
+    ],
 )
 def test_a_request_that_was_not_signed_as_it_came_is_refused(sign: Callable[[], dict[str, str]], text: str) -> None:
     """A missing, foreign, altered, old or future signature is refused, and no text shows the key."""

@@ -100,8 +100,11 @@ async def test_own_servers_are_read_from_the_run_file() -> None:
     found = await own_servers.find(nats, S3Settings(endpoint="https://127.0.0.4"))
     assert [(server.name, server.host, server.port) for server in found] == [
         ("NATS", "127.0.0.1", 5222),
+        ("NATS' monitoring", "127.0.0.1", 8222),
         ("NATS", "127.0.0.2", 4222),
+        ("NATS' monitoring", "127.0.0.2", 8222),
         ("NATS", "127.0.0.3", 443),
+        ("NATS' monitoring", "127.0.0.3", 8222),
         ("the object store", "127.0.0.4", 443),
     ]
     assert found[0].addresses == {ipaddress.ip_address("127.0.0.1")}

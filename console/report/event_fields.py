@@ -1,0 +1,121 @@
+"""What the console reads from the data of events and from the lines of metrics.jsonl, validated; pure.
+
+Events arrive from every service, and anything may be in them. A count must be a whole number; an event in which it is
+not is skipped and counted by its reader. A measured figure that is not finite (a loss may be NaN) is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, None for anything else."""
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the largest float
+        return None
+
+
+_Count = Annotated[int, BeforeValidator(lambda value: value or 0), Field(ge=0, le=2**53)]  # None and "" count as 0
+_Counts = Annotated[dict[str, _Count], BeforeValidator(lambda value: value or {})]
+_Figure = Annotated[float | None, BeforeValidator(number)]
+_Text = Annotated[str, BeforeValidator(lambda value: value or "")]
+
+
+class EventFields(BaseModel):
+    """Base of the models: other fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class GroupFields(EventFields):
+    """Counts of the run's groups."""
+
+    issued: _Count = 0
+    scored: _Count = 0
+    trained: _Count = 0
+    outstanding: _Count = 0
+    dropped: _Counts = {}
+
+
+class StepFields(EventFields):
+    """One optimizer step."""
+
+    step: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    version: _Count = 0
+    reward_mean: _Figure = None
+    loss: _Figure = None
+    tokens_trained: _Count = 0
+    staleness_tokens: Annotated[
+        dict[Annotated[int, Field(ge=0, le=2**53)], _Count], BeforeValidator(lambda value: value or {})
+    ] = {}
+    zero_signal_groups: _Figure = None
+    skipped: _Counts = {}
+    scored_by: _Counts = {}
+    groups: GroupFields | None = None
+
+
+class EvalFields(EventFields):
+    """One evaluation."""
+
+    step: _Count = 0
+    version: _Count = 0
+    num_prompts: _Count = 0
+    accuracy: _Figure = None
+    split: _Text = ""
+    name: _Text = ""
+
+
+class StateFields(EventFields):
+    """A change of a service's state."""
+
+    text: _Text = ""
+    state: _Text = ""
+    total_steps: _Count = 0
+    finished: bool | None = None
+
+
+class PublicationFields(EventFields):
+    """The trainer's metrics of one version."""
+
+    version: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    kind: _Text = ""
+    raw_bytes: _Count = 0
+    sent_bytes: _Count = 0
+    density: _Figure = None
+    publish_s: _Figure = None
+
+
+class NoteFields(EventFields):
+    """A line of text."""
+
+    text: _Text = ""
+
+
+class RewardErrorFields(EventFields):
+    """Groups that wait because they got no reward."""
+
+    reason: _Text = ""
+    detail: _Text = ""
+    group_ids: Annotated[tuple[str, ...], BeforeValidator(lambda value: value or ())] = ()
+
+
+class UnreadableEvent(ValueError):
+    """The data of an event does not fit; the text names the first field that does not."""
+
+
+M = TypeVar("M", bound=EventFields)
+
+
+def read(model: type[M], data: Mapping[str, Any]) -> M:
+    """Validate the data of an event; raises UnreadableEvent."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as err:
+        first = err.errors(include_input=False)[0]
+        raise UnreadableEvent(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

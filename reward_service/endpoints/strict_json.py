@@ -1,0 +1,47 @@
+"""JSON that has one reading: UTF-8, no key twice in an object, no NaN or Infinity. Pure.
+
+The parsers of two programs disagree about the rest: of two equal keys one takes the first, another the last, so that a
+proxy or a log may see another request, or another score, than the service.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+_MAX_KEY = 40  # characters of a key that an error shows
+
+
+class AmbiguousJson(ValueError):
+    """A text that is not JSON, or JSON that can be read in two ways; the text of the error shows no value."""
+
+
+def loads(body: bytes) -> Any:
+    """Return the value of a JSON text; raises AmbiguousJson."""
+    try:
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+    except AmbiguousJson:
+        raise
+    except UnicodeDecodeError as err:
+        raise AmbiguousJson(f"it is not UTF-8 (byte {err.start}); send JSON as UTF-8") from None
+    except json.JSONDecodeError as err:
+        raise AmbiguousJson(f"it is not JSON: {err.msg} at character {err.pos}") from None
+    except RecursionError:
+        raise AmbiguousJson("it is nested too deeply") from None
+    except ValueError:
+        raise AmbiguousJson("it has a whole number with too many digits") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise AmbiguousJson(f"an object has the key {twice[:_MAX_KEY]!a} twice; send it once")
+    if any("\ud800" <= letter <= "\udfff" for key in found if not key.isascii() for letter in key):
+        raise AmbiguousJson("a key has half of a surrogate pair, which is no text")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise AmbiguousJson(f"{name} is no JSON number")
