@@ -6,6 +6,7 @@
     │   ├── MalformedFact         the fields do not fit the schema
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
+    ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
     ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
@@ -54,6 +55,10 @@ class MessageTooLarge(WireError):
 
 class PackError(PenstockError):
     """A group pack cannot be read, or does not match its message."""
+
+
+class TemplateRefused(PenstockError):
+    """A model's chat template is invalid, refuses a chat, or exceeds the limits of a rendering."""
 
 
 class MalformedWeights(PenstockError):
