@@ -174,7 +174,10 @@ class _Counted(NodeTransformer):
                 texts: list[nodes.Expr] = [
                     nodes.Filter(part, "string", [], [], None, None, lineno=node.lineno) for part in node.nodes
                 ]
-                return functools.reduce(lambda left, right: nodes.Add(left, right, lineno=node.lineno), texts)
+                joined = texts[0]
+                for text in texts[1:]:
+                    joined = nodes.Add(joined, text, lineno=node.lineno)
+                return joined
             case _:
                 return made
 

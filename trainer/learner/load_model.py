@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,8 @@ def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
 
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model: Any
+        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=getattr(torch, how.dtype),
             trust_remote_code=False,  # otherwise it asks on a terminal
