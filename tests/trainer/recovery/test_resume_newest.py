@@ -48,7 +48,11 @@ def at(chapter: int) -> CheckpointState:
         pytest.param(encode(CheckpointCommitted(epoch=1)), None, id="a run without a checkpoint"),
         pytest.param(None, at(3), id="a run whose key was deleted"),
         pytest.param(encode(CheckpointCommitted(epoch=1)), at(1), id="killed after the first rename, before its key"),
-        pytest.param(key(2), at(3), id="killed after a later rename, before its key"),
+        pytest.param(
+            key(2, state_json=b"an earlier one", record="earlier"),
+            at(3),
+            id="killed after a later rename, before its key",
+        ),
         pytest.param(key(3), at(3), id="killed after the key"),
     ],
 )
