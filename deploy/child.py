@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ _starter = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_pref
 _started: set[int] = set()  # process ids of all children; touched by that thread alone
 
 _PR_SET_CHILD_SUBREAPER = 36
+_FULL_BYTES = 4 * 1024**2  # below this, services cannot write their logs, checkpoints or objects
+_REASON_CHARS = 300
+_EMPTY_LOG = "its log is empty"
 
 
 class DeployError(PenstockError):
@@ -158,13 +162,39 @@ class Child:
                 lines = file.read().decode("utf-8", "replace").splitlines()[-num_lines:]
         except OSError:
             lines = []
-        return "\n".join(f"    {line}" for line in lines) or "    (its log is empty)"
+        return "\n".join(f"    {line}" for line in lines) or f"    ({_EMPTY_LOG})"
+
+    def reason(self) -> str:
+        """Return why the process exited: the last line of its log that is not a JSON line, and whether the disk is full.
+
+        Empty after a signal, which no log explains, unless the disk is full.
+        """
+        code = self.returncode
+        line = "" if code is None or code <= 0 else _last_plain_line(self.log_tail().splitlines())
+        return "; ".join(part for part in (line, full_disk(self.log.parent)) if part)
 
     def failure(self, what: str) -> DeployError:
         """Return the error with the exit code and the last lines of the log."""
         code = self.returncode
         end = "is still running" if code is None else f"ended with {describe_exit(code)}"
-        return DeployError(f"{self.name} {what}; it {end}. Last lines of {self.log}:\n{self.log_tail()}")
+        full = full_disk(self.log.parent)
+        return DeployError(
+            f"{self.name} {what}; it {end}. {full + '. ' if full else ''}Last lines of {self.log}:\n{self.log_tail()}"
+        )
+
+
+def full_disk(folder: Path) -> str:
+    """Return a sentence if the file system of a folder is full, when nothing can be written to the logs either; else ""."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f"the disk of {folder} is full ({free / 1e6:.1f} MB free): free disk space" if free < _FULL_BYTES else ""
+
+
+def _last_plain_line(lines: Sequence[str]) -> str:
+    plain = [line.strip() for line in lines if line.strip() and not line.strip().startswith(("{", f"({_EMPTY_LOG}"))]
+    return plain[-1][:_REASON_CHARS] if plain else ""
 
 
 def adopt_orphans() -> None:

@@ -4,6 +4,7 @@ Starts nats-server and the S3 server (unless the run file names others), creates
 then starts the reward service, the rollout workers and the trainer at the same time, each a process
 of its own with a log in ``runs/<id>/logs``. A worker, the reward service, an endpoint or a server that
 exits is restarted, and so is a trainer that was killed by a signal: it resumes from the newest checkpoint.
+One that keeps exiting ends the run, except a worker while another one is alive.
 When the trainer exits by itself the run is over. All of them stop when this process exits.
 """
 
@@ -20,7 +21,15 @@ from pathlib import Path
 
 from penstock.console import launch
 from penstock.deploy.bootstrap import ConnectionSettings, bootstrap
-from penstock.deploy.child import Child, DeployError, adopt_orphans, end_orphans, release_orphans, wait_until
+from penstock.deploy.child import (
+    Child,
+    DeployError,
+    adopt_orphans,
+    end_orphans,
+    full_disk,
+    release_orphans,
+    wait_until,
+)
 from penstock.deploy.local import LocalStack, connection_environment
 from penstock.deploy.servers import port_is_free
 from penstock.deploy.supervise import ProcessEvent, RestartRule, Supervisor, stop_all
@@ -110,6 +119,7 @@ class LocalRun:
         self._rule = rule
         self._trainer_overrides = trainer_overrides
         self._num_trainer_sessions = 0
+        self._disk_is_full = False
         self._listeners: list[Callable[[ProcessEvent], object]] = []
         self._stack: LocalStack | None = None
         self._supervisor: Supervisor | None = None
@@ -148,8 +158,9 @@ class LocalRun:
                 bootstrap(bus, Blobs(self.s3), self.run_id, self._limits)
             self._reward_port_file.unlink(missing_ok=True)
             self._launch(self._reward(), restart=lambda: self._reward().relaunch())
+            names = [worker_name(index) for index in range(self._num_workers)]
             for child in self._workers():
-                self._launch(child, restart=child.relaunch)
+                self._launch(child, restart=child.relaunch, replicas=names)
             for child in self._endpoints():
                 self._launch(child, restart=child.relaunch)
         except BaseException:
@@ -161,11 +172,16 @@ class LocalRun:
         self._launch(self._trainer(), restart=lambda: self._trainer().relaunch(), is_crash=_was_killed)
 
     def _launch(
-        self, child: Child, *, restart: Callable[[], Child], is_crash: Callable[[int], bool] = lambda _: True
+        self,
+        child: Child,
+        *,
+        restart: Callable[[], Child],
+        is_crash: Callable[[int], bool] = lambda _: True,
+        replicas: Sequence[str] = (),
     ) -> None:
         child.start()
         self._services.append(child)
-        self._require_supervisor().watch(child, restart, is_crash=is_crash)
+        self._require_supervisor().watch(child, restart, is_crash=is_crash, replicas=replicas)
 
     def wait(self, deadline_s: float | None = None) -> int | None:
         """Wait until the trainer exits and return its exit code; None when ``deadline_s`` passed first.
@@ -229,6 +245,12 @@ class LocalRun:
             for name, child in self._supervisor.processes().items()
         ]
 
+    def new_disk_problem(self) -> str:
+        """Return a sentence once when the disk of the run's folder becomes full: then the services wait, and log why."""
+        problem = full_disk(self.folder)
+        is_new, self._disk_is_full = bool(problem) and not self._disk_is_full, bool(problem)
+        return f"{problem}; the services wait for it, see {self.log(TRAINER).parent}" if is_new else ""
+
     @property
     def usage(self) -> Usage:
         """Wall and CPU time; complete after `stop`, before that without the processes that still run."""
@@ -252,8 +274,9 @@ class LocalRun:
         return self.folder / "logs" / f"{name}.log"
 
     def log_tail(self, name: str) -> str:
-        """Return the last lines of a process's log, indented; raises DeployError for an unknown name."""
-        return self._require_supervisor().child(name).log_tail()
+        """Return the last lines of a process's log, indented, and whether its disk is full; raises DeployError for an unknown name."""
+        child = self._require_supervisor().child(name)
+        return "\n".join(part for part in (child.log_tail(), full_disk(child.log.parent)) if part)
 
     def _workers(self) -> list[Child]:
         return [

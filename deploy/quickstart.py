@@ -30,7 +30,7 @@ from penstock.console.report import report
 from penstock.console.report.run_summary import RunSummary
 from penstock.deploy import quickstart_task as task
 from penstock.deploy import sglang_cpu
-from penstock.deploy.child import Child, DeployError
+from penstock.deploy.child import Child, DeployError, describe_exit
 from penstock.deploy.local import stop_on_signals
 from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
 from penstock.deploy.train_local import next_steps
@@ -45,6 +45,7 @@ SFT_STEPS = 60
 SFT_BATCH = 128
 HELD_OUT = 500
 _SFT_DEADLINE_S = 600.0
+_SFT_STARTS = 3  # it is started again when a signal killed it: out of memory, or by hand
 _POLL_S = 0.2
 _KILL_DEADLINE_S = 10.0
 _STOPPED_ON_REQUEST = 130
@@ -204,29 +205,45 @@ def _engine_sections(engine: str) -> str:
 
 
 def _warm_up(options: Options, run_file: Path, show: _Progress, stop_requested: threading.Event) -> bool:
-    """Run `penstock sft`; returns False when a stop was requested first."""
+    """Run `penstock sft`, again when a signal killed it; returns False when a stop was requested first."""
     started = time.monotonic()
     command = launch.module("penstock.trainer", "sft", str(run_file), f"model.path={options.folder / 'start'}")
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     child = Child("sft", command, log=options.folder / "logs" / "sft.log", environ=environ)
+    for kills_left in reversed(range(_SFT_STARTS)):
+        code = _exit_code(child, started + _SFT_DEADLINE_S, stop_requested)
+        if code is None:
+            return False
+        if code == 0:
+            show(
+                f"warm-up   {SFT_STEPS} supervised steps on {SFT_BATCH} examples each, {time.monotonic() - started:.1f} s"
+            )
+            return True
+        if code > 0 or not kills_left:
+            break
+        show(f"warm-up   was killed ({describe_exit(code)}); starting it again from its first step")
+    raise child.failure("failed")
+
+
+def _exit_code(child: Child, deadline: float, stop_requested: threading.Event) -> int | None:
+    """Start a child and return its exit code; stop it and return None when a stop was requested first."""
     child.start()
     while child.alive and not stop_requested.wait(0.1):
-        if time.monotonic() - started > _SFT_DEADLINE_S:
+        if time.monotonic() > deadline:
             child.kill()
             raise child.failure(f"did not exit within {_SFT_DEADLINE_S:.0f} s")
     if child.alive:
         child.stop()
-        return False
-    if child.wait(1.0):
-        raise child.failure("failed")
-    show(f"warm-up   {SFT_STEPS} supervised steps on {SFT_BATCH} examples each, {time.monotonic() - started:.1f} s")
-    return True
+        return None
+    return child.wait(1.0)
 
 
 def _watch(options: Options, run: LocalRun, bus: Bus, panel: LivePanel, stop_requested: threading.Event) -> int | None:
     """Wait until the trainer exits, killing a worker half way; None when a stop was requested."""
     to_kill = options.kill
     while (code := run.wait(_POLL_S)) is None and not stop_requested.is_set():
+        if problem := run.new_disk_problem():
+            panel.note(problem)
         if to_kill and panel.snapshot().step >= options.steps // 2:
             to_kill = False
             _wait_until_all_hold_work(run.run_id, bus, options.workers)

@@ -8,7 +8,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,17 +26,20 @@ class ProcessEvent:
 
     at: float
     name: str
-    kind: Literal["started", "crashed", "restarted", "gave_up", "exited"]
+    kind: Literal["started", "crashed", "restarted", "delayed", "gave_up", "exited"]
     detail: str = ""
+    reason: str = ""  # of a crash: what the process wrote last
 
     @property
     def as_incident(self) -> str:
         """The event as a line for people; empty for events of every run."""
         match self.kind:
             case "crashed":
-                return f"{self.name} exited ({self.detail}); restarting it"
+                return f"{self.name} exited ({self.detail}{f': {self.reason}' if self.reason else ''}); restarting it"
             case "restarted":
                 return f"{self.name} was restarted ({self.detail})"
+            case "delayed":
+                return f"{self.name} keeps exiting; the run continues without it, {self.detail}"
             case "gave_up":
                 return f"{self.name} keeps exiting; not restarted {self.detail}"
             case _:
@@ -45,7 +48,10 @@ class ProcessEvent:
 
 @dataclass(frozen=True, slots=True)
 class RestartRule:
-    """When to restart: pauses double from ``first_delay_s``; more than ``max_crashes`` within ``window_s`` end it."""
+    """When to restart: pauses double from ``first_delay_s``; more than ``max_crashes`` within ``window_s`` end it.
+
+    A process that others replace is then restarted after ``window_s`` instead.
+    """
 
     first_delay_s: float = 0.1
     max_delay_s: float = 5.0
@@ -66,6 +72,8 @@ class _Watched:
     restart: Callable[[], Child] | None  # None: it is not restarted
     is_crash: Callable[[int], bool]  # by exit code
     crashes: list[float]
+    replicas: frozenset[str]  # names of the processes that do the same work, this one included
+    is_delayed: bool = False  # it keeps exiting, and its replicas do its work
 
 
 class Supervisor:
@@ -97,13 +105,16 @@ class Supervisor:
         restart: Callable[[], Child] | None = None,
         *,
         is_crash: Callable[[int], bool] = lambda _: True,
+        replicas: Iterable[str] = (),
     ) -> None:
         """Watch a started child; ``restart`` starts it again after a crash (None: it is not restarted).
 
         ``is_crash`` returns True for the exit codes that are crashes; after any other the child is not restarted.
+        ``replicas`` are the names of all children that do the same work: one that keeps exiting is a failure only when
+        none of the others is alive.
         """
         with self._lock:
-            self._watched[child.name] = _Watched(child, restart, is_crash, [])
+            self._watched[child.name] = _Watched(child, restart, is_crash, [], frozenset(replicas))
             self._note(ProcessEvent(time.time(), child.name, "started", f"pid {child.pid}"))
             self._register(child)
         os.write(self._wake_writer, b"w")
@@ -165,7 +176,7 @@ class Supervisor:
             self._note(ProcessEvent(time.time(), child.name, "exited", how))
             return
         log.warning("a process exited", process=child.name, exit=how, log=str(child.log))
-        self._note(ProcessEvent(time.time(), child.name, "crashed", how))
+        self._note(ProcessEvent(time.time(), child.name, "crashed", how, child.reason()))
         self._schedule(watched)
 
     def _schedule(self, watched: _Watched) -> None:
@@ -173,14 +184,25 @@ class Supervisor:
         watched.crashes.append(now)
         delay_s = self._rule.delay_s(watched.crashes, now)
         name = watched.child.name
-        if delay_s is None:
+        if delay_s is None and self._is_replaced(watched):
+            watched.is_delayed = True
+            detail = f"it is restarted in {self._rule.window_s:.0f} s"
+            self._note(ProcessEvent(time.time(), name, "delayed", detail))
+            heapq.heappush(self._due, (now + self._rule.window_s, next(self._ties), name))
+        elif delay_s is None:
             self.failure = watched.child.failure(f"exited {len(watched.crashes)} times and is not restarted any more")
             self._note(ProcessEvent(time.time(), name, "gave_up", f"after {len(watched.crashes)} times"))
         else:
             heapq.heappush(self._due, (now + delay_s, next(self._ties), name))
 
+    def _is_replaced(self, watched: _Watched) -> bool:
+        """Return True if another process that does the same work is alive and does not keep exiting itself."""
+        others = [self._watched[name] for name in watched.replicas - {watched.child.name} if name in self._watched]
+        return any(other.child.alive and not other.is_delayed for other in others)
+
     def _restart(self, name: str) -> None:
         watched = self._watched[name]
+        watched.is_delayed = False
         assert watched.restart is not None
         try:
             watched.child = watched.restart()

@@ -89,6 +89,8 @@ def _watch(run: LocalRun, stop_requested: threading.Event, *, quiet: bool) -> tu
             code = None
             while code is None and not stop_requested.is_set():
                 code = run.wait(_POLL_S)
+                if problem := run.new_disk_problem():
+                    panel.note(problem)
         return code, panel.summary()
 
 

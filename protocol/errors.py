@@ -7,6 +7,7 @@
     │   └── MessageTooLarge       above the 64 KB every message keeps
     ├── ReaderKilled             two readers were killed while they processed this message
     ├── PackError                 a group pack (Parquet) is not readable or not what the message says
+    ├── TemplateRefused           a model's chat template is invalid, refuses a chat, or exceeds a limit
     ├── MalformedWeights          weights are not the safetensors or the adapter that they should be
     ├── SegmentRefused            a patch segment is damaged, hostile, or meant for another bucket
     ├── ChainBroken               manifests do not continue one another: wrong parent, epoch, layout or base
@@ -59,6 +60,10 @@ class PackError(PenstockError):
 
 class ReaderKilled(PenstockError):
     """Two readers were killed while they processed a message; it is dead-lettered and not processed a third time."""
+
+
+class TemplateRefused(PenstockError):
+    """A model's chat template is invalid, refuses a chat, or exceeds the limits of a rendering."""
 
 
 class MalformedWeights(PenstockError):

@@ -12,6 +12,8 @@ from typing import TextIO, cast
 
 import structlog
 
+from penstock.protocol import internal_errors
+
 
 class _Stderr:
     """Write to the current ``sys.stderr``: it may be replaced, and closed, after configuration."""
@@ -27,7 +29,8 @@ _STDERR = cast(TextIO, _Stderr())
 
 
 def configure(service: str, *, level: str = "info", json_lines: bool | None = None) -> None:
-    """Set up logging for this process; called once by every ``__main__``."""
+    """Set up logging for this process, and the last line of a crash; called once by every ``__main__``."""
+    internal_errors.install(service)
     as_json = not sys.stderr.isatty() if json_lines is None else json_lines
     renderer: structlog.types.Processor = (
         structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()

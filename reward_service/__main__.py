@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.protocol import logs
+from penstock.protocol import internal_errors, logs
 from penstock.protocol.config.run_file import load, split_arguments
 from penstock.protocol.errors import ConfigError, PenstockError
 from penstock.reward_service.settings import RewardSettings
@@ -28,6 +28,7 @@ from penstock.reward_service.settings import RewardSettings
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Errors of ours are one text on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    internal_errors.install("reward")
     try:
         return _command(arguments)
     except (PenstockError, BaseExceptionGroup) as err:

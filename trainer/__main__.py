@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
 
 COMMANDS = {  # name -> arguments, description; the module is commands/NAME.py
@@ -21,6 +22,7 @@ USAGE_ERROR = 2  # exit code of an error that is explained on stderr, as of argp
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code, 2 for an error that is explained on stderr."""
+    internal_errors.install("trainer")
     if not arguments or arguments[0] not in COMMANDS:
         sys.stderr.write(usage())
         return USAGE_ERROR

@@ -39,7 +39,7 @@ from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner
 from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.parallel_dims import ParallelDims
-from penstock.trainer.preflight import check_checkpoint_exists, check_resume, check_rewards, connect
+from penstock.trainer.preflight import check_is_newest, check_resume, check_rewards, connect
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.publishing.publish_coordinator import PublishChannels, PublishCoordinator, serve_requests
 from penstock.trainer.publishing.rank_publisher import RankPublisher
@@ -47,6 +47,7 @@ from penstock.trainer.publishing.weight_gc import ORPHAN_AGE_S, Retention, Weigh
 from penstock.trainer.publishing.weight_retention import FullSnapshotPolicy
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
+from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
@@ -117,7 +118,16 @@ def _run(session: _Session, ranks: Ranks) -> None:
     settings, connections = session.settings, session.connections
     found = checkpoint.newest(settings.run.folder / CHECKPOINTS, settings.run.id)
     check_resume(connections, resume=settings.trainer.resume, has_checkpoint=found is not None)
-    check_checkpoint_exists(session.pointer.value, settings.run.folder, has_checkpoint=found is not None)
+    state_json = (found[0] / STATE_FILE).read_bytes() if found else b""
+    check_is_newest(
+        session.pointer.value,
+        settings.run.folder / CHECKPOINTS,
+        found[1] if found else None,
+        state_json,
+        older_step=settings.trainer.resume_older_step,
+    )
+    if found is not None:
+        verify_files(*found)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
     (settings.run.folder / "config.json").write_bytes(session.config)
     dims = ParallelDims(ranks)
@@ -133,7 +143,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         rank_group.load(found[0])
         log.info("resumed", checkpoint=str(found[0]), step=rank_group.policy.steps_done)
         # The trainer may have been killed between the rename that commits a checkpoint and its key in NATS.
-        record_writer.mark_committed(found[1], (found[0] / STATE_FILE).read_bytes())
+        record_writer.mark_committed(found[1], state_json)
     with _training(session, rank_group, coordinator, record_writer, resumed) as (training, evaluation_log):
         started = time.monotonic()
         try:

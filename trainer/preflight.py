@@ -5,6 +5,7 @@ The data files and the model folder are checked where they are opened.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.protocol import streams
 from penstock.protocol.config.reward_settings import RewardDefinition
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Head, decode
+from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, folder_name
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.rewards_offered import (
     RewardsOffered,
@@ -63,23 +65,51 @@ def check_resume(connections: Connections, *, resume: bool, has_checkpoint: bool
     return head
 
 
-def check_checkpoint_exists(committed: bytes | None, folder: Path, *, has_checkpoint: bool) -> None:
-    """Refuse to start over if a checkpoint was committed: its groups are acknowledged, and would be lost.
+def check_is_newest(
+    committed: bytes | None, folder: Path, found: CheckpointState | None, state_json: bytes, *, older_step: int | None
+) -> None:
+    """Refuse to resume from anything but the newest checkpoint that the run committed.
+
+    The groups of a committed checkpoint are acknowledged: started without it, their training would be lost without a word. A
+    checkpoint that is newer than NATS knows is accepted: the trainer was killed before it wrote the key.
 
     Args:
         committed: The checkpoint key of the run, None when there is none.
-        folder: The run's folder.
-        has_checkpoint: Whether it holds a checkpoint, even an older one.
+        folder: The run's checkpoints.
+        found: The newest of them; None when there is none.
+        state_json: The bytes of its state.
+        older_step: ``trainer.resume_older_step``: an older checkpoint of this step is accepted.
 
     Raises:
-        CheckpointError: NATS has the key of a checkpoint and the folder has none.
+        CheckpointError: NATS names a checkpoint that is not there, or its state is another one.
     """
     known = decode(committed, CheckpointCommitted) if committed is not None else None
-    if known is not None and known.record is not None and not has_checkpoint:
+    if known is None or known.record is None or known.chapter is None:
+        return
+    expected = (
+        f"run state in NATS: the newest committed checkpoint is of step {known.step}, version {known.version} (chapter "
+        f"{known.chapter} of the record)"
+    )
+    if found is None:
         raise CheckpointError(
-            f"a checkpoint of step {known.step} was committed in this run, and {folder / 'checkpoints'} has none: the "
-            "groups it was made of are acknowledged and would be lost. Copy the run's folder to this machine (run.dir), or "
-            "start over with another run.id"
+            f"{expected}. {folder} has no checkpoint. The groups it was made of are acknowledged and would be lost: copy "
+            "the run's folder to this machine (run.dir), or start over with another run.id"
+        )
+    got = (
+        f"{folder / folder_name(found.step)} is of step {found.step}, version {found.version} (chapter {found.chapter})"
+    )
+    if found.chapter > known.chapter or found.step == older_step:
+        return
+    if found.chapter < known.chapter:
+        raise CheckpointError(
+            f"{expected}. The newest in {folder} is older: {got}. Restore the folder of step {known.step} (copy it to "
+            f"run.dir), or set trainer.resume_older_step = {found.step} to resume from there and make the later steps again"
+        )
+    if (found.record, hashlib.sha256(state_json).hexdigest()) != (known.record, known.state_sha256):
+        raise CheckpointError(
+            f"{expected}, with sha256 {known.state_sha256} of its {STATE_FILE}. {got}, but its {STATE_FILE} has sha256 "
+            f"{hashlib.sha256(state_json).hexdigest()}: it was altered, or is of another run with this run.id. Restore it "
+            f"from a copy, or set trainer.resume_older_step = {found.step} to resume from it as it is"
         )
 
 

@@ -174,6 +174,12 @@ class OptimizerSettings(Section):
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints that stay on disk.")
     resume: bool = Field(default=True, description="Resume from the newest checkpoint of this run id, if there is one.")
+    resume_older_step: int | None = Field(
+        default=None,
+        ge=0,
+        description="Resume from the checkpoint of this step although the run committed a newer one that is not in the "
+        "folder any more, or although its state.json was altered; none: refused, because the steps since would be lost.",
+    )
     lease_s: float = Field(
         default=6.0, ge=1.0, le=60.0, description="A lease that was not renewed for this long has expired, in s."
     )

@@ -17,6 +17,7 @@ from penstock import __version__
 from penstock.console import launch
 from penstock.console.cli import dead_letter_verbs, reward_verbs, run_verbs
 from penstock.console.cli.verb_parts import INSPECT, SERVE, START, TRAIN, Flag, Raw
+from penstock.protocol import internal_errors
 from penstock.protocol.errors import PenstockError
 
 app = App(
@@ -214,6 +215,7 @@ def version() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; a PenstockError is one line on stderr and exit code 1, Ctrl-C is exit code 130."""
+    internal_errors.install("command")
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         sys.exit(app(tokens or ["--help"]) or 0)

@@ -31,6 +31,7 @@ from penstock.protocol.config.sources import (
     from_files,
     from_overrides,
     split_arguments,
+    unusable,
 )
 from penstock.protocol.errors import ConfigError
 
@@ -107,6 +108,9 @@ def load(
     chosen: dict[KeyPath, Given] = {}
     reported: set[tuple[KeyPath, str]] = set()
     for one in given:
+        if why := unusable(one.value):
+            problems.append(f"{one.origin}: {'.'.join(one.path)}: {why}")
+            continue
         try:
             _choose(settings_class, one, chosen)
         except _UnknownKeyError as err:

@@ -6,6 +6,7 @@ with the schema.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
+
+MAX_FILE_BYTES = 4 * 1024**2
+_LINES_BUDGET = 4 * 1024**2  # characters that are parsed to find the lines of keys
+_MAX_INT = 2**63
 
 KeyPath = tuple[str, ...]
 
@@ -40,18 +45,37 @@ class Given(NamedTuple):
         return found[1] if (found := re.search(r" as ([a-z0-9_.]+)$", self.origin)) else ""
 
 
+def unusable(value: Any) -> str:
+    """Return why no setting can have a value: a number beyond 64 bits, infinite, or a text with NUL; else ""."""
+    if isinstance(value, list):
+        return next(filter(None, map(unusable, value)), "")
+    if isinstance(value, int) and not -_MAX_INT <= value < _MAX_INT:
+        return "expected a number of at most 64 bits"
+    if isinstance(value, float) and math.isinf(value):
+        return "expected a finite number"
+    return "expected a text without NUL" if isinstance(value, str) and "\0" in value else ""
+
+
 def from_files(files: Sequence[Path], problems: list[str]) -> Iterator[Given]:
     """Yield every value of the run files in order; appends errors to ``problems``."""
     for file in files:
         try:
+            if file.exists() and not file.is_file():
+                problems.append(f"{file}: not a regular file")
+                continue
+            if file.stat().st_size > MAX_FILE_BYTES:
+                problems.append(f"{file}: {file.stat().st_size} bytes, the limit is {MAX_FILE_BYTES}")
+                continue
             text = file.read_text(encoding="utf-8")
-            yield from _from_text(str(file), text)
+            yield from list(_from_text(str(file), text))
         except OSError as err:
             problems.append(f"{file}: not readable ({err.strerror})")
         except UnicodeDecodeError as err:
             problems.append(f"{file}: not UTF-8 text (at byte {err.start})")
         except SyntaxError as err:
             problems.append(str(err))
+        except RecursionError:
+            problems.append(f"{file}: nested too deeply")
 
 
 def _from_text(name: str, text: str) -> Iterator[Given]:
@@ -61,11 +85,13 @@ def _from_text(name: str, text: str) -> Iterator[Given]:
         place = _TOML_PLACE.search(str(err))
         line, column = (place[1], f" (column {place[2]})") if place else (text.count("\n") + 1, "")
         raise SyntaxError(f"{name}:{line}: not valid TOML: {_TOML_PLACE.sub('', str(err))}{column}") from None
+    except ValueError as err:  # a number of more than 4,300 digits
+        raise SyntaxError(f"{name}: not valid TOML: {err}") from None
     lines = key_lines(text)
     for path, value in leaves(content):
         if path:
-            nearest = next(path[:n] for n in range(len(path), 0, -1) if path[:n] in lines)
-            yield Given(path, value, f"{name}:{lines[nearest]}")
+            nearest = next((path[:n] for n in range(len(path), 0, -1) if path[:n] in lines), ())
+            yield Given(path, value, f"{name}:{lines.get(nearest, 1)}")
 
 
 def from_environment(environ: Mapping[str, str]) -> Iterator[Given]:
@@ -115,7 +141,7 @@ def scalar(text: str) -> Any:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number of more than 4,300 digits, or nested too deeply
         return text
 
 
@@ -123,9 +149,12 @@ def key_lines(text: str) -> dict[KeyPath, int]:
     """Return the 1-based line on which each table and key of a valid TOML text starts."""
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
-    statement, start = "", 1
+    statement, start, budget = "", 1, _LINES_BUDGET
     for number, line in enumerate(text.split("\n"), 1):
         statement += line + "\n"
+        budget -= len(statement)
+        if budget < 0:  # one statement of very many lines: what follows it gets no line
+            break
         try:
             content = tomllib.loads(statement)  # succeeds exactly when the statement is complete
         except tomllib.TOMLDecodeError:

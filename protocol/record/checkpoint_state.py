@@ -41,6 +41,9 @@ class CheckpointState(Wire):
     metrics_bytes: Count  # length of metrics.jsonl: lines after it belong to steps that are repeated
     record: BlobRef  # the last chapter of the lineage
     chapter: Count  # its number
+    files: dict[str, Sha256] = Field(
+        default={}
+    )  # of every other file of the folder, by relative path; {}: not recorded
 
 
 def folder_name(step: int) -> str:

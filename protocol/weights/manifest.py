@@ -21,6 +21,7 @@ from penstock.protocol.weights.bucket_codec import Codec
 from penstock.protocol.weights.digest import TensorDigest, weights_digest
 
 MAX_MANIFEST_BYTES = 64 * 1024**2
+_NO_SMALL_FILES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".pkl")
 Xxh3 = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -169,6 +170,7 @@ class VersionManifest(Wire):
     @model_validator(mode="after")
     def _consistent(self) -> VersionManifest:
         _check_kind(self)
+        _check_names([file.name for file in self.model_files])
         for number, bucket in enumerate(self.buckets):
             if bucket.stored is not None:
                 _check_range(self, number, bucket.stored)
@@ -201,6 +203,14 @@ def _check_adapter(manifest: VersionManifest) -> None:
         raise ValueError(f"kind adapter: its only model file is {ADAPTER_CONFIG}, got {names}")
     if len(manifest.buckets) != 1:
         raise ValueError(f"kind adapter: its tensors are one bucket, got {len(manifest.buckets)}")
+
+
+def _check_names(names: list[str]) -> None:
+    """Refuse model files that would take the place of weights, or be read as code: they become files of a folder."""
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"model file {twice[0]} is there twice")
+    if weights := [name for name in names if name.endswith(_NO_SMALL_FILES)]:
+        raise ValueError(f"model file {weights[0]}: weights are in buckets, not in model files")
 
 
 def _check_range(manifest: VersionManifest, number: int, stored: StoredRange) -> None:

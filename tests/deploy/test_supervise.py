@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.servers import wait_for
 
-from penstock.deploy.child import Child
+from penstock.deploy.child import Child, full_disk
 from penstock.deploy.supervise import RestartRule, Supervisor, stop_all
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -78,6 +80,58 @@ def test_a_child_that_keeps_exiting_is_given_up_with_the_end_of_its_log(supervis
     assert "faulty exited 4 times and is not restarted any more; it ended with exit code 1" in str(supervisor.failure)
     assert "no such model" in str(supervisor.failure)
     assert kinds(supervisor, "faulty") == ["started", "crashed", *["restarted", "crashed"] * 3, "gave_up"]
+
+
+def test_a_crash_names_what_the_process_wrote_last(supervisor: Supervisor, tmp_path: Path) -> None:
+    """The line for people has the last line of the log that is not a log entry; a signal has none."""
+    code = "print('no room for version 3'); print('{\"event\": \"stopped\"}'); raise SystemExit(1)"
+    child = Child("worker", [sys.executable, "-c", code], log=tmp_path / "log")
+    child.start()
+    supervisor.watch(child, lambda: Child("worker", SLEEP, log=tmp_path / "log").relaunch())
+    assert supervisor.wait_for(lambda: kinds(supervisor, "worker") == ["started", "crashed", "restarted"], 20.0)
+    supervisor.child("worker").crash()
+    assert supervisor.wait_for(lambda: kinds(supervisor, "worker").count("crashed") == 2, 20.0)
+    crashes = [event.as_incident for event in supervisor.events if event.kind == "crashed"]
+    assert crashes == [
+        "worker exited (exit code 1: no room for version 3); restarting it", "worker exited (SIGKILL); restarting it"
+    ]  # fmt: skip
+
+
+def test_a_full_disk_is_named_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logs cannot say it, because they cannot be written either."""
+    child = Child("worker", [sys.executable, "-c", "raise SystemExit(1)"], log=tmp_path / "log")
+    child.start()
+    child.wait(20.0)
+    assert child.reason() == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
+    expected = f"the disk of {tmp_path} is full (1.0 MB free): free disk space"
+    assert child.reason() == full_disk(tmp_path) == expected
+    assert expected in str(child.failure("failed"))
+
+
+def test_a_worker_that_keeps_exiting_ends_the_run_only_without_the_others(tmp_path: Path) -> None:
+    """While a replica is alive it is restarted after a pause; when that one keeps exiting too, the supervisor fails."""
+    supervisor = Supervisor(rule=RestartRule(first_delay_s=0.01, max_delay_s=0.02, max_crashes=1, window_s=0.3))
+    others = ("faulty", "steady")
+    faulty = Child("faulty", [sys.executable, "-S", "-c", "raise SystemExit(1)"], log=tmp_path / "log")
+    steady = Child("steady", SLEEP, log=tmp_path / "log")
+    try:
+        steady.start()
+        supervisor.watch(
+            steady, lambda: Child("steady", faulty.command, log=tmp_path / "log").relaunch(), replicas=others
+        )
+        faulty.start()
+        supervisor.watch(faulty, faulty.relaunch, replicas=others)
+        assert supervisor.wait_for(lambda: kinds(supervisor, "faulty").count("delayed") == 2, 20.0)
+        assert supervisor.failure is None
+        delayed = next(event for event in supervisor.events if event.kind == "delayed")
+        assert delayed.as_incident == "faulty keeps exiting; the run continues without it, it is restarted in 0 s"
+        steady.crash()
+        assert supervisor.wait_for(lambda: supervisor.failure is not None, 20.0)
+        assert "is not restarted any more" in str(supervisor.failure)
+    finally:
+        supervisor.close()
+        stop_all([*supervisor.processes().values(), steady])
 
 
 def test_a_closed_supervisor_restarts_nothing(tmp_path: Path) -> None:

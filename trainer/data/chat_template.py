@@ -1,4 +1,4 @@
-"""Renders chats to text and token ids: the adapter of `tokenizers` and `jinja2`, without transformers and torch.
+"""Renders chats to text and token ids: the adapter of `tokenizers`, without transformers and torch.
 
 Reads a model folder as transformers 5 saves it: ``tokenizer.json``, ``tokenizer_config.json``, and the
 template in ``chat_template.jinja`` (or, as older versions saved it, in ``tokenizer_config.json``). The result equals
@@ -8,22 +8,24 @@ control token in a message becomes that control token.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from penstock.protocol.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from penstock.protocol.errors import TemplateRefused
 from penstock.trainer.errors import MalformedData, UnsupportedModel
 
 Message = Mapping[str, Any]
+
+_MAX_CONFIG_BYTES = 64 * 1024**2
+_MAX_TOKENIZER_BYTES = 256 * 1024**2  # the largest published ones have about 35 MB
+_MAX_TOKEN_IDS = 2**31
+_MAX_GROWTH = 64
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -32,7 +34,12 @@ class ChatTokenizer:
     """Renders chats with a model's own template and turns text into token ids."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: jinja2.Template, special_tokens: Mapping[str, str], eos_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        special_tokens: Mapping[str, str],
+        eos_ids: Sequence[int],
+        vocabulary: int | None = None,
     ) -> None:
         """Hold the parts. Called by `read`."""
         self._tokenizer = tokenizer
@@ -40,6 +47,10 @@ class ChatTokenizer:
         self._special_tokens = dict(special_tokens)
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         """Token ids that end a completion, the tokenizer's own first."""
+        ids = tokenizer.get_vocab(with_added_tokens=True).values()
+        self._limit = (
+            vocabulary if vocabulary is not None and max(ids, default=0) >= vocabulary else None
+        )  # None: no check
 
     @classmethod
     def read(cls, folder: Path) -> ChatTokenizer:
@@ -51,63 +62,111 @@ class ChatTokenizer:
             raise UnsupportedModel(
                 f"{path}: missing; save the model's tokenizer with `save_pretrained` of transformers, which writes it"
             )
+        if path.stat().st_size > _MAX_TOKENIZER_BYTES:
+            raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, the limit is {_MAX_TOKENIZER_BYTES}")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as err:  # noqa: BLE001 - the Rust library raises plain Exception
             raise UnsupportedModel(f"{path}: not a tokenizer ({err}); save it again with transformers") from None
+        for part in ("normalizer", "decoder"):
+            _check_growth(part, getattr(tokenizer, part), path)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-        template = _compile(_template_text(folder, config), folder)
-        return cls(tokenizer, template, special_tokens, _eos_ids(folder, tokenizer, special_tokens.get("eos_token")))
+        special_tokens = _special_tokens(config, folder)
+        try:
+            template = ChatTemplate(_template_text(folder, config))
+        except TemplateRefused as err:
+            raise UnsupportedModel(f"{folder}: its chat template is refused: {err}; fix or replace it") from None
+        vocabulary = _vocabulary(folder)
+        eos_ids = _eos_ids(folder, tokenizer, special_tokens.get("eos_token"), vocabulary)
+        return cls(tokenizer, template, special_tokens, eos_ids, vocabulary)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Render a chat as text; raises MalformedData if the template refuses it."""
         try:
             return self._template.render(
-                messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
-                tools=[],
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                messages, tools=[], documents=None, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as err:
+        except TemplateRefused as err:
             raise MalformedData(f"the model's chat template refuses the chat: {err}") from None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without adding special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _refusing_panics():
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._checked(ids)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, using all cores."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        with _refusing_panics():
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [self._checked(encoding.ids) for encoding in encoded]
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """Return token ids; raises MalformedData for one that the model has no embedding for."""
+        if self._limit is not None and ids and max(ids) >= self._limit:
+            token = self._tokenizer.id_to_token(max(ids))
+            raise MalformedData(
+                f"token {token!r} has id {max(ids)}, and the model's vocabulary is {self._limit}: the tokenizer is of another "
+                "model, or has added tokens; use the model's own tokenizer, or a text without this token"
+            )
+        return ids
+
+
+@contextlib.contextmanager
+def _refusing_panics() -> Iterator[None]:
+    """Raise MalformedData where the Rust library panics, such as for a regular expression that backtracks without end."""
+    try:
+        yield
+    except BaseException as err:
+        if type(err).__name__ != "PanicException":  # no subclass of Exception, and not importable
+            raise
+        raise MalformedData(f"the model's tokenizer fails ({str(err)[:200]}); use another tokenizer or text") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise UnsupportedModel(
+            f"{path}: {path.stat().st_size} bytes, the limit is {_MAX_CONFIG_BYTES}; restore the file"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
     if not isinstance(content, dict):
         raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
     return content
 
 
-def _token_text(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+def _special_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_TOKENS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if token and not isinstance(text, str):
+            raise UnsupportedModel(
+                f"{folder / 'tokenizer_config.json'}: {name}: expected a text, or an object with content, got {str(token)[:80]}"
+            )
+        if token:
+            found[name] = text
+    return found
 
 
 def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        if path.stat().st_size > 4 * MAX_TEMPLATE_CHARS:
+            raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, too long for a chat template; replace it")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as err:
+            raise UnsupportedModel(f"{path}: not UTF-8 text (at byte {err.start}); restore the file") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     if not isinstance(template, str):
         raise UnsupportedModel(
@@ -116,7 +175,7 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str:
     return template
 
 
-def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None) -> list[int]:
+def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None, vocabulary: int | None) -> list[int]:
     found: list[int] = []
     own = tokenizer.token_to_id(eos_token) if eos_token else None
     if own is not None:
@@ -124,48 +183,47 @@ def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None) -> list[
     for name in ("generation_config.json", "config.json"):
         declared = _read_json(folder / name).get("eos_token_id")
         if declared is not None:
-            found += declared if isinstance(declared, list) else [declared]
+            listed = declared if isinstance(declared, list) else [declared]
+            if not all(type(token) is int and 0 <= token < _MAX_TOKEN_IDS for token in listed):
+                raise UnsupportedModel(
+                    f"{folder / name}: eos_token_id: expected a token id or a list of them, got {str(declared)[:80]}"
+                )
+            found += listed
             break  # generation_config overrules config, as in transformers' generate
     if not found:
         raise UnsupportedModel(
             f"{folder}: no end-of-sequence token in tokenizer_config.json, generation_config.json or config.json; "
             "a completion would never end; set eos_token_id in config.json"
         )
+    if vocabulary is not None and min(found) >= vocabulary:
+        raise UnsupportedModel(
+            f"{folder}: the end-of-sequence token ids {found} are beyond the model's vocabulary of {vocabulary}: a completion "
+            "would never end; use the tokenizer of this model"
+        )
     return list(dict.fromkeys(found))
 
 
-class _GenerationBlocks(Extension):
-    """Renders the content of ``{% generation %}`` blocks, with which templates mark assistant turns."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares tags
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the statements inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(text: str, folder: Path) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols], autoescape=False
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as err:
-        raise UnsupportedModel(f"{folder}: the chat template is not valid Jinja ({err}); fix or replace it") from None
+def _vocabulary(folder: Path) -> int | None:
+    """Return the number of token ids that the model has embeddings for; None if its configuration does not say."""
+    config = _read_json(folder / "config.json")
+    text_config = config.get("text_config")
+    size = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+    if size is not None and (type(size) is not int or not 0 < size < _MAX_TOKEN_IDS):
+        raise UnsupportedModel(
+            f"{folder / 'config.json'}: vocab_size: expected a positive number, got {str(size)[:80]}"
+        )
+    return size
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # The filter of jinja2 escapes HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
+def _check_growth(part: str, component: Any, path: Path) -> None:
+    """Refuse a normalizer or decoder that makes a text more than `_MAX_GROWTH` times as long: it would use all memory."""
+    if component is None:
+        return
+    growth, remaining = 1, [json.loads(component.__getstate__())]
+    while remaining:
+        one = remaining.pop()
+        remaining += one.get("normalizers") or one.get("decoders") or []
+        if one.get("type") == "Replace":
+            growth *= 1 + len(one.get("content", ""))
+    if growth > _MAX_GROWTH:
+        raise UnsupportedModel(f"{path}: its {part} makes texts up to {growth} times as long; use another tokenizer")

@@ -124,7 +124,15 @@ class PromptSet:
 
     def _parse(self, file: RowFile, number: int) -> PromptRow:
         row = rename(file.row(number), self._data.map, nested_texts=file.nested_texts)
-        return prompt_row(row, self._data.format, system_prompt=self._data.system_prompt)
+        read = prompt_row(row, self._data.format, system_prompt=self._data.system_prompt)
+        for column in ("ground_truth", "data_source", "extra_info"):  # the template checks the prompt
+            try:
+                (getattr(read, column) or "").encode()
+            except UnicodeEncodeError:
+                raise MalformedData(
+                    f"column {column}: a lone surrogate (\\ud800 to \\udfff), which no message holds"
+                ) from None
+        return read
 
     def _check(self) -> None:
         problems = _Problems()

@@ -21,6 +21,13 @@ from penstock.trainer.errors import MalformedData
 
 Row = dict[str, Any]
 
+MAX_ROW_BYTES = 64 * 1024**2  # of a JSON line
+_MAX_COLUMNS = 1000
+_MAX_PARQUET_BYTES = 64 * 1024**3  # uncompressed: the table is held in memory
+_MAX_PARQUET_RATIO = 1000  # uncompressed to compressed, above `_SMALL_BYTES`
+_SMALL_BYTES = 1024**3
+_MAX_PARQUET_ROWS = 2**26
+
 
 class RowFile(Protocol):
     """Rows by number, from 0."""
@@ -44,6 +51,8 @@ def open_rows(path: Path) -> RowFile:
     Raises MalformedData if the file is missing, empty or of an unknown format.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe has no end, and neither has a device
+            raise MalformedData(f"{path}: not a regular file; give a file")
         with path.open("rb") as file:
             start = file.read(4096)
     except OSError as err:
@@ -89,7 +98,9 @@ class _JsonLineRows:
         with path.open("rb") as file:
             offset = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
             file.seek(offset)
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), 1):
+                if len(line) > MAX_ROW_BYTES:
+                    raise MalformedData(f"{path}:{number}: a line of more than {MAX_ROW_BYTES} bytes; split or drop it")
                 if line.strip():
                     self._offsets.append(offset)
                     self._lines.append(number)
@@ -133,7 +144,7 @@ class _JsonArrayRows:
             counted = position
             try:
                 value, position = decoder.raw_decode(text, position)
-            except ValueError as err:
+            except (ValueError, RecursionError) as err:
                 at = err.lineno if isinstance(err, json.JSONDecodeError) else line
                 raise MalformedData(f"{self.path}:{at}: not JSON ({_reason(err)})") from None
             self._rows.append(value)
@@ -169,6 +180,7 @@ class _CsvRows:
             reader = csv.reader(file, delimiter=delimiter, strict=True)
             try:
                 self._columns = next(reader)
+                _check_columns(path, self._columns)
                 line = reader.line_num + 1
                 for row in reader:
                     if row:
@@ -201,8 +213,12 @@ class _ParquetRows:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._table: pa.Table = pq.read_table(path)
-        except (pa.ArrowException, OSError) as err:
+            with pq.ParquetFile(path) as file:
+                _check_parquet(path, file.metadata, file.schema_arrow)
+                texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
+            # A repeated text stays one text: a few bytes of a file may stand for gigabytes of them.
+            self._table: pa.Table = pq.read_table(path, read_dictionary=texts)
+        except (pa.ArrowException, OSError, ValueError) as err:
             raise MalformedData(f"{path}: not a readable Parquet file ({str(err).splitlines()[0]})") from None
 
     def __len__(self) -> int:
@@ -212,8 +228,32 @@ class _ParquetRows:
         return f"{self.path}: row {number + 1}"
 
     def row(self, number: int) -> Row:
-        [row] = self._table.slice(number, 1).to_pylist()
+        try:
+            [row] = self._table.slice(number, 1).to_pylist()
+        except (pa.ArrowException, ValueError, OverflowError) as err:
+            raise MalformedData(f"a value that cannot be read ({' '.join(str(err).split())[:200]})") from None
         return {name: value for name, value in row.items() if value is not None}
+
+
+def _check_columns(path: Path, names: list[str]) -> None:
+    twice = [name for name in set(names) if names.count(name) > 1] if len(names) <= _MAX_COLUMNS else []
+    if twice or len(names) > _MAX_COLUMNS:
+        what = f"column {twice[0]} is there twice" if twice else f"{len(names)} columns, the limit is {_MAX_COLUMNS}"
+        raise MalformedData(f"{path}: {what}; rename or drop some")
+
+
+def _check_parquet(path: Path, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+    """Refuse a file whose table would not fit into memory, from its metadata."""
+    _check_columns(path, schema.names)
+    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    ratio = size / path.stat().st_size
+    if size > _MAX_PARQUET_BYTES or (size > _SMALL_BYTES and ratio > _MAX_PARQUET_RATIO):
+        raise MalformedData(
+            f"{path}: {size} bytes uncompressed, {ratio:.0f} times its size; the limits are {_MAX_PARQUET_BYTES} and "
+            f"{_MAX_PARQUET_RATIO} times: split the file"
+        )
+    if metadata.num_rows > _MAX_PARQUET_ROWS:
+        raise MalformedData(f"{path}: {metadata.num_rows} rows, the limit is {_MAX_PARQUET_ROWS}: split the file")
 
 
 def _json_row(line: bytes) -> Row:

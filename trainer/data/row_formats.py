@@ -245,7 +245,7 @@ def _extra_info(row: Row, form: KnownFormat) -> str:
 def _json(value: Any, column: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-    except (TypeError, ValueError) as err:
+    except (TypeError, ValueError, RecursionError) as err:
         return _refuse(column, "expected a value that JSON can hold", str(err))
 
 
@@ -260,7 +260,7 @@ def _chat_in_text(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             parsed = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         if isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "role" in item for item in parsed):
             return parsed
@@ -270,7 +270,7 @@ def _chat_in_text(value: Any) -> Any:
 def _parsed(column: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         return _refuse(column, "expected JSON text", str(err))
 
 

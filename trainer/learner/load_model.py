@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from penstock.trainer.errors import UnsupportedModel
 from penstock.trainer.learner import adapter
 from penstock.trainer.learner.logprobs import CompletionScorer
+from penstock.trainer.learner.model_folder_check import check_folder, check_loaded
 from penstock.trainer.learner.policy import Policy
 from penstock.trainer.learner.reference import Reference
 from penstock.trainer.learner.trainable import Optimisation, Trainable
@@ -48,16 +49,27 @@ def load_language_model(folder: Path, how: Optimisation) -> nn.Module:
     """Load a causal language model for training; raises UnsupportedModel."""
     if not (folder / "config.json").is_file():
         raise UnsupportedModel(f"model.path = {folder}: no config.json found; set it to a Hugging Face model folder")
+    check_folder(folder)
     from transformers import AutoModelForCausalLM  # noqa: PLC0415  seconds of import, only where it is needed
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, how.dtype))
-    except (OSError, ValueError, KeyError, RuntimeError) as err:
+        model: Any
+        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
+            folder,
+            dtype=getattr(torch, how.dtype),
+            trust_remote_code=False,  # otherwise it asks on a terminal
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as err:  # noqa: BLE001 - files from outside: transformers raises errors of every kind
         raise UnsupportedModel(
-            f"model.path = {folder} is not a usable causal language model ({err}); set it to a Hugging Face model folder"
+            f"model.path = {folder} is not a usable causal language model ({type(err).__name__}: {err}); set it to a Hugging "
+            "Face model folder of an architecture that transformers has: code in the folder is never executed"
         ) from None
+    check_loaded(model, report, folder)
     model.config.use_cache = False
     if how.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

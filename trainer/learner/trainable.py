@@ -138,7 +138,8 @@ class Trainable:
             found, state = self._engine.load_checkpoint(str(folder), tag=tag, load_module_strict=not self._has_frozen)
         except Exception as err:  # DeepSpeed and torch raise many kinds of errors for a broken folder
             raise CheckpointError(
-                f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); remove its folder to resume from the one before it"
+                f"checkpoint {folder} is not readable ({type(err).__name__}: {err}); restore it from a copy, or "
+                "remove its folder and set trainer.resume_older_step to the step of the one before it"
             ) from err
         if found is None or state.get("num_ranks") != self._dims.ranks.num_ranks:
             raise CheckpointError(

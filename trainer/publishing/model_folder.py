@@ -14,6 +14,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.trainer.errors import UnsupportedModel
+
 MAX_SHARD_BYTES = 1024**3
 _MAX_SMALL_FILE_BYTES = 64 * 1024**2
 _WEIGHTS = re.compile(r".*(\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)|\.index\.json)$")
@@ -44,7 +46,8 @@ def split_shards(tensors: Mapping[str, Tensor], max_bytes: int = MAX_SHARD_BYTES
 def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
     """Return all files of a model folder except the weights and their index: config, tokenizer, templates.
 
-    ``config.json`` gets the ``dtype`` of the new weights.
+    ``config.json`` gets the ``dtype`` of the new weights. Raises UnsupportedModel for a link out of the folder: what it
+    links to would be published.
     """
     files = {
         path.name: path.read_bytes()
@@ -53,12 +56,25 @@ def small_files(model_folder: Path, dtype: str) -> dict[str, bytes]:
         and _NAME.fullmatch(path.name)
         and not _WEIGHTS.fullmatch(path.name)
         and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
+        and _is_own(path)
     }
     config = json.loads(files["config.json"])
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
     files["config.json"] = json.dumps(config, indent=2).encode()
     return files
+
+
+def _is_own(path: Path) -> bool:
+    """Return True for a file of the folder, or of the Hugging Face cache that the folder is in; raises UnsupportedModel."""
+    target, folder = path.resolve(), path.parent.resolve()
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if target.is_relative_to(folder) or target.is_relative_to(blobs):
+        return True
+    raise UnsupportedModel(
+        f"{path} links to {target}, outside of the model folder, and would be published with the model; copy the file there, "
+        "or remove the link"
+    )
 
 
 def _index(shards: Shards) -> dict[str, bytes]:

@@ -4,13 +4,16 @@ A checkpoint is a folder ``step00000050`` with DeepSpeed's own files (`engine/`)
 ``state.json``. It is written under another name, every file and folder is fsynced, and the rename is the commit: a crash
 leaves the old checkpoint or the new one, never a partial one. When something changed since but no step was made (groups
 were dropped, an evaluation ended), only ``state.json`` is replaced, also by a rename.
+
+``state.json`` has the sha256 of every other file (`checkpoint_files.py`), and NATS has that of ``state.json``: a file that
+was altered since is refused before it is loaded.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,6 +29,7 @@ from penstock.protocol.record.checkpoint_state import (
 from penstock.trainer import crash_points
 from penstock.trainer.crash_points import CrashPoint
 from penstock.trainer.errors import CheckpointError, LeaseLost
+from penstock.trainer.recovery.checkpoint_files import hash_files
 
 
 def commit(
@@ -53,14 +57,15 @@ def commit(
         CheckpointError: It could not be written; the previous one is unchanged.
     """
     partial, final = partial_of(root, state), root / folder_name(state.step)
-    data = state.model_dump_json(indent=1).encode()
-    if final.exists() and _is_ours(final, state):
+    if final.exists() and _is_ours(found := read_state(final), state, final):
+        data = _to_json(state, found.files)
         _replace_state(final, data, confirm)
         return data
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         write(partial)
+        data = _to_json(state, hash_files(partial))
         (partial / STATE_FILE).write_bytes(data)
         _sync_tree(partial)
     except Exception as err:
@@ -95,7 +100,8 @@ def newest(root: Path, run_id: str) -> tuple[Path, CheckpointState] | None:
         found = committed(root)
     except (OSError, MalformedFact) as err:
         raise CheckpointError(
-            f"a checkpoint is not readable ({err}); remove its folder below {root} to resume from the one before it"
+            f"a checkpoint is not readable ({err}); restore it from a copy, or remove its folder below {root} and "
+            "set trainer.resume_older_step to the step of the one before it"
         ) from None
     if not found:
         return None
@@ -118,9 +124,12 @@ def _raise_not_written(partial: Path, err: Exception) -> NoReturn:
     ) from err
 
 
-def _is_ours(folder: Path, state: CheckpointState) -> bool:
+def _to_json(state: CheckpointState, files: Mapping[str, str]) -> bytes:
+    return state.model_copy(update={"files": dict(files)}).model_dump_json(indent=1).encode()
+
+
+def _is_ours(found: CheckpointState, state: CheckpointState, folder: Path) -> bool:
     """Return True if a folder holds the same weights, written by this session or the one it resumed."""
-    found = read_state(folder)
     if found.epoch > state.epoch:
         raise LeaseLost(
             f"{folder} was written by a newer trainer (epoch {found.epoch}, this is {state.epoch}); this one exits"

@@ -36,6 +36,7 @@ from penstock.trainer.learner.rank_group import RankGroup
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
+from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.replay.recorded_settings import read_settings, what_steps_read
 from penstock.trainer.replay.replay_findings import config_findings, drift, figure_differences, missing_packs
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
@@ -119,6 +120,8 @@ class Replay:
             if belongs and start.version < state.version <= (self._wanted.first or 0):
                 what = (state.version, state.step, folder, state.algorithm, state.weights_digest, state.weights_dtype)
                 start = _Start(*what, state.weights_are == "adapter", f"the checkpoint {folder.name}")
+        if start.folder is not None:
+            verify_files(start.folder, dict(stored)[start.folder])
         self.verdict.began_with, self.verdict.began_from = start.version, start.description
         return start
 

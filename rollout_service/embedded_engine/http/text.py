@@ -1,4 +1,4 @@
-"""The adapter for tokenizers and jinja2: encoding, decoding, stop strings, the chat template.
+"""The adapter for tokenizers: encoding, decoding, stop strings, the chat template.
 
 A tokenizer is optional: without a tokenizer.json the engine serves token ids only.
 """
@@ -10,9 +10,11 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.protocol.errors import TemplateRefused
 from penstock.rollout_service.embedded_engine.errors import RequestRefused
 
 if TYPE_CHECKING:  # the worker's own process decodes too, and does not import torch
+    from penstock.protocol.chat_template import ChatTemplate
     from penstock.rollout_service.embedded_engine.sequence import Sequence
 
 _SPARE_TOKENS = 8  # a stop string is searched in as many tokens as it has characters, plus these
@@ -31,6 +33,7 @@ class Text:
         self._settings: dict[str, Any] = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
         template = folder / "chat_template.jinja"
         self._template = template.read_text("utf-8") if template.is_file() else self._settings.get("chat_template")
+        self._compiled: ChatTemplate | None = None  # compiled at the first chat
 
     @property
     def has_tokenizer(self) -> bool:
@@ -67,19 +70,12 @@ class Text:
         """Render a conversation with the model's chat template, ready for the assistant's turn."""
         if self._template is None:
             raise RequestRefused("this model folder holds no chat template; use /generate")
-        import jinja2  # noqa: PLC0415  (only chat needs it)
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
+        from penstock.protocol.chat_template import ChatTemplate  # noqa: PLC0415  (only chat needs jinja2)
 
-        def refuse(message: str) -> None:
-            raise RequestRefused(f"the chat template refuses the conversation: {message}")
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
         special = {key: value for key, value in self._settings.items() if key.endswith("_token")}
         names = {key: value["content"] if isinstance(value, dict) else value for key, value in special.items()}
         try:
-            return environment.from_string(self._template).render(
-                messages=messages, add_generation_prompt=True, tools=None, **names
-            )
-        except jinja2.TemplateError as error:
-            raise RequestRefused(f"the chat template cannot render this conversation: {error}") from error
+            self._compiled = self._compiled or ChatTemplate(self._template)
+            return self._compiled.render(messages, add_generation_prompt=True, tools=None, **names)
+        except TemplateRefused as error:
+            raise RequestRefused(f"the chat template refuses the conversation: {error}") from error

@@ -85,8 +85,12 @@ def _files_of(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointRefused(f"{index} is not a safetensors index: {error!r}") from error
+        if foreign := [name for name in names if not isinstance(name, str) or "/" in name or name.startswith(".")]:
+            raise CheckpointRefused(
+                f"{index} names {foreign[0]!r}, which is not a file of the folder; nothing was changed"
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise CheckpointRefused(f"{folder}: the index names {', '.join(missing)}, which the folder does not hold")

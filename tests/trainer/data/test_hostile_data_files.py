@@ -1,0 +1,135 @@
+"""Data files from strangers: each is refused with file and line, and none takes all memory or never ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.deploy.quickstart_task import write_model
+from penstock.protocol.config.reward_settings import RewardSettings
+from penstock.trainer.data import row_files
+from penstock.trainer.data.chat_template import ChatTokenizer
+from penstock.trainer.data.dataset import PromptSet, TurnSet
+from penstock.trainer.data.row_files import open_rows
+from penstock.trainer.errors import MalformedData
+from penstock.trainer.settings import DataSettings
+
+Write = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    """The quickstart's."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder / "model", seed=0)
+    return ChatTokenizer.read(folder / "model")
+
+
+def row(text: str) -> Write:
+    return lambda path: path.write_text('{"prompt": "sort 1", "ground_truth": "1", ' + text + "}")
+
+
+def data(content: bytes) -> Write:
+    return lambda path: path.write_bytes(content)
+
+
+def parquet(**columns: Any) -> Write:
+    return lambda path: pq.write_table(
+        pa.table({"prompt": ["a"], "ground_truth": ["1"], **columns}), path, compression="zstd", write_statistics=False
+    )
+
+
+def _twice(path: Path) -> None:
+    pq.write_table(pa.table([["a"], ["b"], ["1"]], names=["prompt", "prompt", "ground_truth"]), path)
+
+
+_NO_TEXT = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "expected"),
+    [
+        pytest.param("d.jsonl", row('"prompt": "\\ud800"'), r":1: .*lone surrogate", id="surrogate in a prompt"),
+        pytest.param("d.jsonl", row('"ground_truth": "\\ud800"'), r":1: column ground_truth: a lone", id="in a truth"),
+        pytest.param("d.jsonl", row('"data_source": "\\ud800"'), r":1: column data_source: a lone", id="in a source"),
+        pytest.param("d.jsonl", row('"extra_info": {"a": "\\udfff"}'), r":1: column extra_info: a lone", id="in extra_info"),
+        pytest.param("d.jsonl", row('"extra_info": {"a": 1e999}'), r":1: column extra_info", id="infinite"),
+        pytest.param("d.jsonl", row('"extra_info": NaN'), ":1: not JSON", id="NaN"),
+        pytest.param("d.jsonl", row('"extra_info": ' + "9" * 5000), ":1: not JSON", id="5,000 digits"),
+        pytest.param("d.jsonl", data(b'{"prompt": "\xff"}'), ":1: not UTF-8 text", id="no UTF-8"),
+        pytest.param("d.jsonl", data(b'{"prompt": ' + DEEP + b"}"), ":1: not JSON", id="nested JSON line"),
+        pytest.param("d.jsonl", data(b"\0" * 1000), ":1: not JSON", id="NUL"),
+        pytest.param("d.jsonl", data(b"[1]"), ":1: expected an object", id="no object"),
+        pytest.param("d.jsonl", data(b'{"prompt": "' + b"a" * 5000 + b'"}'), ":1: a line of more than 4096 bytes", id="long line"),
+        pytest.param("d.json", data(DEEP), ":1: not JSON", id="nested array"),
+        pytest.param("d.json", data(b'[{"a": ' + b"9" * 5000 + b"}]"), ":1: not JSON", id="5,000 digits in an array"),
+        pytest.param("d.json", data(b'[{"prompt": "\xff"}]'), "not UTF-8 text", id="array without UTF-8"),
+        pytest.param("d.csv", data(b'prompt,extra_info,ground_truth\na,"' + DEEP + b'",1\n'), ":2: ", id="nested CSV cell"),
+        pytest.param("d.csv", data(b"prompt,prompt\na,b\n"), "column prompt is there twice", id="a column twice"),
+        pytest.param("d.csv", data(b"a," * 2000 + b"\n1\n"), "2001 columns, the limit is 1000", id="CSV columns"),
+        pytest.param("d.csv", data(b'prompt\n"' + b"a" * 100), ":2: not CSV", id="open quote"),
+        pytest.param("d.csv", data(b"\xff\n1\n"), "not UTF-8 text", id="CSV without UTF-8"),
+        pytest.param("d.parquet", data(b"PAR1" + b"x" * 100 + b"PAR1"), "not a readable Parquet", id="no footer"),
+        pytest.param("d.parquet", data(b"PAR1\xff\xff\xff\x7fPAR1"), "not a readable Parquet", id="footer of 2 GB"),
+        pytest.param("d.parquet", parquet(prompt=[b"\xff\xfe"]), "row 1: column prompt: expected a text", id="bytes"),
+        pytest.param("d.parquet", parquet(prompt=_NO_TEXT), "row 1: a value that cannot be read", id="text that is none"),
+        pytest.param("d.parquet", parquet(extra_info=pa.array([1], pa.timestamp("ns"))), "row 1: a value", id="nanoseconds"),
+        pytest.param("d.parquet", _twice, "column prompt is there twice", id="a Parquet column twice"),
+        pytest.param("d.parquet", parquet(**{f"c{n}": [1] for n in range(1000)}), "1002 columns", id="columns"),
+        pytest.param("d.parquet", parquet(extra_info=["a" * 10_000_000]), "times its size; the limits are", id="a bomb"),
+        pytest.param("d.parquet", lambda p: pq.write_table(pa.table({"prompt": ["a"] * 200}), p), "200 rows, the limit is 100", id="rows"),
+        pytest.param("d", os.mkfifo, "not a regular file", id="a pipe that nothing writes"),
+        pytest.param("d", lambda path: path.symlink_to("/dev/zero"), "not a regular file", id="a device without end"),
+        pytest.param("d", lambda path: path.symlink_to(path), "not readable", id="a link to itself"),
+        pytest.param("d", lambda path: path.mkdir(), "not a regular file", id="a folder"),
+        pytest.param("d", data(b"\x1f\x8b\x08" + b"x" * 100), "decompress it first", id="compressed"),
+    ],
+)  # fmt: skip
+def test_a_hostile_data_file_is_refused(
+    tmp_path: Path, tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, name: str, write: Write, expected: str
+) -> None:
+    """The error has the file, the line where there is one, and what was found."""
+    if "long line" in expected or "a line of more" in expected:
+        monkeypatch.setattr(row_files, "MAX_ROW_BYTES", 4096)
+    monkeypatch.setattr(row_files, "_SMALL_BYTES", 1024**2)
+    monkeypatch.setattr(row_files, "_MAX_PARQUET_ROWS", 100)
+    write(tmp_path / name)
+    with pytest.raises(MalformedData, match=expected):
+        PromptSet.open([tmp_path / name], data=DataSettings(), reward=RewardSettings(name="r"), tokenizer=tokenizer)
+
+
+def test_a_repeated_text_is_held_once(tmp_path: Path) -> None:
+    """A dictionary of one text and 300,000 references to it are a small file, and stay small."""
+    count = 300_000
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["x" * 1000]))
+    pq.write_table(pa.table({"prompt": texts}), tmp_path / "d.parquet")
+    before = pa.total_allocated_bytes()
+    rows = open_rows(tmp_path / "d.parquet")
+    assert pa.total_allocated_bytes() - before < 10 * count  # as texts: 1,000 bytes each
+    assert len(rows) == count
+    assert rows.row(count - 1) == {"prompt": "x" * 1000}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"prompt": "sort 1", "completion": "\\ud800"}',
+        '{"messages": [{"role": "assistant", "content": 7}]}',
+        '{"messages": {"a": 1}}',
+        '{"messages": [1, 2]}',
+        '{"prompt": {"a": 1}, "completion": []}',
+        '{"messages": [{"role": ["x"], "content": "a"}, {"role": "assistant", "content": {"x": 1}}]}',
+    ],
+)
+def test_hostile_turns_are_refused(tmp_path: Path, tokenizer: ChatTokenizer, text: str) -> None:
+    """Rows to imitate are refused with file and line too."""
+    (tmp_path / "d.jsonl").write_text(text)
+    with pytest.raises(MalformedData, match=r"d\.jsonl:1: "):
+        TurnSet.open([tmp_path / "d.jsonl"], data=DataSettings(), tokenizer=tokenizer, max_tokens=512)

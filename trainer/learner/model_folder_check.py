@@ -1,0 +1,138 @@
+"""Checks of a model folder from outside: before transformers reads it, and of what it loaded.
+
+transformers asks on a terminal whether to run a folder's own code, unpickles files, follows names out of the folder, loads
+what ``adapter_config.json`` names from elsewhere, and gives random numbers to tensors that are missing. All of it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+
+from penstock.trainer.errors import UnsupportedModel
+
+log = structlog.get_logger("trainer.model_folder_check")
+
+_INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\.safetensors")
+_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+_MAX_HEADER_BYTES = 100_000_000  # as in safetensors
+_MAX_INDEX_BYTES = 256 * 1024**2
+_MAX_NUMBER = 2**31
+_MAX_LAYERS = 10_000
+_FLOATS = frozenset({"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2"})
+_SHOWN = 3
+
+
+def check_folder(folder: Path) -> None:
+    """Check configuration and names and headers of the weights' files; raises UnsupportedModel."""
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModel(
+            f"model.path = {folder} is an adapter (adapter_config.json); merge it into its base model"
+        )
+    config = _read_object(folder / "config.json", _MAX_INDEX_BYTES)
+    for key, value in _leaves(config):
+        if isinstance(value, int | float) and abs(value) > _MAX_NUMBER and value == int(value):
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {value}: expected at most {_MAX_NUMBER}; restore it"
+            )
+        if key.endswith("layers") and isinstance(value, int) and value > _MAX_LAYERS:
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {value}: expected at most {_MAX_LAYERS}; restore it"
+            )
+        if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
+            raise UnsupportedModel(
+                f"{folder / 'config.json'}: {key} = {value}: kernels are not downloaded; remove this key"
+            )
+    for path in _files(folder):
+        _check_header(path)
+
+
+def check_loaded(model: nn.Module, report: Mapping[str, Any], folder: Path) -> None:
+    """Check that every tensor of a model came from its folder and is finite; raises UnsupportedModel."""
+    missing = sorted(str(name) for name in report["missing_keys"])
+    unused = sorted(str(name) for name in report["unexpected_keys"])
+    more_layers = [name for name in unused if _LAYER.search(name)]
+    for what, names in (("the files have no", missing), ("config.json has no", more_layers)):
+        if names:
+            raise UnsupportedModel(
+                f"model.path = {folder}: {what} {', '.join(names[:_SHOWN])} ({len(names)} tensors): they would be random, or "
+                "be left out; set it to a folder whose config.json belongs to its weights"
+            )
+    if unused:
+        log.warning("tensors of the model folder are not used", num_tensors=len(unused), first=unused[:_SHOWN])
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)) and not torch.isfinite(parameter).all():
+            raise UnsupportedModel(f"model.path = {folder}: {name} has NaN or infinite numbers; restore the file")
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights that transformers reads, each in the folder itself."""
+    index = folder / _INDEX
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not index.is_file():
+        raise UnsupportedModel(
+            f"model.path = {folder}: no model.safetensors and no {_INDEX}; other formats can contain code and are not read: "
+            "save the model again with `save_pretrained` of transformers"
+        )
+    names = _read_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UnsupportedModel(f"{index}: expected a weight_map; restore the file")
+    for name in names.values():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise UnsupportedModel(
+                f"{index}: {str(name)[:80]!r}: expected the name of a safetensors file in this folder"
+            )
+        if not (folder / name).is_file():
+            raise UnsupportedModel(f"{index}: {name} is not in the folder; copy it there")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def _check_header(path: Path) -> None:
+    """Read a header as safetensors does, and refuse weights that are no floating-point numbers."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        data = file.read(size) if size <= _MAX_HEADER_BYTES else b""
+    try:
+        header = json.loads(data)
+        kinds = {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise UnsupportedModel(
+            f"{path}: not a safetensors file (its header of {size} bytes is not readable); restore the file"
+        ) from None
+    for name, kind in kinds.items():
+        if name.endswith((".weight", ".bias")) and kind not in _FLOATS:
+            raise UnsupportedModel(
+                f"{path}: {name} is {str(kind)[:80]}: expected floating-point numbers; restore the file"
+            )
+
+
+def _read_object(path: Path, limit: int) -> dict[str, Any]:
+    if path.stat().st_size > limit:
+        raise UnsupportedModel(f"{path}: {path.stat().st_size} bytes, the limit is {limit}; restore the file")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as err:
+        raise UnsupportedModel(f"{path}: not JSON ({err}); restore the file") from None
+    if not isinstance(content, dict):
+        raise UnsupportedModel(f"{path}: expected a JSON object, got {type(content).__name__}; restore the file")
+    return content
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _leaves(item, key)
+    else:
+        yield key, value
