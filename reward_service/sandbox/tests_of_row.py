@@ -74,8 +74,14 @@ def read(truth: Any, extra: Any) -> Tests:
         )
     function = next((fields[name] for name in _FUNCTION_NAMES if fields.get(name)), None)
     if function is None:
-        return StdinTests(_texts(map(_lines, inputs)), _texts(map(_lines, outputs)))
-    return FunctionTests(function, tuple(map(_arguments, inputs)), tuple(map(_result, outputs)))
+        printed = _texts(map(_lines, outputs))
+        if not any(text.strip() for text in printed):
+            raise BadGroundTruth("code: every expected output is empty, so that an empty program passes all tests")
+        return StdinTests(_texts(map(_lines, inputs)), printed)
+    results = tuple(map(_result, outputs))
+    if all(result is None or result == [None] for result in results):
+        raise BadGroundTruth("code: every expected result is null, so that a function that returns nothing passes")
+    return FunctionTests(function, tuple(map(_arguments, inputs)), results)
 
 
 def _parsed(truth: Any) -> Any:
