@@ -135,18 +135,18 @@ def _verdict(served: Run, tested: Run, proof: Proof, limits: Limits) -> Graded:
     ended_for_us = served.killed is Killed.DONE and served.signal == signal.SIGKILL
     own = None if ended_for_us else failure(served, limits)
     if not any("done" in message for message in said):
-        own = own or _exhaustion(tested, said, proof, limits)
+        if not proof.has_finished:
+            raise BadGroundTruth("code: the row's tests exceed their limits with any program, also with an empty one")
+        own = own or _exhaustion(tested, said, limits)
     elif passed == total:
         return Graded(passed, total)
     wrong = next((f"{m['why']} (test {m['test']})" for m in verdicts if not m["ok"]), "")
     return Graded(min(passed, total - 1), total, own or Reason.WRONG, describe(served) if own else wrong)
 
 
-def _exhaustion(tested: Run, said: Sequence[Message], proof: Proof, limits: Limits) -> Reason:
-    """Return how a program's answers kept its tests from finishing; raises an error if they are not the cause."""
+def _exhaustion(tested: Run, said: Sequence[Message], limits: Limits) -> Reason:
+    """Return how a program's answers kept its tests from finishing; raises SandboxFailed if it never answered."""
     reason = failure(tested, limits)
-    if not proof.has_finished:
-        raise BadGroundTruth(f"code: the row's tests end with {reason}, whatever the program answers")
     if reason is None or not any("answered" in message for message in said):
         raise SandboxFailed(f"the test process did not finish ({describe(tested)}, {tested.cpu_s:.1f} s of CPU)")
     return reason

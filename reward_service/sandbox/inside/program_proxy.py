@@ -92,6 +92,7 @@ class Program:
             return self._exceptions[name]
         if not isinstance(value, Remote):
             return value
+        proxy = Remote(self, name=name, handle=value._handle)
         return _awaited(proxy) if answer.get("async") is True else proxy
 
     def _exchange(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ class Stub:
 
     def look_up(self, name: str) -> Any:
         """Return a proxy; the stand-in has every name."""
-        return Remote(self, name=name)
+        return Remote(self, name=name, handle=0)
 
     def _object(self) -> Remote:
         self._num_objects += 1
@@ -232,7 +233,9 @@ def is_of_program(err: BaseException) -> bool:
 
 
 def _handle_of(thing: Any) -> int:
-    if isinstance(thing, Remote) and thing._handle >= 0:
+    if isinstance(thing, Remote):
+        if thing._handle < 0:
+            raise from_program(ProgramFailed("the program does not define a name that a test passes to it"))
         return thing._handle
     raise BadTests(f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process")
 

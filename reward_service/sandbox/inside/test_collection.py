@@ -207,7 +207,7 @@ def _methods(kind: type, names: dict[str, Any]) -> list[Found]:
     if any(pytest_api.is_left_out(one) for one in getattr(kind, pytest_api.MARKS, [])):
         return []
     found: list[Found] = []
-    for name in dir(kind):
+    for name in dict.fromkeys(name for base in reversed(kind.__mro__) for name in vars(base)):
         method = getattr(kind, name)
         if name.startswith("test") and inspect.isroutine(method):
             found += _cases(method, names, lambda name=name: getattr(kind(), name), kind)
@@ -265,11 +265,10 @@ def _make(name: str, fixtures: dict[str, Any], made: dict[str, Any], ending: con
             raise BadTests(f"a test takes the argument {name}, for which the tests have no fixture and no parameter")
         function = fixtures[name]
         arguments = {one: _make(one, fixtures, made, ending) for one in _required(function)}
-        result = function(**arguments)
+        made[name] = result = function(**arguments)
         if isinstance(result, Iterator) and inspect.isgeneratorfunction(inspect.unwrap(function)):
-            ending.callback(lambda: next(result, None))
-            result = next(result)
-        made[name] = result
+            made[name] = next(result)
+            ending.callback(next, result, None)
     return made[name]
 
 
