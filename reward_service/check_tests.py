@@ -85,9 +85,7 @@ async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxP
         return "" if graded.passed < graded.total else "code: an empty program passes the row's tests"
     if graded.reason is None:
         return ""
-    return (
-        f"code: the row's own solution passes {graded.passed} of {graded.total} tests ({graded.reason}: {graded.detail})"
-    )
+    return f"code: the row's own solution passes {graded.passed} of {graded.total} tests ({graded.reason}: {graded.detail})"
 
 
 def solution(row: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ _KNOWN_VERDICTS = 4096  # the same wrong answers repeat within a run
 _KNOWN_CHARS = 16_384  # longer texts are not remembered
 
 
+def command(kind: str) -> list[str]:
+    """Return the command of a grader process, `graders/KIND_grader.py`."""
+    return [sys.executable, "-P", "-m", f"penstock.reward_service.graders.{kind}_grader"]
+
+
 @dataclass(slots=True)
 class _GraderEnded(Exception):
     gold_parsed: bool
@@ -56,7 +61,7 @@ class GraderPool:
         self._cpu_s = cpu_s
         self._kind = kind
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()
-        self._all = [_Grader(f"penstock.reward_service.graders.{kind}_grader") for _ in range(num_workers)]
+        self._all = [_Grader(command(kind)) for _ in range(num_workers)]
         for grader in self._all:
             self._idle.put_nowait(grader)
         self._known: OrderedDict[tuple[str, str], Graded] = OrderedDict()
@@ -123,8 +128,7 @@ class GraderPool:
 class _Grader:
     """One process, started when it is needed and started again after it ended."""
 
-    def __init__(self, module: str) -> None:
-        command = [sys.executable, "-P", "-m", module]
+    def __init__(self, command: Sequence[str]) -> None:
         self._process = JsonProcess(command, environ={**os.environ, "PYTHONHASHSEED": "0"}, own_group=True)
 
     @property
@@ -145,6 +149,8 @@ class _Grader:
                 if "exhausted" in said:
                     return Graded.EXHAUSTED, said["cpu_s"]
                 return Graded.RIGHT if said["equal"] else Graded.WRONG, said["cpu_s"]
+        except _GraderEnded:
+            raise
         except TimeoutError:
             await self.kill()
             raise _GraderEnded(gold_parsed, False, "did not answer in time and was killed") from None

@@ -21,6 +21,7 @@ from penstock.reward_service.rewards.verdict import Verdict, truth_text
 NAME = "gsm8k"
 FLEXIBLE = "gsm8k_flexible"
 _LINE_CHARS = 200
+_BOLD_ENDS = re.compile(r"^(?:\*\*|__)(?![0-9(])")
 _ANY = re.compile(rf"(?<![0-9.]){NUMBER}")
 _MIXED = r"[0-9]+\s[0-9]+\s?/\s?[0-9]+"
 _ANSWER = re.compile(rf"####\s{{0,8}}[*_]{{0,2}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\s?(?P<number>{_MIXED}|{NUMBER})")
@@ -33,7 +34,7 @@ def last_answer(text: str) -> Fraction | None:
         found = match
     if found is None:
         return None
-    line = text[found.end() : found.end() + _LINE_CHARS].partition("\n")[0]
+    line = _BOLD_ENDS.sub("", text[found.end() : found.end() + _LINE_CHARS].partition("\n")[0])
     return None if quantity.goes_on(line) else read_number(found["sign"] + found["number"])
 
 

@@ -13,10 +13,14 @@ from typing import NamedTuple
 from penstock.reward_service.rewards.parsing.number import read_number
 
 _ABOUT = r"\\(?:approx|simeq|sim|doteq|thickapprox)(?![A-Za-z])|≈|≃|≅"
-_TOKEN = re.compile(rf"(?P<open>[{{(\[])|(?P<close>[}})\]])|(?P<about>{_ABOUT})|(?P<other>\\[A-Za-z]+|\\.|[<>!:]=|==)|(?P<equal>=)|(?P<comma>,(?![0-9]{{3}}))")
+_TOKEN = re.compile(
+    rf"(?P<open>[{{(\[])|(?P<close>[}})\]])|(?P<about>{_ABOUT})|(?P<other>\\[A-Za-z]+|\\.|[<>!:]=|==)|(?P<equal>=)|(?P<comma>,(?![0-9]{{3}}))"
+)
 _ARITHMETIC = re.compile(r"\\(?:[dtc]?frac|cdot|times|div|sqrt|left|right|[,;:! ])|[0-9.,{}()\[\]+\-−*/^!%\s]")
 _NAME = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?[0-9A-Za-z]+\}?)?\s*")
-_JOINED = re.compile(r"\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n")
+_JOINED = re.compile(
+    r"\\(?:begin|text\s*\{\s*(?:or|and)|R?rightarrow|Rightarrow|implies|iff|to|quad|pm|mp)(?![A-Za-z])|;|\n"
+)
 
 
 class Equation(NamedTuple):
@@ -70,7 +74,9 @@ def _split(answer: str) -> tuple[list[str], list[str]]:
             depth += 1
         elif token["close"] or token[0] == "\\}":
             depth -= 1
-        elif depth == 0 and (token["comma"] or token["other"] in ("<=", ">=", "!=", ":=", "==", "\\neq", "\\ne", "\\pmod", "\\equiv")):
+        elif depth == 0 and (
+            token["comma"] or token["other"] in ("<=", ">=", "!=", ":=", "==", "\\neq", "\\ne", "\\pmod", "\\equiv")
+        ):
             return [answer], []
         elif depth == 0 and (token["equal"] or token["about"]):
             sides.append(answer[start : token.start()])

@@ -95,16 +95,17 @@ def plainly_equal(gold: str, answer: str) -> bool | None:
     spaced = _spaced_digits(gold, answer)
     if spaced is not None:
         return spaced
-    if left == right:
-        return True
-    gold_value, answer_value = _value(left), _value(right)
-    if gold_value is None or answer_value is None:
+    return True if left == right else _same_value(_value(left), _value(right))
+
+
+def _same_value(gold: _Value | None, answer: _Value | None) -> bool | None:
+    if gold is None or answer is None:
         return None
-    if gold_value.is_percent == answer_value.is_percent:
-        return gold_value.number == answer_value.number
-    if answer_value.is_percent:
-        return gold_value.number == answer_value.number / 100
-    return answer_value.number in {gold_value.number, gold_value.number / 100}
+    if gold.is_percent == answer.is_percent:
+        return gold.number == answer.number
+    if answer.is_percent:
+        return gold.number == answer.number / 100
+    return answer.number in {gold.number, gold.number / 100}
 
 
 def is_set(answer: str) -> bool:

@@ -16,10 +16,23 @@ from penstock.reward_service.sandbox.inside import values
 
 STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
 # Modules that tests import the program from.
-PROGRAM_MODULES = (
-    "solution solutions main program submission answer candidate implementation module your_module my_module mymodule "
-    "your_solution my_solution user_solution"
-).split()
+PROGRAM_MODULES = [
+    "solution",
+    "solutions",
+    "main",
+    "program",
+    "submission",
+    "answer",
+    "candidate",
+    "implementation",
+    "module",
+    "your_module",
+    "my_module",
+    "mymodule",
+    "your_solution",
+    "my_solution",
+    "user_solution",
+]
 _MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
 # If a called function raises one of these, it would end a loop or the tests instead of failing them.
 _SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
@@ -184,6 +197,7 @@ class Remote:
         self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the object in the program's process."""
         return self._program.ask(self._where, arguments, named)
 
     def __getattr__(self, name: str) -> Any:

@@ -56,7 +56,7 @@ class Parameters:
         self.marks: list[Mark] = [marks] if isinstance(marks, Mark) else list(marks)
 
 
-def param(*arguments: Any, marks: Any = (), id: str | None = None) -> Parameters:  # noqa: A002 pytest's name
+def param(*arguments: Any, marks: Any = (), id: str | None = None) -> Parameters:
     """Return one set of arguments for ``parametrize``."""
     return Parameters(arguments, marks)
 
@@ -124,7 +124,11 @@ class approx:  # noqa: N801 pytest's name
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
-        self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False  # noqa: A002, FBT002
+        self,
+        expected: Any,
+        rel: float | None = None,
+        abs: float | None = None,
+        nan_ok: bool = False,
     ) -> None:
         self.expected, self._nan_ok = expected, nan_ok
         self._rel = 1e-6 if rel is None and abs is None else (rel or 0.0)

@@ -69,12 +69,15 @@ def describe(err: BaseException) -> str:
 def has_statements(tree: ast.Module) -> bool:
     """Return True if code does something at its top level besides imports, definitions and assignments."""
     return any(
-        not isinstance(node, _SILENT_STATEMENTS) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        not isinstance(node, _SILENT_STATEMENTS)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for node in tree.body
     )
 
 
-def collect(names: dict[str, Any], before: dict[str, Any], tree: ast.Module, candidate: Callable[[], Any]) -> list[Found]:
+def collect(
+    names: dict[str, Any], before: dict[str, Any], tree: ast.Module, candidate: Callable[[], Any]
+) -> list[Found]:
     """Return the tests among the names that a piece of code has defined.
 
     Args:
@@ -245,7 +248,7 @@ def _with_fixtures(
         for name in wanted:
             _make(name, fixtures, made, ending)
         given = {name: _make(name, fixtures, made, ending) for name in _required(test)}
-        _finish(test(**{name: value for name, value in {**arguments, **given}.items()}))
+        _finish(test(**{**arguments, **given}))
 
 
 def _set_up(names: dict[str, Any], owner: Any, test: Any, ending: contextlib.ExitStack) -> None:

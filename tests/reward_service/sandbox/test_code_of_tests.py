@@ -53,7 +53,11 @@ PROVES_NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
         "assert nothing",
     ),
     "an assertion in a generator": ("def test_add():\n    assert add(1, 2) == 3\n    yield", {}, "assert nothing"),
-    "an assertion about the tests themselves": (["assert add(1, 2) == 3", "assert 1 + 2 == 3"], {}, "test 0 of piece 1"),
+    "an assertion about the tests themselves": (
+        ["assert add(1, 2) == 3", "assert 1 + 2 == 3"],
+        {},
+        "test 0 of piece 1",
+    ),
     "an expected failure": (
         CLASS + "    @unittest.expectedFailure\n    def test_it(self): self.assertEqual(add(1, 2), 3)",
         {},
@@ -82,7 +86,11 @@ PROVES_NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a missing module in a test": ("def test_add():\n    import numpy\n    assert add(1, 2) == 3", {}, "numpy"),
     "a missing module in the setup": ("assert add(1, 2) == 3", {"setup": "import pandas"}, "pandas"),
     "a missing fixture": ("def test_add(capsys):\n    assert add(1, 2) == 3", {}, "capsys"),
-    "a feature of pytest that is not there": ("import pytest\npytest.warns(None)\nassert add(1, 2) == 3", {}, "pytest.warns"),
+    "a feature of pytest that is not there": (
+        "import pytest\npytest.warns(None)\nassert add(1, 2) == 3",
+        {},
+        "pytest.warns",
+    ),
     "tests that never end": ("while True: pass\nassert add(1, 2) == 3", {}, "exceed their limits"),
 }
 
@@ -135,7 +143,12 @@ USUAL: dict[str, tuple[str, Any, dict[str, Any], int]] = {  # program, tests, co
         {},
         1,
     ),
-    "a script that exits": (ADD, "import sys\ndef main():\n    assert add(1, 2) == 3\n    return 0\nsys.exit(main())", {}, 1),
+    "a script that exits": (
+        ADD,
+        "import sys\ndef main():\n    assert add(1, 2) == 3\n    return 0\nsys.exit(main())",
+        {},
+        1,
+    ),
     "check() with entry_point": (ADD, "def check(f):\n    assert f(1, 2) == 3", {"entry_point": "add"}, 1),
     "check() that is called": (ADD, "def check(f):\n    assert f(1, 2) == 3\ncheck(add)", {}, 1),
     "check() of the only function": (ADD, "def check(f):\n    assert f(1, 2) == 3 == add(2, 1)", {}, 1),
