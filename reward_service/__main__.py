@@ -4,6 +4,7 @@ python -m penstock.reward_service [RUN.toml ...] [section.key=value ...]
 python -m penstock.reward_service rewards [NAME]                      (all of them, or one with its parameters)
 python -m penstock.reward_service rewards --write docs/graders.md     (renew the tables of the documentation)
 python -m penstock.reward_service sandbox [auto|bubblewrap|landlock]   (which one works here; exit code 1 for none)
+python -m penstock.reward_service check-tests < ROWS.jsonl            (run the rows' test programs; see check_tests.py)
 python -m penstock.reward_service serve FILE.py [--name N] [--port P] [--register URL] [--token-file F]
 python -m penstock.reward_service serve-judge JUDGE.toml [the same options]
 python -m penstock.reward_service serve-grader GRADER.json [the same options]
@@ -52,10 +53,18 @@ def _command(arguments: Sequence[str]) -> int:
             return _show_reward(name)
         case ["sandbox", *rest]:
             return _probe_sandbox(rest[0] if rest else "auto")
+        case ["check-tests"]:
+            return _check_tests()
         case [("serve" | "serve-judge" | "serve-grader") as command, *rest]:
             return _serve(command, rest)
         case _:
             return _run_service(arguments)
+
+
+def _check_tests() -> int:
+    from penstock.reward_service import check_tests  # noqa: PLC0415 see above
+
+    return asyncio.run(check_tests.check(sys.stdin, sys.stdout))
 
 
 def _serve(command: str, arguments: Sequence[str]) -> int:

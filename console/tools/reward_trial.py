@@ -1,8 +1,9 @@
 """`penstock reward test NAME --data FILE`: the score distribution of a reward on rows of a data file.
 
 A data file has no completions yet. Each row is scored with answers of known quality: its right answer in the usual
-formats, its recorded completion if it has one, another row's answer, and an empty one. A reward that gives all of
-them the same score gives no learning signal.
+formats, its recorded completion if it has one, another row's answer, and an empty one; a row of tests with its own
+solution, if it has one, and an empty program. A reward that gives all of them the same score gives no learning signal.
+Rows whose tests accept an empty program, or refuse their own solution, are named.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.protocol.errors import ConfigError
 
 _ROWS_DEADLINE_S = 60.0
 _ERRORS_SHOWN = 3
+_TEST_MARKS = ("assert", "def test", "def check", "inputs", "test_list")
 
 
 def try_data(
@@ -36,7 +38,13 @@ def try_data(
     """
     service = RewardService(url, token_file)
     rows = _rows(file, number, columns)
-    tries = [_answers(row, rows[(at + 1) % len(rows)]) for at, row in enumerate(rows)]
+    checked = _check_tests(rows)
+    tries = [
+        _programs(checked[row["place"]]["solution"])
+        if row["place"] in checked
+        else _answers(row, rows[(at + 1) % len(rows)])
+        for at, row in enumerate(rows)
+    ]
     groups = [
         {
             "group_id": f"row-{at}",
@@ -51,11 +59,14 @@ def try_data(
         for (kind, _), score in zip(answers, result["scores"], strict=False):
             by_kind.setdefault(kind, []).append(score["score"])
     spread = answer["spread"]
+    bad_tests = {place: found["problem"] for place, found in checked.items() if found["problem"]}
     if as_json:
-        print(json.dumps({"reward": name, "spread": spread, "by_answer": by_kind}))
+        print(json.dumps({"reward": name, "spread": spread, "by_answer": by_kind, "bad_tests": bad_tests}))
     else:
         _print(name, rows, answer["results"], by_kind, spread)
-    return 1 if spread["warning"] or spread["num_errors"] else 0
+        for place, problem in bad_tests.items():
+            print(f"penstock: {place}: {problem}", file=sys.stderr)
+    return 1 if spread["warning"] or spread["num_errors"] or bad_tests else 0
 
 
 def _rows(file: Path, number: int, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -69,6 +80,25 @@ def _rows(file: Path, number: int, columns: Sequence[str]) -> list[dict[str, Any
     if not rows:
         raise ConfigError(f"{file} has no rows")
     return rows
+
+
+def _check_tests(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run the test programs of rows that have them, in the reward service's sandbox; return the results by place."""
+    texts = "".join(json.dumps(row) + "\n" for row in rows)
+    if not any(mark in texts for mark in _TEST_MARKS):
+        return {}
+    command = launch.module("penstock.reward_service", "check-tests")
+    deadline_s = _ROWS_DEADLINE_S * (1 + len(rows))
+    done = subprocess.run(command, input=texts, capture_output=True, text=True, timeout=deadline_s, check=False)
+    if done.returncode:
+        print(f"penstock: the rows' tests were not run: {done.stderr.strip()[-300:]}", file=sys.stderr)
+    return {found["place"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+def _programs(solution: str | None) -> list[tuple[str, str]]:
+    """Return (kind, answer) pairs for a row of tests."""
+    empty = ("an empty program", "```python\npass\n```")
+    return [empty] if solution is None else [("its own solution", f"````python\n{solution}\n````"), empty]
 
 
 def _answers(row: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, str]]:

@@ -3,9 +3,12 @@
 The outcome of a job that does not finish depends on the cause:
 
 - while the *gold* answer is parsed: `GraderFailed`; the cause is the row or the machine.
-- after that, killed by its own CPU timer in two attempts: this completion alone is the cause; its verdict is wrong
-  (`EXHAUSTED`).
+- after that, killed by its own CPU timer, out of memory or crashed in two attempts: this completion alone is the
+  cause; its verdict is wrong (`EXHAUSTED`).
 - anything else (killed by another process, wall time ran out on a busy machine): `GraderFailed`.
+
+The answers of one group share a budget of CPU time, so that a group of hostile answers does not occupy a grader for
+minutes; an answer always gets a tenth of the limit, hundreds of times what an ordinary one takes.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import os
 import signal
 import sys
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -29,15 +34,23 @@ _WALL_FACTOR = 6.0  # wall seconds granted for each CPU second
 _WALL_MIN_S = 20.0
 _EXIT_S = 5.0  # from a closed pipe to the exit of its process
 _TRIES = 2
+_GROUP_SHARE = 2.0  # the budget of a group, in limits of one answer
+_LEAST_SHARE = 0.1  # what an answer gets when the budget is spent
+_BY_ANSWER = {-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 _KNOWN_VERDICTS = 4096  # the same wrong answers repeat within a run
 _KNOWN_CHARS = 16_384  # longer texts are not remembered
 _SETTINGS_PREFIX = "PENSTOCK_"  # of variables that may hold passwords; a grader reads what a policy wrote
 
 
+def command(kind: str) -> list[str]:
+    """Return the command of a grader process, `graders/KIND_grader.py`."""
+    return [sys.executable, "-P", "-m", f"penstock.reward_service.graders.{kind}_grader"]
+
+
 @dataclass(slots=True)
 class _GraderEnded(Exception):
     gold_parsed: bool
-    out_of_cpu: bool
+    by_answer: bool
     how: str
 
 
@@ -49,7 +62,7 @@ class GraderPool:
         self._cpu_s = cpu_s
         self._kind = kind
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()
-        self._all = [_Grader(f"penstock.reward_service.graders.{kind}_grader") for _ in range(num_workers)]
+        self._all = [_Grader(command(kind)) for _ in range(num_workers)]
         for grader in self._all:
             self._idle.put_nowait(grader)
         self._known: OrderedDict[tuple[str, str], Graded] = OrderedDict()
@@ -61,31 +74,51 @@ class GraderPool:
 
     async def equal(self, gold: str, answer: str) -> Graded:
         """Return whether an answer equals the gold answer; raises GraderFailed."""
-        known = self._known.get((gold, answer))
-        if known is None:
-            known = await self._ask(gold, answer)
-            if len(gold) + len(answer) <= _KNOWN_CHARS:
-                self._known[gold, answer] = known
-            if len(self._known) > _KNOWN_VERDICTS:
-                self._known.popitem(last=False)
-        return known
+        graded, _ = await self.equal_within(gold, answer, self._cpu_s)
+        return graded
 
-    async def _ask(self, gold: str, answer: str) -> Graded:
+    def for_group(self) -> Callable[[str, str], Awaitable[Graded]]:
+        """Return `equal` for the answers of one group, which share a budget of CPU time."""
+        left_s = _GROUP_SHARE * self._cpu_s
+
+        async def equal(gold: str, answer: str) -> Graded:
+            nonlocal left_s
+            limit_s = min(self._cpu_s, max(_LEAST_SHARE * self._cpu_s, left_s))
+            graded, used_s = await self.equal_within(gold, answer, limit_s)
+            left_s -= used_s
+            return graded
+
+        return equal
+
+    async def equal_within(self, gold: str, answer: str, cpu_s: float) -> tuple[Graded, float]:
+        """Return the verdict on an answer that may cost ``cpu_s``, and what it cost; raises GraderFailed."""
+        known = self._known.get((gold, answer))
+        if known is not None:
+            return known, 0.0
+        graded, used_s = await self._ask(gold, answer, cpu_s)
+        is_final = graded is not Graded.EXHAUSTED or cpu_s >= self._cpu_s
+        if is_final and len(gold) + len(answer) <= _KNOWN_CHARS:
+            self._known[gold, answer] = graded
+        if len(self._known) > _KNOWN_VERDICTS:
+            self._known.popitem(last=False)
+        return graded, used_s
+
+    async def _ask(self, gold: str, answer: str, cpu_s: float) -> tuple[Graded, float]:
         problem = ""
         for _ in range(_TRIES):
             grader = await self._idle.get()
             try:
-                return await grader.grade(gold, answer, self._cpu_s)
+                return await grader.grade(gold, answer, gold_cpu_s=self._cpu_s, cpu_s=cpu_s)
             except _GraderEnded as end:
                 log.warning("grader ended", how=end.how, gold_parsed=end.gold_parsed, answer=answer[:200])
-                if not (end.gold_parsed and end.out_of_cpu):
+                if not (end.gold_parsed and end.by_answer):
                     part = "answer" if end.gold_parsed else "ground truth"
                     problem = f"{end.how} while grading the {part}"
             finally:
                 self._idle.put_nowait(grader)
         if problem:
             raise GraderFailed(f"the {self._kind} grader {problem}; ground truth {gold[:80]!r}, answer {answer[:80]!r}")
-        return Graded.EXHAUSTED
+        return Graded.EXHAUSTED, _TRIES * cpu_s
 
     async def close(self) -> None:
         """End all graders."""
@@ -96,36 +129,45 @@ class GraderPool:
 class _Grader:
     """One process, started when it is needed and started again after it ended."""
 
-    def __init__(self, module: str) -> None:
-        command = [sys.executable, "-P", "-m", module]
+    def __init__(self, command: Sequence[str]) -> None:
         ours = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_PREFIX)}
-        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"})
+        self._process = JsonProcess(command, environ={**ours, "PYTHONHASHSEED": "0"}, own_group=True)
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
 
-    async def grade(self, gold: str, answer: str, cpu_s: float) -> Graded:
+    async def grade(self, gold: str, answer: str, *, gold_cpu_s: float, cpu_s: float) -> tuple[Graded, float]:
         gold_parsed = False
         try:
             if self._process.pid is None:
                 await self._process.start()
-            async with asyncio.timeout(2 * max(_WALL_MIN_S, _WALL_FACTOR * cpu_s)):
-                await self._process.write({"gold": gold, "answer": answer, "cpu_s": cpu_s})
-                if not (await self._process.read())["gold"]:
-                    return Graded.GOLD_UNREADABLE
+            async with asyncio.timeout(2 * max(_WALL_MIN_S, _WALL_FACTOR * gold_cpu_s)):
+                await self._process.write({"gold": gold, "answer": answer, "gold_cpu_s": gold_cpu_s, "cpu_s": cpu_s})
+                if not (await self._said(gold_parsed=False))["gold"]:
+                    return Graded.GOLD_UNREADABLE, 0.0
                 gold_parsed = True
-                return Graded.RIGHT if (await self._process.read())["equal"] else Graded.WRONG
+                said = await self._said(gold_parsed=True)
+                if "exhausted" in said:
+                    return Graded.EXHAUSTED, said["cpu_s"]
+                return Graded.RIGHT if said["equal"] else Graded.WRONG, said["cpu_s"]
+        except _GraderEnded:
+            raise
         except TimeoutError:
             await self.kill()
             raise _GraderEnded(gold_parsed, False, "did not answer in time and was killed") from None
         except (EOFError, ConnectionError, ValueError, KeyError) as err:
             code = await self._process.kill(after_s=_EXIT_S)  # its own exit code says who killed it
-            out_of_cpu = code == -signal.SIGPROF
-            raise _GraderEnded(gold_parsed, out_of_cpu, f"{describe_exit(code)} ({type(err).__name__})") from None
+            raise _GraderEnded(gold_parsed, False, f"{describe_exit(code)} ({type(err).__name__})") from None
         except BaseException:  # cancelled before the answer came: its next line would answer the wrong question
             await self.kill()
             raise
+
+    async def _said(self, *, gold_parsed: bool) -> dict[str, Any]:
+        said = await self._process.read()
+        if "ended" in said:  # its child, which has a successor already
+            raise _GraderEnded(gold_parsed, said["ended"] in _BY_ANSWER, describe_exit(said["ended"]))
+        return said
 
     async def kill(self) -> None:
         await self._process.kill()

@@ -40,4 +40,4 @@ def _parse(text: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    grader_process.serve(read_gold, is_equal)
+    grader_process.serve(read_gold, is_equal, example=("x+\\frac{1}{2}", "\\frac{1}{2}+x"))

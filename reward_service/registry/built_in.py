@@ -54,7 +54,7 @@ def scorer(reward: Reward, parameters: Any, graders: Graders) -> Scorer | None:
             return LengthScorer(reward.name, parameters.unit, judge)
         case GradedReward():
             pool = graders.math if reward.grader == "math" else graders.pattern
-            return GradedScorer(reward.name, partial(judge, grade=pool.equal))
+            return GradedScorer(reward.name, judge, pool)
         case SandboxedReward():
             if graders.sandboxes is None:
                 return None

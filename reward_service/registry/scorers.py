@@ -11,6 +11,7 @@ import structlog
 
 from penstock.protocol.group_pack import GroupTexts
 from penstock.reward_service.errors import LengthsUnknown, RewardCrashed, RewardError
+from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import length
 from penstock.reward_service.rewards.verdict import Verdict
 from penstock.reward_service.scores import GroupScores, Outcome, extra_info, ground_truth
@@ -18,7 +19,7 @@ from penstock.reward_service.scores import GroupScores, Outcome, extra_info, gro
 log = structlog.get_logger("reward_service.scorers")
 
 Judge = Callable[[tuple[str, ...], Any], list[Verdict]]
-GradedJudge = Callable[[tuple[str, ...], Any], Awaitable[list[Verdict]]]
+GradedJudge = Callable[..., Awaitable[list[Verdict]]]  # completions, truth, grade=
 SandboxedJudge = Callable[[tuple[str, ...], Any, Any], Awaitable[list[Verdict]]]  # completions, truth, extra_info
 
 
@@ -66,6 +67,7 @@ class GradedScorer:
 
     name: str
     judge: GradedJudge
+    pool: GraderPool
     slow: bool = True
 
     async def score(self, groups: Sequence[GroupTexts], *, attempt: int) -> list[Outcome]:
@@ -73,7 +75,7 @@ class GradedScorer:
         return list(await asyncio.gather(*(_waited(self.name, group, self._verdicts) for group in groups)))
 
     async def _verdicts(self, group: GroupTexts) -> list[Verdict]:
-        return await self.judge(group.completions, ground_truth(group.reward))
+        return await self.judge(group.completions, ground_truth(group.reward), grade=self.pool.for_group())
 
 
 @dataclass(frozen=True, slots=True)

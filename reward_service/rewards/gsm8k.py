@@ -1,7 +1,7 @@
 """1 when the number after the last ``####`` is the ground truth's number; the answer format of GSM8K.
 
 Accepts more than verl's strict rule: no space after ``####``, a currency sign, a
-trailing dot, ``3.0`` for ``3``, and fractions. A completion without
+trailing dot, ``3.0`` for ``3``, fractions and bold digits; less where a second number follows (``42 41``). A completion without
 ``####`` and a number is wrong, as in verl. There is no partial credit for the format: the part
 ``has_answer`` counts it instead.
 """
@@ -13,24 +13,29 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.rewards.parsing import quantity
 from penstock.reward_service.rewards.parsing.number import NUMBER, read_number
 from penstock.reward_service.rewards.reward import PureReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
 NAME = "gsm8k"
 FLEXIBLE = "gsm8k_flexible"
+_LINE_CHARS = 200
+_BOLD_ENDS = re.compile(r"^(?:\*\*|__)(?![0-9(])")
 _ANY = re.compile(rf"(?<![0-9.]){NUMBER}")
-_ANSWER = re.compile(rf"####\s{{0,8}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\s?(?P<number>{NUMBER})")
+_MIXED = r"[0-9]+\s[0-9]+\s?/\s?[0-9]+"
+_ANSWER = re.compile(rf"####\s{{0,8}}[*_]{{0,2}}(?P<sign>[-+−]?)\s?(?:\\?\$)?\s?(?P<number>{_MIXED}|{NUMBER})")
 
 
 def last_answer(text: str) -> Fraction | None:
-    """Return the number after the last ``####`` that has one, else None."""
+    """Return the number after the last ``####`` that has one, else None; also None if it goes on: ``42 41``, ``42 or 43``."""
     found = None
     for match in _ANSWER.finditer(text):
         found = match
     if found is None:
         return None
-    return read_number(found["sign"] + found["number"])
+    line = _BOLD_ENDS.sub("", text[found.end() : found.end() + _LINE_CHARS].partition("\n")[0])
+    return None if quantity.goes_on(line) else read_number(found["sign"] + found["number"])
 
 
 def judge(completions: tuple[str, ...], truth: Any) -> list[Verdict]:

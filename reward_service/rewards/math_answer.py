@@ -3,7 +3,8 @@
 Three comparisons, each only when the one before is undecided: the normalised texts are equal; both are
 plain numbers and are compared as fractions; math-verify finds them equal (in a process of its own, see
 `grader_pool`). math-verify is asymmetric and gets the ground truth first, and only the last box:
-given two it would compare with the set of both.
+given two it would compare with the set of both. Of an equation the final side is compared, and its
+numeric sides must be equal to it: `41 = 42` is wrong.
 
 Part ``boxed`` is 1 if an answer was found. Part ``timeout`` is 1 for an answer that exhausted the
 grader twice although the ground truth parsed: such an answer is wrong by definition, because the
@@ -21,7 +22,7 @@ from typing import Any
 
 from penstock.reward_service.errors import BadGroundTruth
 from penstock.reward_service.rewards import gsm8k
-from penstock.reward_service.rewards.parsing import final_answer, latex
+from penstock.reward_service.rewards.parsing import equation, final_answer, latex
 from penstock.reward_service.rewards.reward import GradedReward
 from penstock.reward_service.rewards.verdict import Verdict, truth_text
 
@@ -75,15 +76,33 @@ async def _verdict(answer: str | None, gold: str, grade: Grade, part: str) -> Ve
         return Verdict(0.0, {part: 0.0, "timeout": 0.0})
     if len(answer) > MAX_ANSWER_CHARS:
         return Verdict(0.0, {part: 1.0, "timeout": 0.0})
+    graded = await _compare(gold, answer, grade)
+    return Verdict(float(graded is Graded.RIGHT), {part: 1.0, "timeout": float(graded is Graded.EXHAUSTED)})
+
+
+async def _compare(gold: str, answer: str, grade: Grade) -> Graded:
+    """Compare an answer; of an equation the final side, and its numeric sides must not contradict it."""
+    gold = equation.without_name(gold)
+    if "=" in gold:
+        return await _equal(gold, answer, grade)
+    found = equation.read(answer)
+    if not all(equation.is_rounding(number, found.value) for number in found.rounded):
+        return Graded.WRONG
+    for side in (found.value, *found.equal):
+        graded = await _equal(gold, side, grade)
+        if graded is not Graded.RIGHT:
+            return graded
+    return Graded.RIGHT
+
+
+async def _equal(gold: str, answer: str, grade: Grade) -> Graded:
     same = latex.plainly_equal(gold, answer)
-    if same is None:
-        graded = await grade(gold, answer)
-        if graded is Graded.GOLD_UNREADABLE:
-            raise BadGroundTruth(f"math-verify cannot read the row's ground_truth {gold[:80]!r}")
-        if graded is Graded.EXHAUSTED:
-            return Verdict(0.0, {part: 1.0, "timeout": 1.0})
-        same = graded is Graded.RIGHT
-    return Verdict(float(same), {part: 1.0, "timeout": 0.0})
+    if same is not None:
+        return Graded.RIGHT if same else Graded.WRONG
+    graded = await grade(gold, answer)
+    if graded is Graded.GOLD_UNREADABLE:
+        raise BadGroundTruth(f"math-verify cannot read the row's ground_truth {gold[:80]!r}")
+    return graded
 
 
 REWARD = GradedReward(

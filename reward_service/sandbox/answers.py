@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from fractions import Fraction
 from itertools import zip_longest
 from typing import Any
 
@@ -12,8 +14,10 @@ from penstock.reward_service.sandbox.tests_of_row import LANGUAGES
 MAX_PROGRAM_CHARS = 256 * 1024
 _TOLERANCE = 1e-6  # relative and absolute
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*$", re.MULTILINE)
-_NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][+-]?\d{1,4})?")
-_INTEGER = re.compile(r"[+-]?\d+")
+# Digits are ASCII: float() and \d also take those of other scripts. Bounded, because conversion is quadratic.
+_NUMBER = re.compile(r"[+-]?([0-9]{1,400}(\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,4})?")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_EXACT_FLOATS = 1e9  # up to here the error of a float is far below the tolerance
 
 
 def program(completion: str) -> str | None:
@@ -49,7 +53,8 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 def same_output(printed: str, expected: str) -> bool:
     """Compare outputs line by line and word by word, ignoring white space and empty lines at the end.
 
-    Two words are equal as texts or as numbers: integers exactly, others within 1e-6 (relative or absolute).
+    Two words are equal as texts or as numbers: integers exactly, another number equals an expected integer within 1e-6
+    and any other expected number within 1e-6, relative or absolute.
     """
     for ours, theirs in zip_longest(printed.rstrip().splitlines(), expected.rstrip().splitlines()):
         if ours is None or theirs is None:
@@ -69,7 +74,12 @@ def _same_word(word: str, expected: str) -> bool:
         return False
     if _INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected):
         return int(word) == int(expected)
-    return _close(float(word), float(expected))
+    mine, wanted = float(word), float(expected)
+    if math.isinf(mine) or math.isinf(wanted):
+        return Fraction(word) == Fraction(expected)
+    if not _close(mine, wanted):
+        return False
+    return _INTEGER.fullmatch(expected) is None or _is_integer(mine, lambda: Fraction(word), int(expected))
 
 
 def same_result(result: Any, expected: Any) -> bool:
@@ -88,12 +98,21 @@ def _same(result: Any, expected: Any) -> bool:
     if isinstance(result, int | float) and isinstance(expected, int | float):
         if isinstance(result, int) and isinstance(expected, int):
             return result == expected
-        return _close(result, expected)
+        if isinstance(expected, int):
+            return math.isfinite(result) and _is_integer(result, lambda: Fraction(result), expected)
+        return _close(result, expected) or (result != result and expected != expected)  # noqa: PLR0124 both are NaN
     if isinstance(result, list) and isinstance(expected, list):
         return len(result) == len(expected) and all(_same(a, b) for a, b in zip(result, expected, strict=True))
     if isinstance(result, dict) and isinstance(expected, dict):
         return result.keys() == expected.keys() and all(_same(result[key], expected[key]) for key in expected)
     return type(result) is type(expected) and result == expected
+
+
+def _is_integer(number: float, exact: Callable[[], Fraction], expected: int) -> bool:
+    """Return True if a number is an expected integer: within the tolerance, which is not relative to large ones."""
+    if abs(expected) <= _EXACT_FLOATS:
+        return abs(number - expected) <= _TOLERANCE
+    return abs(exact() - expected) <= _TOLERANCE
 
 
 def _close(a: float, b: float) -> bool:

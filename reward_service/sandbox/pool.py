@@ -9,6 +9,7 @@ import structlog
 
 from penstock.reward_service.errors import SandboxFailed
 from penstock.reward_service.sandbox.grade import Graded, Slot, grade
+from penstock.reward_service.sandbox.test_code import Proofs
 from penstock.reward_service.sandbox.tests_of_row import Tests
 from penstock.reward_service.sandbox.zygote_command import Launch
 from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
@@ -25,7 +26,8 @@ class SandboxPool:
         """``stop_early`` ends a program's tests with the first failure, where only a full pass counts."""
         self._limits = limits
         self._stop_early = stop_early
-        self._slots = [Slot(Zygote(launch, 2 * n), Zygote(launch, 2 * n + 1)) for n in range(num_slots)]
+        proofs = Proofs()
+        self._slots = [Slot(Zygote(launch, 2 * n), Zygote(launch, 2 * n + 1), proofs) for n in range(num_slots)]
         self._idle: asyncio.LifoQueue[Slot] = asyncio.LifoQueue()
         for slot in self._slots:
             self._idle.put_nowait(slot)

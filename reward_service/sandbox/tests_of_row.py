@@ -13,7 +13,7 @@ Any of them may be a JSON text. What the ground truth leaves out is taken from t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,24 @@ def read(truth: Any, extra: Any) -> Tests:
         )
     function = next((fields[name] for name in _FUNCTION_NAMES if fields.get(name)), None)
     if function is None:
-        return StdinTests(_texts(map(_lines, inputs)), _texts(map(_lines, outputs)))
-    return FunctionTests(function, tuple(map(_arguments, inputs)), tuple(map(_result, outputs)))
+        printed = _texts(map(_lines, outputs))
+        if not any(text.strip() for text in printed):
+            raise BadGroundTruth("code: every expected output is empty, so that an empty program passes all tests")
+        return StdinTests(_texts(map(_lines, inputs)), printed)
+    results = tuple(map(_result, outputs))
+    if all(result is None or result == [None] for result in results):
+        raise BadGroundTruth("code: every expected result is null, so that a function that returns nothing passes")
+    return FunctionTests(function, tuple(map(_arguments, inputs)), results)
+
+
+def fields_of(truth: Any, extra: Any, *, extra_columns: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a row says about its tests, by the column's name; never raises."""
+    columns = extra if isinstance(extra, Mapping) else {}
+    try:
+        fields = _fields(_parsed(truth), columns)
+    except BadGroundTruth:
+        fields = {}
+    return {name: columns[name] for name in extra_columns if columns.get(name) is not None} | fields
 
 
 def _parsed(truth: Any) -> Any:

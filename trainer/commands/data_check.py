@@ -13,6 +13,9 @@ from typing import Any, get_args
 
 import numpy as np
 
+from penstock.trainer.commands import row_tests
+from penstock.trainer.commands.data_rows import as_reward_input
+from penstock.trainer.commands.row_tests import TestReport
 from penstock.trainer.data.chat_template import ChatTokenizer
 from penstock.trainer.data.row_files import RowFile, open_rows
 from penstock.trainer.data.row_formats import PromptRow, TurnRow, can_imitate, detect, prompt_row, rename, turn_rows
@@ -39,6 +42,8 @@ class FileReport:
     num_repeated_prompts: int = 0
     num_bad: int = 0
     bad_rows: list[str] = field(default_factory=list)  # only the first, each with file, line and column
+    rows_with_tests: list[dict[str, Any]] = field(default_factory=list)  # as `row_tests` sends them
+    tests: TestReport | None = None  # None if no row may hold tests, or they were not to be run
     no_grpo: str = ""  # why the first row that only SFT can use has no prompt to answer
 
     def add_bad(self, text: str) -> None:
@@ -64,6 +69,7 @@ class FileReport:
             "repeated_prompts": self.num_repeated_prompts,
             "bad_rows": self.num_bad,
             "first_bad_rows": self.bad_rows,
+            **({} if self.tests is None else {"tests": _tests_document(self.tests)}),
         }
 
 
@@ -77,6 +83,9 @@ def main(arguments: Sequence[str]) -> int:
         "--map", action="append", default=[], metavar="COLUMN=NAME", help="read the file's column NAME as COLUMN"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each file")
+    parser.add_argument(
+        "--no-tests", action="store_true", help="do not run the rows' test programs (they run in the sandbox)"
+    )
     options = parser.parse_args(arguments)
     mapping = dict(pair.partition("=")[::2] for pair in options.map)
     unknown = sorted(set(mapping) - set(COLUMNS))
@@ -85,6 +94,9 @@ def main(arguments: Sequence[str]) -> int:
     data = DataSettings(format=options.format, map=mapping)
     tokenizer = ChatTokenizer.read(options.model) if options.model else None
     reports = [check_file(path, data, tokenizer) for path in options.files]
+    if not options.no_tests:
+        for report in reports:
+            _run_tests(report)
     for report in reports:
         sys.stdout.write(json.dumps(report.to_document()) + "\n" if options.json else describe(report))
     return 1 if any(report.num_bad for report in reports) else 0
@@ -112,6 +124,20 @@ def check_file(path: Path, data: DataSettings, tokenizer: ChatTokenizer | None) 
         except MalformedData as err:
             report.add_bad(f"{rows.place(number)}: {err}")
     return report
+
+
+def _run_tests(report: FileReport) -> None:
+    """Run the test programs of a file's rows; a row whose tests prove nothing is a bad row."""
+    if report.rows_with_tests:
+        tests = row_tests.check(report.rows_with_tests)
+        if tests.num_checked or tests.not_run:
+            report.tests = tests
+        for place, problem in tests.problems:
+            report.add_bad(f"{place}: {problem}")
+
+
+def _tests_document(tests: TestReport) -> dict[str, Any]:
+    return {"checked": tests.num_checked, "bad": len(tests.problems), "not_run": tests.not_run}
 
 
 def _check_row(
@@ -144,6 +170,8 @@ def _check_row(
         report.num_grpo += 1
         report.data_sources[prompt.data_source] += 1
         report.num_ground_truths[prompt.data_source] += prompt.ground_truth is not None
+        if row_tests.may_hold_tests(prompt.ground_truth, prompt.extra_info):
+            report.rows_with_tests.append(as_reward_input(rows.place(number), prompt))
 
 
 def _prompt_text(prompt: PromptRow | None, turns: Sequence[TurnRow], tokenizer: ChatTokenizer | None) -> str:
@@ -185,6 +213,9 @@ def describe(report: FileReport) -> str:
             lines.append(_line(f"completion {report.length_unit}", _statistics(report.completion_lengths)))
         if report.num_repeated_prompts:
             lines.append(_line("repeated", f"{report.num_repeated_prompts} rows repeat an earlier prompt"))
+    if report.tests is not None:
+        ran = f"of {report.tests.num_checked} rows were run, {len(report.tests.problems)} are bad"
+        lines.append(_line("tests", f"not run: {report.tests.not_run}" if report.tests.not_run else ran))
     lines.append(_line("bad rows", str(report.num_bad) if report.num_bad else "none"))
     lines += [f"    {text}" for text in report.bad_rows]
     if report.num_bad > len(report.bad_rows):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from penstock.trainer.data.row_files import Row, open_rows
-from penstock.trainer.data.row_formats import prompt_row, rename
+from penstock.trainer.data.row_files import open_rows
+from penstock.trainer.data.row_formats import PromptRow, prompt_row, rename
 from penstock.trainer.errors import MalformedData
 from penstock.trainer.settings import COLUMNS, Format
 
@@ -35,20 +35,20 @@ def main(arguments: Sequence[str]) -> int:
     for number in range(0, len(rows), step)[: options.number]:
         try:
             row = rename(rows.row(number), mapping, nested_texts=rows.nested_texts)
-            shown = _shown(row, options.format)
+            prompt = prompt_row(row, options.format, system_prompt="")
         except MalformedData as err:
             raise MalformedData(f"{rows.place(number)}: {err}") from None
-        sys.stdout.write(json.dumps({"place": rows.place(number), **shown}) + "\n")
+        given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
+        sys.stdout.write(json.dumps({**as_reward_input(rows.place(number), prompt), "completion": given}) + "\n")
     return 0
 
 
-def _shown(row: Row, form: Format) -> dict[str, Any]:
-    prompt = prompt_row(row, form, system_prompt="")
-    given = next((row[name] for name in ("completion", "response") if isinstance(row.get(name), str)), None)
+def as_reward_input(place: str, prompt: PromptRow) -> dict[str, Any]:
+    """Return a row as its reward gets it, with its place in the file."""
     return {
+        "place": place,
         "prompt": "\n".join(str(message["content"]) for message in prompt.chat),
         "data_source": prompt.data_source,
         "ground_truth": None if prompt.ground_truth is None else json.loads(prompt.ground_truth),
         "extra_info": json.loads(prompt.extra_info),
-        "completion": given,
     }

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from penstock.reward_service.rewards.parsing.number import NUMBER, read_number
+from penstock.reward_service.rewards.parsing.number import PLAIN_NUMBER, read_number
 
 # One pass, each alternative linear: a box, a box without braces (\boxed 5), an escaped character, a brace.
 _TOKEN = re.compile(r"\\(?:boxed|fbox)(?:\s*(?P<open>\{)|\s+(?P<bare>[^\s{}$\\]+))|\\.|(?P<brace>[{}])", re.DOTALL)
@@ -19,8 +19,12 @@ _SHORT_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _FRACTION = re.compile(r"(?P<sign>[-+]?)\\frac\{(?P<top>[-+]?[0-9]+)\}\{(?P<bottom>[-+]?[0-9]+)\}")
 _ASSIGNMENT = re.compile(r"[A-Za-z](?:\([A-Za-z]\)|_\{?[0-9A-Za-z]\}?)?=(?P<value>[^=]+)")
 _THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
-_PLAIN_NUMBER = re.compile(NUMBER.replace("[0-9,]*", "[0-9]*"))
+_PLAIN_NUMBER = re.compile(PLAIN_NUMBER)
 _PROSE = re.compile(r"[A-Za-z]{2,}(?:[\s,.'-]+[A-Za-z]{2,})+[.!?]?")
+_SPACED_DIGITS = re.compile(r"[0-9]\s+[0-9]")
+_SPACED_THOUSANDS = re.compile(r"[-+]?[0-9]{1,3}(?:\s[0-9]{3})+(?:\.[0-9]*)?")
+_PERCENT = re.compile(r"(?:\s|\\[ ,])*(?:percent|per\s?cent)\s*$", re.IGNORECASE)
+_BRACKETS = {"\\{": "\\}", "(": ")", "[": "]"}
 _MAX_DIGITS = 200
 
 
@@ -56,7 +60,7 @@ def normalise(answer: str) -> str:
     answer = _SPACING.sub("", answer.replace("\\\\ ", "\\\\"))
     answer = _DEGREES.sub("", re.sub(r"\\[dtc]frac", r"\\frac", answer)).replace("\\$", "").replace("$", "")
     answer = answer.replace("\\%", "%").replace("\\varnothing", "\\emptyset")
-    answer = _TEXT.sub(r"\1", answer)
+    answer = _PERCENT.sub("%", _TEXT.sub(r"\1", answer))
     answer = _SHORT_FRACTION.sub(_braced, answer)
     answer = re.sub(r"\s+", "", _SHORT_ROOT.sub(r"\\sqrt{\1}", answer))
     assignment = _ASSIGNMENT.fullmatch(answer)
@@ -77,7 +81,7 @@ def braced_fractions(text: str) -> str:
 def plainly_equal(gold: str, answer: str) -> bool | None:
     """Return True or False if two answers can be compared without algebra, else None.
 
-    A percentage equals the same number with or without its sign, and the fraction it denotes.
+    A percentage equals the fraction it denotes, and the same number without the sign if it is the truth that has one.
     """
     if not answer.strip():
         return False
@@ -86,15 +90,48 @@ def plainly_equal(gold: str, answer: str) -> bool | None:
         gold_text, answer_text = gold_words or _as_words(gold), answer_words or _as_words(answer)
         return gold_text == answer_text
     left, right = normalise(gold), normalise(answer)
-    if left == right:
-        return True
-    gold_value, answer_value = _value(left), _value(right)
-    if gold_value is None or answer_value is None:
+    if is_set(left) != is_set(right) and _is_bracketed(left) and _is_bracketed(right):
+        return False
+    spaced = _spaced_digits(gold, answer)
+    if spaced is not None:
+        return spaced
+    return True if left == right else _same_value(_value(left), _value(right))
+
+
+def _same_value(gold: _Value | None, answer: _Value | None) -> bool | None:
+    if gold is None or answer is None:
         return None
-    if gold_value.is_percent == answer_value.is_percent:
-        return gold_value.number == answer_value.number
-    percent, other = (gold_value, answer_value) if gold_value.is_percent else (answer_value, gold_value)
-    return other.number in {percent.number, percent.number / 100}
+    if gold.is_percent == answer.is_percent:
+        return gold.number == answer.number
+    if answer.is_percent:
+        return gold.number == answer.number / 100
+    return answer.number in {gold.number, gold.number / 100}
+
+
+def is_set(answer: str) -> bool:
+    """Return True if a normalised answer is a set in braces."""
+    return answer.startswith(("\\{", "\\lbrace"))
+
+
+def _is_bracketed(answer: str) -> bool:
+    """Return True if a normalised answer is a set, tuple or interval of several items."""
+    opening = "\\{" if is_set(answer) else answer[:1]
+    return opening in _BRACKETS and answer.endswith((")", "]", "\\}", "\\rbrace")) and "," in answer
+
+
+def _spaced_digits(gold: str, answer: str) -> bool | None:
+    """Compare an answer that is digits with spaces between them: ``3 1/2``, ``1 234``; ``4 2`` is not 42.
+
+    None for another answer.
+    """
+    plain = _SPACING.sub(" ", answer).strip().strip("$").strip()
+    if not _SPACED_DIGITS.search(plain) or re.search(r"[^0-9\s./+-]", plain):
+        return None
+    number = read_number(re.sub(r"\s", "", plain) if _SPACED_THOUSANDS.fullmatch(plain) else plain)
+    wanted = _value(normalise(gold))
+    if number is None or wanted is None:
+        return " ".join(plain.split()) == " ".join(_SPACING.sub(" ", gold).split())
+    return number == wanted.number
 
 
 def _words(answer: str) -> str | None:

@@ -8,23 +8,35 @@ from fractions import Fraction
 MAX_NUMBER_CHARS = 200  # longer than real answers; bounds the cost of conversion
 
 # -1,234.50  .5  3/4  1e3  (digits are ASCII on purpose: no other script's digits are in the data sets)
-NUMBER = r"[-+−]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9])|\s?/\s?[0-9]+)?"
-_WHOLE = re.compile(rf"\s*(?P<number>{NUMBER})\s*")
-_ORNAMENTS = str.maketrans("", "", "$%,")
+_WITHOUT_COMMAS = "[0-9]+"
+_DIGITS = rf"(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|{_WITHOUT_COMMAS})"
+NUMBER = rf"[-+−]?(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9])|\s?/\s?[0-9]+)?"
+PLAIN_NUMBER = NUMBER.replace(_DIGITS, _WITHOUT_COMMAS)  # without separators of thousands
+_WHOLE = re.compile(rf"\s*(?P<sign>[-+−]?)\s?\$?\s?(?P<number>{NUMBER})\s?%?\$?\s*")
+_MIXED = re.compile(r"\s*(?P<sign>[-+−]?)\s?(?P<whole>[0-9]+)\s+(?P<part>[0-9]+\s?/\s?[0-9]+)\s*")
 
 
 def read_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number, else None.
 
-    Thousands separators, ``$``, ``%`` and a trailing dot are ignored; ``3/4`` is three quarters.
+    Separators of thousands, ``$`` before, ``%`` after and a trailing dot are ignored; ``3/4`` is three quarters and
+    ``3 1/2`` three and a half.
     """
     if len(text) > MAX_NUMBER_CHARS:
         return None
-    match = _WHOLE.fullmatch(text.replace("\\$", "$").replace("\\%", "%").translate(_ORNAMENTS))
-    if match is None:
-        return None
-    digits = match["number"].replace("−", "-").replace(" ", "").rstrip(".")
+    plain = text.replace("\\$", "$").replace("\\%", "%")
+    match, mixed = _WHOLE.fullmatch(plain), _MIXED.fullmatch(plain)
     try:
-        return Fraction(digits)
+        if mixed is not None:
+            number = int(mixed["whole"]) + _fraction(mixed["part"])
+            return -number if mixed["sign"] in ("-", "−") else number
+        if match is None:
+            return None
+        number = _fraction(match["number"])
+        return -number if match["sign"] in ("-", "−") else number
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(digits.replace("−", "-").replace(",", "").replace(" ", "").rstrip("."))

@@ -31,8 +31,12 @@ _ANYWHERE = re.compile(rf"(?<![0-9.,A-Za-z_]){_NUMBER}")
 _LEAD = re.compile(r"(?:[A-Za-z]{1,3}|[xyz]_?[0-9])\s?=\s?|(?:about|approximately|roughly|≈|~|=)\s{0,4}", re.IGNORECASE)
 _TEX_FRACTION = re.compile(r"(?P<whole>[0-9])?\\frac\{\s?(?P<top>-?[0-9]+)\s?\}\{\s?(?P<bottom>[0-9]+)\s?\}")
 _GOES_ON = re.compile(  # with a second number, or as an expression: then the first number is not the value
+    r"\s+[-+−$]?[0-9]|_[0-9]|"
     r"\s?(?:\^|\*\*|!|\\(?:sqrt|pi|cdot|times|[dtc]?frac)|[+*×·−]\s?[0-9]|[/.][0-9]|[eE][-+]?[0-9])"
     r"|\s?[(]?\s?(?:,|;|:|\bor\b|\band\b|\bto\b|-|–|±|\\pm|\\text\s?[{]\s?(?:or|and|to)\s?[}])\s?[-+−$]?\s?(?:[0-9]|\\frac)"
+)
+_COMPOUND = re.compile(  # 5 feet 10 inches
+    r"\s{0,4}(?!(?:in|of|for|per|at|on|with|from|by|after|over|within|every|each|out)\s)[A-Za-z]{1,12}\s{1,4}[0-9.]{1,12}\s{0,4}[A-Za-z]{1,12}[.]?\s*$"
 )
 _SUPERSCRIPTS = re.compile("[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _PLAIN_SCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
@@ -67,6 +71,11 @@ def last(text: str) -> Quantity | None:
     return _quantity(found, after.split("\n")[0].rstrip(".") if after.lstrip().startswith(("%", "\\%")) else "")
 
 
+def goes_on(after: str) -> bool:
+    """Return True if the text after a number belongs to its value: another number, an operator, a compound unit."""
+    return _GOES_ON.match(after) is not None or _COMPOUND.match(after) is not None
+
+
 def _plain(text: str) -> str:
     """Return a number in one spelling. Superscripts become powers first, so that they are not read as digits."""
     text = text.strip()[: 4 * MAX_NUMBER_CHARS]
@@ -86,7 +95,7 @@ def _quantity(match: re.Match[str], after: str) -> Quantity | None:
     if match.end() - match.start() > MAX_NUMBER_CHARS or after[:1].isdecimal():
         return None
     number = _value(match)
-    if number is None or _GOES_ON.match(after):
+    if number is None or goes_on(after):
         return None
     if match["sign"] and match["sign"][0] in "-−":
         number = -number

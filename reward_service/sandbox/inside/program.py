@@ -9,7 +9,9 @@ Descriptors: 0 to 2 the standard ones, 3 the job (JSON), 4 answers, 5 calls. Mod
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import inspect
 import json
 import os
 import sys
@@ -83,14 +85,34 @@ def _answer(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]
     try:
         target = _target(call, names, handles)
         if "arguments" not in call:
-            return {"value": values.encode(target, keep)}
+            return {"value": values.encode(target, keep), **_kind(target)}
         arguments = values.decode(call["arguments"], handles.__getitem__)
         named = values.decode(call["named"], handles.__getitem__)
         result = target(*arguments, **named)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
         changed = [values.encode(argument, keep) for argument in arguments]
         return {"value": values.encode(result, keep), "changed": changed}
     except BaseException as err:
-        return {"raised": type(err).__name__, "text": str(err)[:1000]}
+        return {"raised": type(err).__name__, "text": _text(err), "types": _names(type(err))}
+
+
+def _kind(target: Any) -> dict[str, Any]:
+    """Return whether tests must await a function, and an exception class's ancestors, which tests expect by name."""
+    if isinstance(target, type) and issubclass(target, BaseException):
+        return {"exception": _names(target)}
+    return {"async": True} if inspect.iscoroutinefunction(target) else {}
+
+
+def _names(kind: type) -> list[str]:
+    return [str(one.__name__) for one in kind.__mro__]
+
+
+def _text(err: BaseException) -> str:
+    try:
+        return str(err)[:1000]
+    except BaseException as other:
+        return f"(its text cannot be shown: {type(other).__name__})"
 
 
 def _target(call: dict[str, Any], names: dict[str, Any], handles: dict[int, Any]) -> Any:

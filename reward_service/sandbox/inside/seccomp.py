@@ -24,7 +24,11 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _X32 = 0x40000000
 _THREAD_FLAGS = (0x3D0F00, 0x7D0F00)  # the flags that pthread_create of glibc and musl passes to clone
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
-_FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)  # duplicate, flags and locks; not F_SETOWN, which sends signals
+# duplicate and flags; not F_SETOWN, which sends signals, and no record locks, which other programs see
+_FCNTLS = (0, 1, 2, 3, 4, 1030, 1032)
+_PRIVATE, _CLOCK = 0x80, 0x100
+# Within the process every operation; across processes (pages of files are shared) waiting alone, as pthread_join does.
+_FUTEXES = (0, 9, 9 | _CLOCK, *(op | _PRIVATE | clock for clock in (0, _CLOCK) for op in range(14)))
 _PRCTLS = (15, 16, 0x53564D41)  # names of threads and mappings
 _AF_UNIX, _SOCK_STREAM = 1, 1
 _SIGKILL = 9
@@ -72,6 +76,7 @@ def _conditions(pid: int) -> dict[str, list[tuple[int, int, tuple[int, ...], boo
         "clone": [(0, 0xFFFFFFFF, _THREAD_FLAGS, True)],
         "ioctl": [(1, 0xFFFFFFFF, _IOCTLS, True)],
         "fcntl": [(1, 0xFFFFFFFF, _FCNTLS, True)],
+        "futex": [(1, 0xFFFFFFFF, _FUTEXES, True)],
         "prctl": [(0, 0xFFFFFFFF, _PRCTLS, True)],
         "prlimit64": [(0, 0xFFFFFFFF, (0, pid), True)],
         "socketpair": [

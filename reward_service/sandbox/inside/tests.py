@@ -3,7 +3,8 @@
 The program cannot read the test code, the expected values or this process: calls are sent to it as JSON, and only plain
 values are returned (`values`). So it cannot override a comparison, catch an assertion, print a verdict or end the tests.
 
-Descriptors: 3 the job (JSON), 4 verdicts, 5 answers of the program, 6 calls to it.
+Descriptors: 3 the job (JSON), 4 verdicts, 5 answers of the program, 6 calls to it. A job with ``stubs`` has no program:
+its tests run once with each stand-in (`program_proxy.Stub`), which shows what they accept.
 """
 
 from __future__ import annotations
@@ -11,241 +12,175 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
-import io
 import json
 import os
 import sys
+import types
 import unittest
-from collections.abc import Iterator
 from typing import Any
 
-from penstock.reward_service.sandbox.inside import values
+from penstock.reward_service.sandbox.inside import pytest_api, test_collection
+from penstock.reward_service.sandbox.inside.program_proxy import (
+    PROGRAM_MODULES,
+    Answers,
+    BadTests,
+    Program,
+    Stub,
+    module_of,
+)
 
 JOB, VERDICTS, ANSWERS, CALLS = 3, 4, 5, 6
-_MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
-_LARGE = 16 * 1024  # a larger answer may exhaust this process, which then counts as the program's failure
-# If a called function raises one of these, it would end a loop or the tests instead of failing them.
-_SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
-
-
-class ProgramFailed(Exception):
-    """The program raised an exception that tests do not catch, sent an invalid answer, or exited."""
-
-
-class Unsendable(Exception):
-    """A test passes the program a value that cannot be sent to another process; an error of the tests."""
 
 
 def run() -> int:
     """Run the tests of the job read from descriptor 3; return the exit code."""
     with os.fdopen(JOB, "rb") as pipe:
         job = json.load(pipe)
-    with os.fdopen(ANSWERS, "rb") as answers, os.fdopen(CALLS, "wb", buffering=0) as calls:
-        program = _Program(answers, calls)
-        try:
-            for verdict in _verdicts(job, program):
-                if program.unsendable:
-                    raise Unsendable(program.unsendable)
-                _say(verdict)
-        except BaseException as err:  # test code that does not compile or a setup that raises: an error of the tests
-            _say({"broken": f"{type(err).__name__}: {err}"[:1000]})
-            return 1
+    sys.modules["pytest"] = pytest_api
+    unittest.main = lambda *_, **__: None  # type: ignore[misc,assignment] the tests of a module are run in any case
+    try:
+        if "stubs" in job:
+            for kind in job["stubs"]:
+                _Session(job, Stub(kind), {"stub": kind}).run()
+                _say({"stub": kind, "finished": True})
+        else:
+            with os.fdopen(ANSWERS, "rb") as answers, os.fdopen(CALLS, "wb", buffering=0) as calls:
+                _Session(job, Program(answers, calls, _say), {}).run()
+    except MemoryError:
+        sys.stderr.write("MemoryError\n")
+        return 1
+    except BaseException as err:  # test code that does not compile or a setup that raises: an error of the tests
+        _say({"broken": str(err) if isinstance(err, BadTests) else test_collection.describe(err)})
+        return 1
     _say({"done": True})
     return 0
 
 
-def _verdicts(job: dict[str, Any], program: _Program) -> Iterator[dict[str, Any]]:
-    """Run each piece of test code, in one namespace after ``setup``; yields the result of every test."""
-    names: dict[str, Any] = {"__name__": "tests"}
-    pieces = [compile(text, f"test {place}", "exec", dont_inherit=True) for place, text in enumerate(job["tests"])]
-    exec(compile(job["setup"], "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
-    entry_points = _borrow(job, names, program)
-    for place, piece in enumerate(pieces):
+class _Session:
+    """One run of all pieces of test code, in one namespace after ``setup``."""
+
+    def __init__(self, job: dict[str, Any], program: Answers, label: dict[str, Any]) -> None:
+        self._texts: list[str] = job["tests"]
+        self._setup: str = job["setup"]
+        self._named: list[str] = list(job["entry_points"])
+        self._program = program
+        self._label = label
+        self._has_failed = False
+
+    def run(self) -> None:
+        """Run the tests and report each; raises BadTests when there are none, or when they cannot be run."""
+        module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
+        names = module.__dict__
+        trees = [_parsed(text, place) for place, text in enumerate(self._texts)]
+        self._offer_program(trees)
+        exec(compile(self._setup, "setup", "exec", dont_inherit=True), names)  # noqa: S102 the data set's code
+        functions = self._borrow(trees, names)
+        count = 0
+        for place, tree in enumerate(trees):
+            count += self._piece(place, tree, names, functions)
+        if not count:
+            raise BadTests(
+                "the tests test nothing: they define neither functions named test..., unittest or Test... classes nor "
+                "check(), and have no statement at the top level"
+            )
+
+    def _piece(self, place: int, tree: ast.Module, names: dict[str, Any], functions: list[str]) -> int:
+        """Run one piece of test code; return its number of tests."""
         before = dict(names)
-        error = _attempt(lambda piece=piece: exec(piece, names))  # noqa: S102
-        if error:
-            yield {"test": place, "ok": False, "why": error}
-            continue
-        check = names.get("check")
-        suites = [thing for name, thing in names.items() if _is_suite(thing) and before.get(name) is not thing]
-        if suites:
-            yield from _unittests(place, suites)
-        elif callable(check) and before.get("check") is not check and entry_points:
-            error = _attempt(lambda check=check: check(names[entry_points[0]]))
-            yield {"test": place, "ok": not error, "why": error}
-        else:
-            yield {"test": place, "ok": True, "why": ""}
+        code = compile(tree, f"test {place}", "exec", dont_inherit=True)
+        why = test_collection.attempt(lambda: exec(code, names), may_exit=True)  # noqa: S102
+        if why:
+            self._report(place, why)
+            return 1
+
+        def candidate() -> Any:
+            if len(functions) != 1 and not self._named:
+                raise BadTests(
+                    "the tests define check(candidate), and the row does not name the function: add the column entry_point"
+                )
+            return names[functions[0]]
+
+        found = test_collection.collect(names, before, tree, candidate)
+        count = sum(one.count for one in found)
+        if not found and test_collection.has_statements(tree):
+            self._report(place, "")
+            return 1
+        _say({**self._label, "place": place, "planned": count})
+        for one in found:
+            one.run(lambda why: self._report(place, why))
+        return count
+
+    def _report(self, place: int, why: str) -> None:
+        shown = "" if self._has_failed else why
+        self._has_failed = self._has_failed or bool(why)
+        _say({**self._label, "test": place, "ok": not why, "why": shown})
+
+    def _offer_program(self, trees: list[ast.Module]) -> None:
+        """Make the program importable under the names that data sets give it, unless tests mean another module."""
+        exported = [name for name in _free_names(trees) if not hasattr(builtins, name)]
+        for name in {*PROGRAM_MODULES, *self._named}:
+            if name.isidentifier() and name not in sys.stdlib_module_names:
+                sys.modules[name] = module_of(self._program, name, [one for one in exported if one != name])
+
+    def _borrow(self, trees: list[ast.Module], names: dict[str, Any]) -> list[str]:
+        """Give the tests the program's names that they use; return the names of functions under test.
+
+        Without named entry points they are the names that the tests use and do not define. A module of the standard
+        library is imported here, because the program could have altered its own.
+        """
+        missing = [name for name in _free_names(trees) if name not in names and not hasattr(builtins, name)]
+        modules = [name for name in missing if name in sys.stdlib_module_names or name == "pytest"]
+        functions = self._named or [name for name in missing if name not in modules]
+        for name in modules:
+            if name not in functions:
+                names[name] = importlib.import_module(name)
+        foreign = sorted(set(missing) - set(modules) - set(functions) - _starred(trees, missing))
+        if foreign:
+            raise BadTests(
+                f"the tests use {', '.join(foreign)}, which is neither defined there, in the setup nor an entry_point"
+            )
+        in_setup = [name for name in _free_names([ast.parse(self._setup)]) if not hasattr(builtins, name)]
+        for name in dict.fromkeys([*functions, *in_setup]):
+            if name not in names:
+                names[name] = self._program.look_up(name)
+        return functions
 
 
-def _borrow(job: dict[str, Any], names: dict[str, Any], program: _Program) -> list[str]:
-    """Give the tests the program's functions that they use; returns their names.
-
-    Without named entry points they are the names that the tests use and do not define. A module of the standard library
-    is imported here, because the program could have altered its own.
-    """
-    missing = [name for name in _free_names(job["tests"]) if name not in names and not hasattr(builtins, name)]
-    modules = [name for name in missing if name in sys.stdlib_module_names]
-    entry_points = list(job["entry_points"]) or [name for name in missing if name not in modules]
-    for name in modules:
-        if name not in entry_points:
-            names[name] = importlib.import_module(name)
-    foreign = sorted(set(missing) - set(modules) - set(entry_points))
-    if foreign:
-        raise Unsendable(
-            f"the tests use {', '.join(foreign)}, which is neither defined there, in the setup nor an entry_point"
-        )
-    for name in entry_points:
-        names[name] = _Remote(program, name=name)
-    return entry_points
+def _parsed(text: str, place: int) -> ast.Module:
+    tree = ast.parse(text, f"test {place}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            node.level = 0  # from .solution import f: there is no package here
+    return tree
 
 
-def _free_names(tests: list[str]) -> list[str]:
+def _starred(trees: list[ast.Module], missing: list[str]) -> set[str]:
+    """Return the names that ``from solution import *`` brings: all that are missing, if tests have such a line."""
+    lines = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    is_there = any(node.module in PROGRAM_MODULES and node.names[0].name == "*" for node in lines)
+    return set(missing) if is_there else set()
+
+
+def _free_names(trees: list[ast.Module]) -> list[str]:
     """Return the names that test code reads and does not define, in order of appearance."""
     read: dict[str, None] = {}
     defined: set[str] = set()
-    for text in tests:
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Name):
-                if isinstance(node.ctx, ast.Load):
-                    read[node.id] = None
-                else:
-                    defined.add(node.id)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                defined.add(node.name)
-            elif isinstance(node, ast.arg):
-                defined.add(node.arg)
-            elif isinstance(node, ast.alias):
-                defined.add((node.asname or node.name).split(".")[0])
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                defined.add(node.name)
-    return [name for name in read if name not in defined]
-
-
-def _attempt(test: Any) -> str:
-    """Run one test; return why it failed, "" if it passed."""
-    try:
-        test()
-    except BaseException as err:
-        return f"{type(err).__name__}: {err}"[:500]
-    return ""
-
-
-def _is_suite(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, unittest.TestCase) and thing is not unittest.TestCase
-
-
-def _unittests(place: int, suites: list[Any]) -> Iterator[dict[str, Any]]:
-    for suite in suites:
-        for case in unittest.defaultTestLoader.loadTestsFromTestCase(suite):
-            result = unittest.TestResult()
-            result.stream = io.StringIO()  # type: ignore[attr-defined]
-            case.run(result)
-            failed = [text for _, text in [*result.errors, *result.failures]]
-            ok = result.testsRun == 1 and not failed and not result.skipped and not result.unexpectedSuccesses
-            yield {"test": place, "ok": ok, "why": (failed or ["skipped"])[0][-500:] if not ok else ""}
-
-
-class _Program:
-    """The channel to the program in the other process: one line for a call, one for its answer."""
-
-    def __init__(self, answers: io.BufferedReader, calls: Any) -> None:
-        self._answers = answers
-        self._calls = calls
-        self._said_large = False
-        self.unsendable = ""
-
-    def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        sent = values.encode(list(arguments), self._handle_of)
-        answer = self._exchange({**where, "arguments": sent, "named": values.encode(named, self._handle_of)})
-        value = self._value(answer)
-        changed = answer.get("changed")
-        if isinstance(changed, list) and len(changed) == len(arguments):
-            for argument, form in zip(arguments, changed, strict=True):
-                _update(argument, self._decode(form))
-        return value
-
-    def attribute(self, handle: int, name: str) -> Any:
-        return self._value(self._exchange({"handle": handle, "attribute": name}))
-
-    def _handle_of(self, thing: Any) -> int:
-        if isinstance(thing, _Remote) and thing._handle >= 0:
-            return thing._handle
-        self.unsendable = f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process"
-        raise Unsendable(self.unsendable)
-
-    def _exchange(self, call: dict[str, Any]) -> dict[str, Any]:
-        try:
-            text = json.dumps(call).encode() + b"\n"
-            while text:
-                text = text[self._calls.write(text) :]
-            line = self._answers.readline(_MAX_ANSWER)
-        except OSError as err:
-            raise ProgramFailed(f"the program exited ({err.strerror})") from None
-        if not line.endswith(b"\n"):
-            raise ProgramFailed("the program exited, or its answer is too long")
-        if len(line) > _LARGE and not self._said_large:
-            self._said_large = True
-            _say({"large": True})
-        try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
-            raise ProgramFailed("the program wrote to the descriptor of its answers")
-        return answer
-
-    def _value(self, answer: dict[str, Any]) -> Any:
-        if "raised" in answer:
-            raise _exception(str(answer["raised"]), str(answer.get("text", "")))
-        return self._decode(answer.get("value"))
-
-    def _decode(self, form: Any) -> Any:
-        try:
-            return values.decode(form, lambda number: _Remote(self, handle=number))
-        except (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError, AttributeError) as err:
-            raise ProgramFailed(f"the program's answer is not a value: {type(err).__name__}") from None
-
-
-class _Remote:
-    """A proxy of an object in the program's process: call it, or read its attributes. Equal only to itself."""
-
-    def __init__(self, program: _Program, *, name: str = "", handle: int = -1) -> None:
-        self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._program.ask(self._where, arguments, named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self._handle < 0:
-            raise AttributeError(name)
-        return self._program.attribute(self._handle, name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Remote) and self._where == other._where
-
-    def __hash__(self) -> int:
-        return hash(str(self._where))
-
-
-def _update(argument: Any, now: Any) -> None:
-    """Copy a function's changes of its arguments into the tests' objects."""
-    if type(argument) is not type(now):
-        return
-    if isinstance(argument, list):
-        argument[:] = now
-    elif isinstance(argument, dict | set):
-        argument.clear()
-        argument.update(now)
-
-
-def _exception(name: str, text: str) -> Exception:
-    kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _SILENT):
-        try:
-            return kind(text)
-        except TypeError:  # UnicodeDecodeError requires five arguments
-            pass
-    return ProgramFailed(f"{name}: {text}")
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                read[node.id] = None
+            else:
+                defined.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+    return [name for name in read if name not in defined and not name.startswith("__")]
 
 
 def _say(verdict: dict[str, Any]) -> None:

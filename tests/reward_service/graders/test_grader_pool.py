@@ -5,16 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from penstock.reward_service.errors import GraderFailed
+from penstock.reward_service.graders import grader_pool
 from penstock.reward_service.graders.grader_pool import GraderPool
 from penstock.reward_service.rewards import math_answer
 from penstock.reward_service.rewards.math_answer import Graded
 
 BOMB = "10^{10^{10}}"
+
+
+class Measured(GraderPool):
+    """A pool that notes the limit of every answer, and has another pool grade it."""
+
+    def __init__(self, pool: GraderPool) -> None:
+        super().__init__(0, cpu_s=0.5)
+        self._pool = pool
+        self.limits_s: list[float] = []
+
+    async def equal_within(self, gold: str, answer: str, cpu_s: float) -> tuple[Graded, float]:
+        self.limits_s.append(cpu_s)
+        return await self._pool.equal_within(gold, answer, cpu_s)
 
 
 @pytest.fixture
@@ -31,6 +47,42 @@ async def test_an_answer_that_exhausts_the_grader_is_wrong_and_says_so(pool: Gra
     verdicts = await math_answer.judge(completions, "1+x", pool.equal)
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 0.0]
     assert [verdict.parts["timeout"] for verdict in verdicts] == [1.0, 0.0, 0.0]
+
+
+async def test_hostile_answers_of_a_group_share_a_budget(pool: GraderPool) -> None:
+    """The first of a group's hostile answers may use the limit, the others a tenth; an answer after them gets its verdict."""
+    await pool.equal("x+1", "1+x")
+    pids, measured = pool.pids, Measured(pool)
+    completions = (*(f"\\boxed{{{BOMB}+{n}}}" for n in range(4)), "\\boxed{x+2}")
+    verdicts = await math_answer.judge(completions, "2+x", measured.for_group())
+    assert [verdict.reward for verdict in verdicts] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert measured.limits_s == [0.5, 0.05, 0.05, 0.05, 0.05]
+    assert pool.pids == pids, "a hostile answer ends a child, not the process that has imported everything"
+
+
+async def test_an_answer_that_exhausts_memory_or_crashes_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a grader by the answer's doing is the answer's failure, however it ends."""
+    package = "penstock.reward_service.graders"
+    source = (
+        f"import os, signal, sys\nfrom {package} import grader_process\n"
+        "def equal(gold, answer):\n    if answer == 'memory': raise MemoryError\n    if answer == 'depth': raise RecursionError\n"
+        "    if answer == 'crash': os.kill(os.getpid(), signal.SIGSEGV)\n    if answer == 'killed': os.kill(os.getpid(), 9)\n"
+        "    return answer == gold\ngrader_process.serve(lambda text: text, equal)"
+    )
+    file = tmp_path / "grader.py"
+    file.write_text(source)
+    monkeypatch.setattr(grader_pool, "command", lambda kind: [sys.executable, str(file)])
+    pool = GraderPool(1, cpu_s=1.0)
+    try:
+        for answer in ("memory", "depth", "crash"):
+            assert await pool.equal("x", answer) is Graded.EXHAUSTED
+            assert await pool.equal("x", "x") is Graded.RIGHT
+        with pytest.raises(GraderFailed, match="SIGKILL"):
+            await pool.equal("x", "killed")
+    finally:
+        await pool.close()
 
 
 async def test_a_truth_that_exhausts_the_grader_is_an_error(pool: GraderPool) -> None:

@@ -126,7 +126,7 @@ async def _grade(gold: str, answer: str) -> Graded:
 async def test_no_completion_costs_a_reward_more_than_its_length(attack: str) -> None:
     """A hundred thousand hostile characters cost every reward less than a CPU second in the service's own process."""
     slow = {}
-    pool = cast("GraderPool", SimpleNamespace(equal=_grade))
+    pool = cast("GraderPool", SimpleNamespace(for_group=lambda: _grade))
     for name, built_in in PURE.items():
         for chosen in ({}, SET.get(name, {})):
             parameters = built_in.parameters.model_validate_json(json.dumps(chosen))

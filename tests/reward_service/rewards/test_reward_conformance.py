@@ -73,15 +73,15 @@ def test_the_think_format_equals_trls() -> None:
 _BY_VALUE = {"\\boxed{1,000}", "\\fbox{7}"}
 _NO_BOX = {"no box 5", "\\boxed{\\frac{1}{2}", "The answer is $x \\in [1,2)$"}
 OTHER_SIDE = {
-    "verl/reward/math": _BY_VALUE,
+    "verl/reward/math": _BY_VALUE | {"\\boxed{10\\%}"},  # 10 % is not 10 unless the truth has the sign too
     # texts are compared there
     "verl/reward/math_dapo-boxed": {
-        *_BY_VALUE, "\\boxed{0.5}", "\\boxed{\\dfrac12}", "\\boxed{x=5}", "\\boxed{10\\%}", "\\boxed{3\\sqrt2}",
+        *_BY_VALUE, "\\boxed{0.5}", "\\boxed{\\dfrac12}", "\\boxed{x=5}", "\\boxed{3\\sqrt2}",
         "\\boxed{90^\\circ}",
     },
-    # two boxes are a set there, a percentage never the number before its sign, and text without a box is read too
+    # two boxes are a set there, a percentage never the fraction, and text without a box is read too
     "math_verify/verify": {
-        *_NO_BOX, "\\boxed{42} then \\boxed{43}", "\\boxed{10\\%}", "\\boxed{50\\%}", "\\fbox{7}",
+        *_NO_BOX, "\\boxed{42} then \\boxed{43}", "\\boxed{50\\%}", "\\fbox{7}",
     },
     # prose as a truth is compared as words, there the sample is skipped
     "trl/reward/accuracy": {"not parseable words"},

@@ -80,7 +80,7 @@ MATH: list[tuple[str, Any, float, float, str]] = [
     ("\\boxed{1,000}", "1000", 1, 1, "thousands separators (verl: wrong)"),
     ("\\boxed{1{,}000}", "1000", 1, 1, "as TeX writes them"),
     ("\\boxed{1,2}", "12", 0, 1, "but a list is a list"),
-    ("\\boxed{10\\%}", "10", 1, 1, "a percent sign may be missing on one side (math-verify alone: wrong)"),
+    ("\\boxed{10\\%}", "10", 0, 1, "a percentage is not the number before its sign (as in math-verify)"),
     ("\\boxed{50\\%}", "0.5", 1, 1, "or be worked out"),
     ("\\boxed{50\\%}", "5\\%", 0, 1, "percent against percent are numbers"),
     ("\\boxed{90^\\circ}", "90", 1, 1, "degrees may be named"),

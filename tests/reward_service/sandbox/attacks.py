@@ -192,7 +192,24 @@ KERNEL = {
     "priority_of_the_victim": "os.setpriority(os.PRIO_PROCESS, W['victim'], 19)",
     "terminal_input": "import fcntl; fcntl.ioctl(0, 0x5412, b'x')",
 }
-EVERYTHING_THAT_FAILS = NETWORK | READING | WRITING | PROCESSES | SIGNALS | KERNEL
+# Ways by which a program could reach another one that runs at the same time.
+CHANNELS = {
+    "record_lock": "import fcntl; fcntl.lockf(open('/dev/null', 'r+b'), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+    "record_lock_seen": (
+        "import fcntl, struct; fcntl.fcntl(open('/dev/null', 'r+b'), fcntl.F_GETLK, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))"
+    ),
+    "record_lock_waited_for": "import fcntl; fcntl.lockf(open('/dev/zero', 'rb'), fcntl.LOCK_SH)",
+    "lock_of_a_description": (
+        "import fcntl, struct; fcntl.fcntl(open('/dev/null', 'r+b'), 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))"
+    ),
+    "lock_of_a_file": "import fcntl; fcntl.flock(open('/dev/null'), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+    "lock_of_the_standard_library": "import fcntl; fcntl.lockf(open(os.__file__, 'rb'), fcntl.LOCK_SH | fcntl.LOCK_NB)",
+    "lease": "import fcntl; fcntl.fcntl(open(os.__file__, 'rb'), 1024, 0)",
+    "notification": "import fcntl; fcntl.fcntl(os.open('/', os.O_RDONLY), 1026, 1)",
+    "watch_of_a_file": "assert libc.inotify_add_watch(libc.inotify_init1(0), b'/dev/null', 0x20) >= 0",
+    "futex_across_processes": "word = ctypes.c_int(); call('futex', ctypes.byref(word), 1, 1, 0, 0, 0)",
+}
+EVERYTHING_THAT_FAILS = CHANNELS | NETWORK | READING | WRITING | PROCESSES | SIGNALS | KERNEL
 
 _SEARCH = """
 import gc

@@ -1,0 +1,117 @@
+"""``python -m penstock.reward_service check-tests``: run the test programs of rows before a run does.
+
+Reads rows as JSON objects, one a line: ``place``, ``prompt``, ``data_source``, ``ground_truth``, ``extra_info``, the last
+two as values. Writes one JSON object for each row that the reward `code` would score, in order of completion:
+``{"place", "problem", "solution"}``. The problem is "" for tests that reject an empty program and one that returns
+nothing useful, and that accept the row's own solution if it has one; the solution is that program or null.
+
+`penstock data check` and `penstock reward test` start it, because neither imports this service.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
+
+from penstock.reward_service.errors import BadGroundTruth, SandboxFailed, SandboxUnavailable
+from penstock.reward_service.registry.built_in import BY_SOURCE
+from penstock.reward_service.rewards import code
+from penstock.reward_service.sandbox import answers, canary, tests_of_row
+from penstock.reward_service.sandbox.pool import SandboxPool
+from penstock.reward_service.sandbox.zygote_command import Launch
+from penstock.reward_service.sandbox.zygote_process import Limits
+
+EMPTY_PROGRAM = "pass"
+_NUM_SLOTS = 2
+_TOGETHER = 64  # rows read ahead
+_SOLUTIONS = ("canonical_solution", "reference_solution", "solution", "solutions", "code")
+_CODE = ("assert ", "def test", "def check", "unittest")
+
+
+async def check(rows: Iterable[str], out: TextIO) -> int:
+    """Check rows and write the results; return the exit code. Raises SandboxUnavailable when no sandbox works here."""
+    probed = await asyncio.to_thread(canary.probe, "auto")
+    if probed.kind is None:
+        raise SandboxUnavailable(str(probed))
+    pool = SandboxPool(Launch(probed.kind), _NUM_SLOTS, Limits())
+    try:
+        batch: list[dict[str, Any]] = []
+        for line in rows:
+            row = json.loads(line)
+            if not is_code(row):
+                continue
+            batch.append(row)
+            if len(batch) == _TOGETHER:
+                await _check_batch(batch, pool, out)
+                batch = []
+        await _check_batch(batch, pool, out)
+    finally:
+        await pool.close()
+    return 0
+
+
+async def _check_batch(rows: list[dict[str, Any]], pool: SandboxPool, out: TextIO) -> None:
+    async def one(row: dict[str, Any]) -> None:
+        program = solution(row)
+        problem = await problem_of(row, program, pool)
+        out.write(json.dumps({"place": row["place"], "problem": problem, "solution": program}) + "\n")
+        out.flush()
+
+    await asyncio.gather(*map(one, rows))
+
+
+def is_code(row: Mapping[str, Any]) -> bool:
+    """Return True for a row of a data set that the reward `code` scores, or one of unknown origin that holds tests."""
+    source = row.get("data_source") or ""
+    if source in BY_SOURCE:
+        return BY_SOURCE[source] == code.NAME
+    fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"))
+    texts = [fields.get("test"), *_listed(fields.get("test_list"))]
+    holds_code = any(isinstance(text, str) and any(mark in text for mark in _CODE) for text in texts)
+    return holds_code or {"inputs", "outputs"} <= fields.keys()
+
+
+async def problem_of(row: Mapping[str, Any], program: str | None, pool: SandboxPool) -> str:
+    """Return what is wrong with a row's tests, "" if nothing is."""
+    try:
+        tests = tests_of_row.read(row.get("ground_truth"), row.get("extra_info"))
+        graded = await pool.grade(program or EMPTY_PROGRAM, tests)
+    except (BadGroundTruth, SandboxFailed) as err:
+        return str(err)
+    if program is None:
+        return "" if graded.passed < graded.total else "code: an empty program passes the row's tests"
+    if graded.reason is None:
+        return ""
+    return f"code: the row's own solution passes {graded.passed} of {graded.total} tests ({graded.reason}: {graded.detail})"
+
+
+def solution(row: Mapping[str, Any]) -> str | None:
+    """Return a row's own solution as a program, alone or after the code of its prompt; None if it has none that compiles."""
+    fields = tests_of_row.fields_of(row.get("ground_truth"), row.get("extra_info"), extra_columns=_SOLUTIONS)
+    for text in (text for name in _SOLUTIONS for text in _listed(fields.get(name))[:1]):
+        prompt = answers.program(str(row.get("prompt") or "")) or ""
+        for program in (answers.program(text) or "", text, prompt + text):
+            if program.strip() and _compiles(program):
+                return program
+    return None
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return a column's texts: one text, a list, or a JSON list (APPS)."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return list(json.loads(value))
+        except ValueError:
+            return [value]
+    return value if isinstance(value, list) else [value] if isinstance(value, str) else []
+
+
+def _compiles(program: str) -> bool:
+    try:
+        ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True

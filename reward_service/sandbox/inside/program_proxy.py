@@ -1,0 +1,265 @@
+"""The program as its tests see it: proxies whose calls go to another process, or to a stand-in that answers without one.
+
+A stand-in (`Stub`) answers every call alike. Tests that accept all stand-ins accept any program.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from penstock.reward_service.sandbox.inside import values
+
+STUBS = ("opaque", "none", "missing")  # a new object equal to nothing; None; NameError, as an empty program
+# Modules that tests import the program from.
+PROGRAM_MODULES = [
+    "solution",
+    "solutions",
+    "main",
+    "program",
+    "submission",
+    "answer",
+    "candidate",
+    "implementation",
+    "module",
+    "your_module",
+    "my_module",
+    "mymodule",
+    "your_solution",
+    "my_solution",
+    "user_solution",
+]
+_MAX_ANSWER = 4 * 1024 * 1024  # bytes of one answer
+# If a called function raises one of these, it would end a loop or the tests instead of failing them.
+_SILENT = (StopIteration, StopAsyncIteration, GeneratorExit)
+_DECODING = (ValueError, KeyError, TypeError, IndexError, ArithmeticError, RecursionError, AttributeError)
+
+
+class ProgramFailed(Exception):
+    """The program raised an exception that tests do not catch, sent an invalid answer, or exited."""
+
+
+class BadTests(BaseException):
+    """The tests cannot be run, whatever the program; not an Exception, so that tests do not catch it."""
+
+
+class Answers(Protocol):
+    """What answers the tests' calls."""
+
+    def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return the result of a call."""
+        ...
+
+    def attribute(self, handle: int, name: str) -> Any:
+        """Return an attribute of an object of the program."""
+        ...
+
+    def look_up(self, name: str) -> Any:
+        """Return a name of the program: a plain value, an exception class, or a proxy."""
+        ...
+
+
+class Program:
+    """The channel to the program in the other process: one line for a call, one for its answer."""
+
+    def __init__(self, answers: io.BufferedReader, calls: Any, say: Callable[[dict[str, Any]], None]) -> None:
+        """``say`` is told about the program's first answer."""
+        self._answers = answers
+        self._calls = calls
+        self._say = say
+        self._has_answered = False
+        self._exceptions: dict[str, type[Exception]] = {}
+
+    def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Call a function of the program; its changes of the arguments are copied into the tests' objects."""
+        sent = values.encode(list(arguments), _handle_of)
+        answer = self._exchange({**where, "arguments": sent, "named": values.encode(named, _handle_of)})
+        value = self._value(answer)
+        changed = answer.get("changed")
+        if isinstance(changed, list) and len(changed) == len(arguments):
+            for argument, form in zip(arguments, changed, strict=True):
+                _update(argument, self._decode(form))
+        return value
+
+    def attribute(self, handle: int, name: str) -> Any:
+        """Return an attribute of an object that the program keeps."""
+        return self._value(self._exchange({"handle": handle, "attribute": name}))
+
+    def look_up(self, name: str) -> Any:
+        """Return a name's plain value or exception class, else a proxy; a name that is missing fails when it is called."""
+        proxy = Remote(self, name=name)
+        if name in self._exceptions:
+            return self._exceptions[name]
+        try:
+            answer = self._exchange({"name": name})
+            value = self._value(answer)
+        except Exception:
+            return proxy
+        if isinstance(answer.get("exception"), list):
+            base = self._class_of([text for text in answer["exception"] if text != name]) or Exception
+            self._exceptions[name] = type(name, (base,), {})
+            return self._exceptions[name]
+        if not isinstance(value, Remote):
+            return value
+        proxy = Remote(self, name=name, handle=value._handle)
+        return _awaited(proxy) if answer.get("async") is True else proxy
+
+    def _exchange(self, call: dict[str, Any]) -> dict[str, Any]:
+        try:
+            text = json.dumps(call).encode() + b"\n"
+            while text:
+                text = text[self._calls.write(text) :]
+            line = self._answers.readline(_MAX_ANSWER)
+        except OSError as err:
+            raise ProgramFailed(f"the program exited ({err.strerror})") from None
+        if not line.endswith(b"\n"):
+            raise ProgramFailed("the program exited, or its answer is too long")
+        if not self._has_answered:
+            self._has_answered = True
+            self._say({"answered": True})
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            raise ProgramFailed("the program wrote to the descriptor of its answers")
+        return answer
+
+    def _value(self, answer: dict[str, Any]) -> Any:
+        if "raised" in answer:
+            raise self._exception(answer)
+        return self._decode(answer.get("value"))
+
+    def _decode(self, form: Any) -> Any:
+        try:
+            return values.decode(form, lambda number: Remote(self, handle=number))
+        except _DECODING as err:
+            raise ProgramFailed(f"the program's answer is not a value: {type(err).__name__}") from None
+
+    def _exception(self, answer: dict[str, Any]) -> Exception:
+        name, text, names = str(answer["raised"]), str(answer.get("text", "")), answer.get("types")
+        kind = self._class_of([name, *(names if isinstance(names, list) else [])])
+        if kind is not None:
+            try:
+                return from_program(kind(text))
+            except TypeError:  # UnicodeDecodeError requires five arguments
+                pass
+        return from_program(ProgramFailed(f"{name}: {text}"))
+
+    def _class_of(self, names: list[Any]) -> type[Exception] | None:
+        """Return the first class of an exception's ancestors that the tests know; None if it would end a loop of theirs."""
+        found: type[Exception] | None = None
+        for name in names:
+            kind = self._exceptions.get(str(name)) or getattr(builtins, str(name), None)
+            if not isinstance(kind, type) or not issubclass(kind, Exception) or kind is Exception:
+                continue
+            if issubclass(kind, _SILENT):
+                return None
+            found = found or kind
+        return found
+
+
+class Stub:
+    """A stand-in for a program, of one of `STUBS`."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._num_objects = 0
+
+    def ask(self, where: dict[str, Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Answer a call; arguments that could not be sent to a program are found here too."""
+        values.encode([list(arguments), named], _handle_of)
+        if self._kind == "missing":
+            raise from_program(NameError(f"name {where.get('name')!r} is not defined"))
+        return None if self._kind == "none" else self._object()
+
+    def attribute(self, handle: int, name: str) -> Any:
+        """Return another object."""
+        return self._object()
+
+    def look_up(self, name: str) -> Any:
+        """Return a proxy; the stand-in has every name."""
+        return Remote(self, name=name, handle=0)
+
+    def _object(self) -> Remote:
+        self._num_objects += 1
+        return Remote(self, handle=self._num_objects)
+
+
+class Remote:
+    """A proxy of an object in the program's process: call it, or read its attributes. Equal only to itself."""
+
+    def __init__(self, program: Answers, *, name: str = "", handle: int = -1) -> None:
+        self.__dict__.update(_program=program, _where={"name": name} if name else {"handle": handle}, _handle=handle)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the object in the program's process."""
+        return self._program.ask(self._where, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._handle < 0:
+            raise AttributeError(name)
+        return self._program.attribute(self._handle, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and self._where == other._where
+
+    def __hash__(self) -> int:
+        return hash(str(self._where))
+
+
+def module_of(program: Answers, name: str, exported: list[str]) -> types.ModuleType:
+    """Return a module whose attributes are the program's names; ``exported`` is what ``import *`` takes."""
+    made = types.ModuleType(name)
+    made.__dict__["__all__"] = exported
+
+    def attribute(wanted: str) -> Any:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+        return program.look_up(wanted)
+
+    made.__dict__["__getattr__"] = attribute
+    return made
+
+
+def _awaited(function: Remote) -> Callable[..., Any]:
+    """Return a coroutine function: the program's own runs to its end within the call."""
+
+    async def call(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    return call
+
+
+def from_program(err: Exception) -> Exception:
+    """Mark an exception as the program's, so that it is not taken for an error of the tests."""
+    err.__dict__["is_of_program"] = True
+    return err
+
+
+def is_of_program(err: BaseException) -> bool:
+    """Return True if the program raised an exception."""
+    return bool(getattr(err, "is_of_program", False))
+
+
+def _handle_of(thing: Any) -> int:
+    if isinstance(thing, Remote):
+        if thing._handle < 0:
+            raise from_program(ProgramFailed("the program does not define a name that a test passes to it"))
+        return thing._handle
+    raise BadTests(f"a test passes the program a {type(thing).__name__}, which cannot be sent to another process")
+
+
+def _update(argument: Any, now: Any) -> None:
+    """Copy a function's changes of its arguments into the tests' objects."""
+    if type(argument) is not type(now):
+        return
+    if isinstance(argument, list):
+        argument[:] = now
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(now)

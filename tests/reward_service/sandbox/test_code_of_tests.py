@@ -1,0 +1,226 @@
+"""Test code of rows: what proves nothing is an error of the row, what is usual is run, and exhaustion has its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.reward_service.errors import BadGroundTruth
+from penstock.reward_service.sandbox import canary, tests_of_row
+from penstock.reward_service.sandbox.grade import Graded, Reason, Slot, grade
+from penstock.reward_service.sandbox.zygote_command import Launch
+from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
+
+LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
+ADD = "def add(a, b): return a + b"
+CLASS = "import unittest\nclass T(unittest.TestCase):\n"
+
+
+@pytest.fixture(scope="module")
+def slot() -> Iterator[Slot]:
+    """A slot in the sandbox that works here."""
+    found = canary.probe("auto")
+    assert found.kind is not None, found
+    launch = Launch(found.kind)
+    made = Slot(Zygote(launch, 8), Zygote(launch, 9))
+    yield made
+    made.kill()
+
+
+def run(slot: Slot, program: str, tests: Any, extra: dict[str, Any] | None = None) -> Graded:
+    return grade(slot, program, tests_of_row.read(tests, extra or {}), LIMITS, stop_early=False)
+
+
+# Test code, the row's other columns, and what the error says.
+PROVES_NOTHING: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a bare comparison": ("add(1, 2) == 3", {}, "assert nothing"),
+    "a printed comparison": ("print(add(1, 2) == 3)", {}, "assert nothing"),
+    "a returned comparison": ("def test_add():\n    return add(1, 2) == 3", {}, "assert nothing"),
+    "a smoke test alone": ("def test_add():\n    add(1, 2)", {}, "assert nothing"),
+    "an assertion on a tuple": ("assert (add(1, 2) == 3, 'sum')", {}, "assert nothing"),
+    "a swallowed assertion": ("try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass", {}, "assert nothing"),
+    "an assertion in a thread": (
+        "import threading\ndef look():\n    assert add(1, 2) == 3\nthreading.excepthook = print\n"
+        "t = threading.Thread(target=look)\nt.start()\nt.join()",
+        {},
+        "assert nothing",
+    ),
+    "an assertion in an inner function": (
+        "def test_add():\n    def inner():\n        assert add(1, 2) == 3",
+        {},
+        "assert nothing",
+    ),
+    "an assertion in a generator": ("def test_add():\n    assert add(1, 2) == 3\n    yield", {}, "assert nothing"),
+    "an assertion about the tests themselves": (
+        ["assert add(1, 2) == 3", "assert 1 + 2 == 3"],
+        {},
+        "test 0 of piece 1",
+    ),
+    "an expected failure": (
+        CLASS + "    @unittest.expectedFailure\n    def test_it(self): self.assertEqual(add(1, 2), 3)",
+        {},
+        "assert nothing",
+    ),
+    "one method of a class": (
+        "class TestAdd:\n    def test_sum(self): assert add(1, 2) == 3\n    def test_later(self): pass",
+        {},
+        "test 1 of piece 0",
+    ),
+    "a function with another name": ("def verify():\n    assert add(1, 2) == 3", {}, "test nothing"),
+    "methods with other names": (CLASS + "    def check(self): self.assertEqual(add(1, 2), 3)", {}, "test nothing"),
+    "a class with a constructor": (
+        "class TestAdd:\n    def __init__(self): pass\n    def test_it(self): assert add(1, 2) == 3",
+        {},
+        "test nothing",
+    ),
+    "skipped tests": (
+        CLASS + "    @unittest.skip('later')\n    def test_it(self): self.assertEqual(add(1, 2), 3)",
+        {},
+        "test nothing",
+    ),
+    "a comment": ("# assert add(1, 2) == 3", {}, "test nothing"),
+    "check() without entry_point": ("def check(candidate):\n    assert candidate(1, 2) == 3", {}, "entry_point"),
+    "a missing module": ("import numpy\nassert add(1, 2) == 3", {}, "numpy"),
+    "a missing module in a test": ("def test_add():\n    import numpy\n    assert add(1, 2) == 3", {}, "numpy"),
+    "a missing module in the setup": ("assert add(1, 2) == 3", {"setup": "import pandas"}, "pandas"),
+    "a missing fixture": ("def test_add(capsys):\n    assert add(1, 2) == 3", {}, "capsys"),
+    "a feature of pytest that is not there": (
+        "import pytest\npytest.warns(None)\nassert add(1, 2) == 3",
+        {},
+        "pytest.warns",
+    ),
+    "tests that never end": ("while True: pass\nassert add(1, 2) == 3", {}, "exceed their limits"),
+}
+
+
+@pytest.mark.parametrize("name", PROVES_NOTHING)
+def test_tests_that_prove_nothing_are_an_error_of_the_row(slot: Slot, name: str) -> None:
+    """No program gets a reward from tests that would accept any program, or that cannot be run: right or wrong."""
+    tests, extra, why = PROVES_NOTHING[name]
+    with pytest.raises(BadGroundTruth, match=why):
+        run(slot, ADD, tests, extra)
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"inputs": ["1", "2"], "outputs": ["", " \n"]},
+        {"inputs": [[1], [2]], "outputs": [None, None], "fn_name": "f"},
+        [{"input": "1", "output": ""}],
+    ],
+)
+def test_rows_that_expect_nothing_are_refused(truth: Any) -> None:
+    """When every expected output is empty, an empty program would pass."""
+    with pytest.raises(BadGroundTruth, match="every expected"):
+        tests_of_row.read(truth, {})
+
+
+USUAL: dict[str, tuple[str, Any, dict[str, Any], int]] = {  # program, tests, columns, their number
+    "functions": (ADD, "def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(0, 0) == 0", {}, 2),
+    "a class": (
+        ADD,
+        "class TestAdd:\n    def setup_method(self): self.one = 1\n    def test_a(self): assert add(self.one, 2) == 3\n"
+        "    def test_b(self): assert add(1, 1) == 2",
+        {},
+        2,
+    ),
+    "pytest": (
+        ADD,
+        "import pytest\nfrom solution import add\n@pytest.fixture\ndef three():\n    yield 3\n"
+        "@pytest.mark.parametrize('a, b', [(1, 2), (2, 1), pytest.param(0, 3)])\n"
+        "def test_add(a, b, three):\n    assert add(a, b) == pytest.approx(three)\n"
+        "def test_error():\n    with pytest.raises(TypeError, match='argument'):\n        add(1)",
+        {},
+        4,
+    ),
+    "a guard": (ADD, "if __name__ == '__main__':\n    assert add(1, 2) == 3", {}, 1),
+    "a guard with unittest.main": (
+        ADD,
+        CLASS + "    @classmethod\n    def setUpClass(cls): cls.three = 3\n"
+        "    def test_it(self): self.assertEqual(add(1, 2), self.three)\nif __name__ == '__main__':\n    unittest.main()",
+        {},
+        1,
+    ),
+    "a script that exits": (
+        ADD,
+        "import sys\ndef main():\n    assert add(1, 2) == 3\n    return 0\nsys.exit(main())",
+        {},
+        1,
+    ),
+    "check() with entry_point": (ADD, "def check(f):\n    assert f(1, 2) == 3", {"entry_point": "add"}, 1),
+    "check() that is called": (ADD, "def check(f):\n    assert f(1, 2) == 3\ncheck(add)", {}, 1),
+    "check() of the only function": (ADD, "def check(f):\n    assert f(1, 2) == 3 == add(2, 1)", {}, 1),
+    "import *": (ADD, "from solution import *\nassert add(1, 2) == 3", {}, 1),
+    "a module and its values": (ADD + "\nTOP = 5", "import solution as s\nassert s.add(1, s.TOP) == 6", {}, 1),
+    "a relative import": (ADD, "from .solution import add\nassert add(1, 2) == 3", {}, 1),
+    "exceptions of the program": (
+        "class Empty(LookupError): pass\ndef f(x): raise Empty('no items')",
+        "from solution import Empty, f\nimport pytest\ndef test_a():\n    with pytest.raises(Empty, match='items'):\n"
+        "        f(1)\ndef test_b():\n    with pytest.raises(LookupError):\n        f(1)\n"
+        "def test_c():\n    try:\n        f(1)\n    except Empty:\n        return\n    assert False",
+        {},
+        3,
+    ),
+    "coroutines": ("async def f(x): return x + 1", "async def test_f():\n    assert await f(1) == 2", {}, 1),
+    "a helper in the setup": (ADD, ["assert plus_two(1) == 3"], {"setup": "def plus_two(x): return add(x, 2)"}, 1),
+    "a line of imports": (ADD, ["import math", "assert add(1, 2) == math.floor(3.5)"], {}, 1),
+    "a smoke test beside another": (ADD, ["add(1, 2)", "assert add(1, 2) == 3"], {}, 2),
+    "falsehood": ("def f(x): return False", ["assert not f(1)"], {}, 1),
+    "None": ("def f(x): return None", ["assert f(1) is None"], {}, 1),
+    "an optional module": (ADD, "try:\n    import numpy\nexcept ImportError:\n    pass\nassert add(1, 2) == 3", {}, 1),
+}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_tests_are_run(slot: Slot, name: str) -> None:
+    """A right program passes every test; an empty one, and one that returns a wrong value, none."""
+    program, tests, extra, number = USUAL[name]
+    graded = run(slot, program, tests, extra)
+    assert (graded.passed, graded.total, graded.reason) == (number, number, None), graded
+    empty = run(slot, "pass", tests, extra)
+    assert (empty.passed, empty.reason) == (0, Reason.WRONG), empty
+
+
+def test_a_program_that_stops_the_tests_does_not_pass_the_rest(slot: Slot) -> None:
+    """A program that hangs in the second of three tests has passed one of three."""
+    tests = CLASS + "".join(f"    def test_{n}(self): self.assertEqual(f({n}), {n})\n" for n in (1, 2, 3))
+    waits = "import time\ndef f(x):\n    if x == 2: time.sleep(60)\n    return x"
+    short = replace(LIMITS, wall_factor=0.0, wall_min_s=3.0)  # ends program and tests together
+    graded = grade(slot, waits, tests_of_row.read(tests, {}), short, stop_early=False)
+    assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WALL_TIME)
+
+
+OUT_OF_TIME = {Reason.CPU_TIME, Reason.WALL_TIME}
+EXHAUSTING = {  # program, test code, reasons
+    "a huge range is summed": ("def f(x): return range(10**12)", "assert sum(f(3)) == 6", OUT_OF_TIME),
+    "a huge integer is tested for primality": (
+        "def f(x): return 2**61 - 1",
+        "n = f(3)\nassert all(n % d for d in range(2, int(n ** 0.5) + 1)) and n < 100",
+        OUT_OF_TIME,
+    ),
+    "a huge range is printed": ("def f(x): return range(10**12)", "for i in f(3): print('x' * 4096)", {Reason.OUTPUT, *OUT_OF_TIME}),
+    "a huge range is listed": ("def f(x): return range(10**12)", "assert list(f(3)) == [3]", {Reason.WRONG, Reason.MEMORY}),
+    "a huge power": ("def f(x): return 10**9", "assert 3 ** f(3) == 27", {Reason.WRONG, Reason.MEMORY, *OUT_OF_TIME}),
+    "a huge decimal": (
+        "from decimal import Decimal\ndef f(x): return Decimal('1e999999')",
+        "assert str(int(f(3))) == '3'",
+        {Reason.WRONG, Reason.MEMORY, *OUT_OF_TIME},
+    ),
+    "an error whose text is too long": ("def f(x): return 10**6000", "assert {3: 3}[f(3)] == 3", {Reason.WRONG}),
+    "a deep list": (
+        "def f(x):\n    y = []\n    for _ in range(400): y = [y]\n    return y",
+        "assert repr(f(3)) == '[]' and f(3) == 3",
+        {Reason.WRONG},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXHAUSTING)
+def test_what_a_programs_answer_exhausts_is_its_failure(slot: Slot, name: str) -> None:
+    """A program whose answer burns the tests' CPU time, memory or output fails with the reason; the group is scored."""
+    program, tests, reasons = EXHAUSTING[name]
+    graded = run(slot, program, tests + "\nassert f(3) == 3")
+    assert (graded.passed, graded.reason in reasons) == (0, True), graded
