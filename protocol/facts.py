@@ -320,6 +320,7 @@ class Heartbeat(Fact):
     idle_s: Annotated[float, Field(ge=0)] = 0.0
     cpu_s: Annotated[float, Field(ge=0)] = 0.0
     figures: dict[str, Finite] = {}
+    period_s: Annotated[Finite, Field(gt=0)] | None = None  # seconds until the next one; None: 1
 
 
 class RunEvent(Fact):

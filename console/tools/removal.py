@@ -105,7 +105,7 @@ def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
 
 
 def running_services(run: str, bus: Bus) -> list[str]:
-    """Return the ids of the services whose heartbeat is at most ten seconds old."""
+    """Return the ids of the services that have a heartbeat which has not expired."""
     try:
         beats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
     except MissingStream:

@@ -12,7 +12,6 @@ from nats.js import api
 
 from penstock.protocol.errors import MissingStream
 from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamSpec
-from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.transport.nats_connection import REQUEST_S, Connection
 from penstock.protocol.transport.nats_errors import BOOTSTRAP, refusal
 
@@ -20,6 +19,8 @@ T = TypeVar("T")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _MAX_BUCKET_BYTES = 64 * 1024 * 1024
+_BUCKET_WINDOW_S = 120.0  # within it a repeated message is recognised
+_MAX_WAITING = 20_000  # pull requests of one consumer; the server's default of 512 is less than a large run has workers
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 
@@ -117,20 +118,52 @@ async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
         ack_wait=spec.ack_wait_s,
         max_ack_pending=spec.max_ack_pending,
         max_deliver=-1,
+        max_waiting=_MAX_WAITING,
         deliver_policy=api.DeliverPolicy.ALL,
     )
-    await _ask(connection, lambda: connection.js.add_consumer(spec.stream, config), f"consumer {spec.durable}")
+    what = f"consumer {spec.durable}"
+    try:
+        known = await _ask(connection, lambda: connection.js.consumer_info(spec.stream, spec.durable), what)
+    except MissingStream:
+        pass
+    else:  # the server cannot change it
+        config.max_waiting = known.config.max_waiting
+    await _ask(connection, lambda: connection.js.add_consumer(spec.stream, config), what)
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
-    """Create a bucket unless it exists; an existing one is not changed."""
-    config = api.KeyValueConfig(
-        bucket=spec.bucket, history=spec.history, ttl=spec.ttl_s or None, max_bytes=_MAX_BUCKET_BYTES, direct=True
+    """Create a bucket unless it exists; an existing one is not changed.
+
+    Except one that should not be synced but is, made by an older version: the server cannot change that, and the bucket
+    is made again, without its values.
+    """
+    name, what = f"KV_{spec.bucket}", f"bucket {spec.bucket}"
+    mode = None if spec.synced else api.PersistMode.ASYNC
+    config = api.StreamConfig(  # as the client library makes it, which has no parameter for the persist mode
+        name=name,
+        subjects=[f"$KV.{spec.bucket}.>"],
+        max_msgs_per_subject=spec.history,
+        max_bytes=_MAX_BUCKET_BYTES,
+        max_age=spec.ttl_s or None,
+        duplicate_window=min(spec.ttl_s or _BUCKET_WINDOW_S, _BUCKET_WINDOW_S),
+        discard=api.DiscardPolicy.NEW,
+        num_replicas=1,
+        storage=api.StorageType.FILE,
+        persist_mode=mode,
+        allow_direct=True,
+        allow_rollup_hdrs=True,
+        allow_msg_ttl=True,
+        deny_delete=True,
     )
     try:
-        await KeyValue.bind(connection, spec.bucket)
+        info = await _ask(connection, lambda: connection.js.stream_info(name), what)
     except MissingStream:
-        await _ask(connection, lambda: connection.js.create_key_value(config), f"bucket {spec.bucket}")
+        pass
+    else:
+        if spec.synced or info.config.persist_mode == mode:
+            return
+        await delete_stream(connection, name)
+    await _ask(connection, lambda: connection.js.add_stream(config), what)
 
 
 async def delete_stream(connection: Connection, stream: str) -> bool:

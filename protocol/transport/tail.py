@@ -21,7 +21,7 @@ from penstock.protocol.transport.stream_admin import stream_state
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
 
-_PULL_S = 10.0
+_PULL_S = 30.0
 _MAX_MESSAGES = 256  # in one pull
 _CREATE_S = 3600.0  # how long creating the consumer is retried while the server is unreachable
 _PAUSE_S = 0.5
