@@ -3,8 +3,8 @@
     python -m benchmarks.idle_workers
     python -m benchmarks.idle_workers --workers 200 1000 --seconds 60 --json idle_workers.json
 
-Each worker is simulated by the parts that a worker has beside its engine: a connection to NATS in a thread, the long
-pulls of `TaskSource`, two tails of the weights stream, and the `HeartbeatWriter`. While they wait, one task a second is
+Each worker is simulated by the parts that a worker has beside its engine: the long pulls of `TaskSource`, two tails of
+the weights stream, and the `HeartbeatWriter`. Ten of them share a connection, because all run in one Python process. While they wait, one task a second is
 issued, which one of them takes and gives back by acknowledging it. The busy disk is four processes that write 4 MiB and
 sync, without end, on the disk of the NATS store.
 Exits with 1 above `HEARTBEAT_P99_MS` or `NATS_CORES`, with or without the busy disk, at a thousand workers.
@@ -45,6 +45,7 @@ from penstock.rollout_service.packs.task_source import TaskSource
 HEARTBEAT_P99_MS = 100.0
 NATS_CORES = 0.2
 _RUN = "idle"
+_PER_CONNECTION = 10
 _WAVE, _WAVE_S = 20, 0.5  # workers that start together, and the pause after them
 _BUSY = (
     "import os, sys\n"
@@ -125,7 +126,6 @@ class TimedBus:
 class Idle:
     """All simulated workers, in this process."""
 
-    buses: Sequence[Bus]
     heartbeats: list[float] = field(default_factory=list)
     taken: dict[str, float] = field(default_factory=dict)  # when a worker had a task, by its pack
 
@@ -160,11 +160,12 @@ async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: flo
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as open_buses:
         nats = stack.nats
-        buses = [open_buses.enter_context(Bus.connect(nats, name=f"w{n}")) for n in range(workers)]
-        idle = Idle(buses)
+        num_buses = max(1, workers // _PER_CONNECTION)
+        buses = [open_buses.enter_context(Bus.connect(nats, name=f"w{n}")) for n in range(num_buses)]
+        idle = Idle()
         tasks: list[asyncio.Task[None]] = []
-        for number, bus in enumerate(buses):
-            tasks.append(loop.create_task(idle.run(bus, number)))
+        for number in range(workers):
+            tasks.append(loop.create_task(idle.run(buses[number % num_buses], number)))
             if number % _WAVE == _WAVE - 1:
                 await _quiet(tasks, _WAVE_S)
         await _quiet(tasks, settle_s)
