@@ -5,7 +5,7 @@
 
 Each worker is simulated by the parts that a worker has beside its engine: the long pulls of `TaskSource`, two tails of
 the weights stream, and the `HeartbeatWriter`. Ten of them share a connection, because all run in one Python process. While they wait, one task a second is
-issued, which one of them takes and gives back by acknowledging it. The busy disk is four processes that write 4 MiB and
+issued, which one of them takes and acknowledges. The busy disk is four processes that write 4 MiB and
 sync, without end, on the disk of the NATS store.
 Exits with 1 above `HEARTBEAT_P99_MS` or `NATS_CORES`, with or without the busy disk, at a thousand workers.
 """

@@ -15,7 +15,7 @@ from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service.engines.engine import Engine
 
 _FETCH_S = 60.0  # one long pull: an idle worker sends almost nothing
-_LOOK_S = 1.0  # how late an engine that fails is noticed
+_LOOK_S = 1.0  # how late a stop, or an engine that fails, is noticed
 _PRIORITY: tuple[Split, ...] = ("eval", "train")
 
 
@@ -68,24 +68,19 @@ class TaskSource:
         await self._requeue_all()
 
     async def _take(self) -> ReceivedPack | None:
-        stopping = asyncio.ensure_future(self._stop.wait())
-        try:
-            while not self._stop.is_set():
-                if not self._engine.ready.is_set():
-                    await self._requeue_all()  # for a worker whose engine is ready
-                    await _first(self._engine.ready.wait(), self._stop.wait())
-                    continue
-                received = self._arrived()
-                if received is not None:
-                    return received
-                for split, inbox in self._inboxes.items():
-                    if split not in self._fetches:
-                        self._fetches[split] = asyncio.ensure_future(inbox.fetch(1, _FETCH_S))
-                waits = (stopping, *self._fetches.values())
-                await asyncio.wait(waits, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            return None
-        finally:
-            stopping.cancel()
+        while not self._stop.is_set():
+            if not self._engine.ready.is_set():
+                await self._requeue_all()  # for a worker whose engine is ready
+                await _first(self._engine.ready.wait(), self._stop.wait())
+                continue
+            received = self._arrived()
+            if received is not None:
+                return received
+            for split, inbox in self._inboxes.items():
+                if split not in self._fetches:
+                    self._fetches[split] = asyncio.ensure_future(inbox.fetch(1, _FETCH_S))
+            await asyncio.wait(self._fetches.values(), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+        return None
 
     def _withdraw(self) -> None:
         """End the fetches under way, without waiting for it."""
