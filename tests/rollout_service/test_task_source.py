@@ -13,6 +13,7 @@ from penstock.protocol.activity import Activity
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.facts import Heartbeat, Split, TaskIssued, decode
 from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service.heartbeat import HeartbeatWriter
 from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.packs.task_source import TaskSource
@@ -45,7 +46,9 @@ class Worker:
 
 
 async def worker(bus: Bus, run: str) -> Worker:
-    inboxes = {split: await bus.inbox(streams.tasks_consumer(run, split), TaskIssued) for split in _SPLITS}
+    inboxes: dict[Split, Inbox[TaskIssued]] = {
+        split: await bus.inbox(streams.tasks_consumer(run, split), TaskIssued) for split in _SPLITS
+    }
     engine: Any = IdleEngine()
     engine.ready.set()
     stop = asyncio.Event()
