@@ -4,13 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
+SOAK_S ?= 3600
 WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
 .PHONY: bench-plane wheel-test test-vllm test-secrets
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
+.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -67,6 +68,12 @@ bench-replay: $(STAMP)  ## time the quickstart and its replay from the record: w
 
 bench-quickstart: $(STAMP)  ## run the quickstart for seeds 0, 1, 2: accuracy, wall and CPU seconds
 	$(BIN)/python benchmarks/quickstart.py
+
+soak: $(STAMP)  ## run at full speed for SOAK_S seconds (an hour) and fail when memory or bounded bytes on disk grow
+	$(BIN)/python -m benchmarks.soak --seconds $(SOAK_S)
+
+bench-idle: $(STAMP)  ## a thousand idle workers: heartbeat latency and CPU of nats-server, with and without a busy disk (minutes)
+	$(BIN)/python -m benchmarks.idle_workers
 
 bench-plane: $(STAMP)  ## measure the path of a group from worker to trainer; PEERS=PYTHON also measures Ray and Redis
 	$(BIN)/python -m benchmarks.plane $(if $(PEERS),--peers $(PEERS))

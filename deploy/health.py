@@ -31,7 +31,7 @@ class HealthSettings(BaseModel):
 
 
 def has_heartbeat(bus: Bus, run_id: str, role: str, id_prefix: str) -> bool:
-    """Return True if such a service has sent a heartbeat within the bucket's time to live (10 s)."""
+    """Return True if such a service has sent a heartbeat before it expires: 10 s unless there are hundreds of workers."""
     entries = bus.key_value(streams.live_bucket(run_id).bucket).wait().entries().wait()
     return any(entry.key.startswith(streams.heartbeat_key(role, id_prefix)) for entry in entries)
 

@@ -322,6 +322,7 @@ class Heartbeat(Fact):
     idle_s: Duration = 0.0
     cpu_s: Duration = 0.0
     figures: dict[str, Finite] = {}
+    period_s: Annotated[Finite, Field(gt=0)] | None = None  # seconds until the next one; None: 1
 
 
 class RunEvent(Fact):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.protocol import subjects
+from penstock.protocol.heartbeats import LIVE_TTL_S
 
 StreamStage = Literal["tasks", "generated", "scored", "weights", "events", "dead"]
 KEEPALIVES_PER_ACK_WAIT = 3  # a held message is renewed this often within its ack wait
@@ -51,11 +52,15 @@ class ConsumerSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One key-value bucket; ``ttl_s`` 0: keys do not expire."""
+    """One key-value bucket; ``ttl_s`` 0: keys do not expire.
+
+    A write to one that is not ``synced`` does not wait for the disk: the newest values are lost when the server crashes.
+    """
 
     bucket: str
     ttl_s: float = 0.0
     history: int = 1
+    synced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +191,8 @@ def state_bucket(run_id: str) -> BucketSpec:
 
 
 def live_bucket(run_id: str) -> BucketSpec:
-    """Return the bucket of heartbeats; a key expires 10 s after its service's last heartbeat."""
-    return BucketSpec(f"{run_id}-live", ttl_s=10.0)
+    """Return the bucket of heartbeats (`protocol/heartbeats.py`); each is written again within seconds."""
+    return BucketSpec(f"{run_id}-live", ttl_s=LIVE_TTL_S, synced=False)
 
 
 def lease_bucket(run_id: str) -> BucketSpec:
@@ -225,7 +230,6 @@ FLOOR_KEY = "floor"  # `RetirementFloor`
 LEASE_KEY = "lease"  # `Lease`
 RESENT_KEY = "resent"  # below it, by the number of a dead letter: when it was sent again
 CHECKPOINT_KEY = "checkpoint"  # `CheckpointCommitted` of protocol/record/lineage.py
-HEARTBEAT_PERIOD_S = 1.0
 LEASE_RENEWAL_S = 3.0
 GARBAGE_LEASE = "gc"
 EXPIRY_LEASE = "expiry"

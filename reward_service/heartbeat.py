@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock.protocol import rewards_offered
+from penstock.protocol import heartbeats, rewards_offered
 from penstock.protocol.activity import Activity, cpu_seconds
-from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.rewards_offered import RewardsOffered
-from penstock.protocol.streams import HEARTBEAT_PERIOD_S, ConsumerSpec, heartbeat_key
+from penstock.protocol.streams import ConsumerSpec, heartbeat_key
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.reward_service.endpoints.endpoint_registry import EndpointRegistry
@@ -47,13 +47,13 @@ class HeartbeatWriter:
         while not done.is_set():
             try:
                 await self._beat()
-                if beat % round(rewards_offered.PERIOD_S / HEARTBEAT_PERIOD_S) == 0:
+                if beat % round(rewards_offered.PERIOD_S / heartbeats.PERIOD_S) == 0:
                     await self.offer()
             except BusUnreachable as err:
                 log.warning("NATS unreachable: heartbeat skipped", error=str(err))
             beat += 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(done.wait(), HEARTBEAT_PERIOD_S)
+                await asyncio.wait_for(done.wait(), heartbeats.PERIOD_S)
         with contextlib.suppress(BusUnreachable):
             await self.offers.delete(rewards_offered.key(self.replica))
             await self.live.delete(heartbeat_key(ROLE, self.replica))
@@ -77,8 +77,13 @@ class HeartbeatWriter:
             idle_s=idle_s,
             cpu_s=cpu_seconds(),
             figures=self.metrics.as_dict(),  # the stored field has the older name
+            period_s=heartbeats.PERIOD_S,
         )
-        await self.live.put(heartbeat_key(ROLE, self.replica), encode(beat))
+        expiry_s = heartbeats.expires_after_s(heartbeats.PERIOD_S)
+        try:
+            await self.live.put(heartbeat_key(ROLE, self.replica), encode(beat), ttl_s=expiry_s)
+        except MissingStream as err:  # the bucket is missing while it is made again
+            log.warning("no bucket of heartbeats: heartbeat skipped", error=str(err))
 
     async def offer(self) -> None:
         """Renew the record that tells the trainer which rewards this run can request."""

@@ -1,16 +1,21 @@
-"""Write the worker's heartbeat to the live bucket each second: its version, state, busy time and metrics."""
+"""Write the worker's heartbeat to the live bucket: its version, state, busy time and metrics.
+
+Each second in a small run; the more workers there are, the less often (`protocol/heartbeats.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import time
 from collections.abc import Callable
 
 import structlog
 
-from penstock.protocol import streams
+from penstock.protocol import heartbeats, streams
 from penstock.protocol.activity import Activity
-from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -20,6 +25,7 @@ from penstock.rollout_service.metrics import WorkerMetrics
 log = structlog.get_logger("rollout.heartbeat")
 
 _ENGINE_PERIOD_S = 5.0
+_COUNT_EVERY = 10  # heartbeats: how often the services are counted
 
 
 class HeartbeatWriter:
@@ -63,14 +69,19 @@ class HeartbeatWriter:
     async def _write(self) -> None:
         live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
         key = streams.heartbeat_key("rollout", self._worker_id)
-        while True:
+        period_s = heartbeats.PERIOD_S
+        for beat in itertools.count():
             try:
-                await live.put(key, encode(self._heartbeat()))
-            except BusUnreachable as err:
+                if beat % _COUNT_EVERY == 0:
+                    state = await live.state()
+                    period_s = heartbeats.worker_period_s(state.num_keys, state.ttl_s)
+                await live.put(key, encode(self._heartbeat(period_s)), ttl_s=heartbeats.expires_after_s(period_s))
+            except (BusUnreachable, MissingStream) as err:  # the bucket is missing while it is made again
                 log.debug("heartbeat not written", error=str(err))
-            await asyncio.sleep(streams.HEARTBEAT_PERIOD_S)
+            # not all of them at once; the announced period is the longest
+            await asyncio.sleep(period_s * random.uniform(0.8, 1.0))  # noqa: S311  keeps no secret
 
-    def _heartbeat(self) -> Heartbeat:
+    def _heartbeat(self, period_s: float) -> Heartbeat:
         busy_s, idle_s = self._activity.totals()
         return Heartbeat(
             role="rollout",
@@ -84,6 +95,7 @@ class HeartbeatWriter:
             cpu_s=self._engine.cpu_seconds(),
             # `figures` is the stored name of what is called metrics here.
             figures={**self._metrics.snapshot(), "packs_held": float(self._packs_held()), **self._engine_metrics},
+            period_s=period_s,
         )
 
     def _state(self) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,7 +49,7 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.group_gc import GroupGc
-from penstock.trainer.recovery.lease import FencedKey, HeldLease
+from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
@@ -63,10 +63,16 @@ log = structlog.get_logger("trainer.assemble")
 _EVENT_CLOCK = time.time  # events of several machines are compared by the time of day
 
 
-def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
+def train(
+    settings: TrainerSettings,
+    config: bytes,
+    ranks: Ranks,
+    stop: threading.Event,
+    watched: Callable[[], Unchanged | None] = lambda: None,
+) -> None:
     """Run the trainer on this rank until the steps are done or ``stop`` is set; raises PenstockError.
 
-    ``config`` is the settings as JSON, for the run record.
+    ``config`` is the settings as JSON, for the run record; ``watched`` returns what is known about the run's lease.
     """
     if settings.trainer.num_ranks != ranks.num_ranks:
         raise ConfigError(
@@ -75,7 +81,7 @@ def train(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threadin
         )
     crash_points.arm(settings.trainer.kill_at, rank=ranks.rank)
     if ranks.is_leader:
-        _lead(settings, config, ranks, stop)
+        _lead(settings, config, ranks, stop, watched)
     else:
         _follow(settings, ranks)
 
@@ -89,12 +95,20 @@ def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     rank_group.follow(publisher)
 
 
-def _lead(settings: TrainerSettings, config: bytes, ranks: Ranks, stop: threading.Event) -> None:
+def _lead(
+    settings: TrainerSettings,
+    config: bytes,
+    ranks: Ranks,
+    stop: threading.Event,
+    watched: Callable[[], Unchanged | None],
+) -> None:
     data = _open_data(settings)
     connections = connect(settings)
     try:
         state = connections.bus.key_value(streams.state_bucket(connections.run_id).bucket).wait()
-        with lease.acquire(state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s) as held:
+        with lease.acquire(
+            state, connections.run_id, clock=_EVENT_CLOCK, ttl_s=settings.trainer.lease_s, watched=watched()
+        ) as held:
             session = _Session(settings, config, data, connections, held, lease.fence(state, held.epoch), stop)
             _run(session, ranks)
     finally:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 
 from penstock.console.live.run_snapshot import Incident, ServiceLine, service_name
 from penstock.console.live.service_history import ServiceHistory, Span
+from penstock.protocol import heartbeats
 from penstock.protocol.facts import Heartbeat
 
-LOST_AFTER_S = 4.0  # four missed heartbeats
+UNREAD_AFTER_S = 4.0  # a reader that did not read for longer cannot tell who was silent
 ROLES = ("rollout", "reward", "trainer")
 _Key = tuple[str, str]  # role, service id
 
@@ -124,7 +125,7 @@ class Fleet:
 
     def _skip_unread_time(self, now: float) -> None:
         """Exclude time in which the reader could not read heartbeats (NATS unreachable) from every silence."""
-        if self._polled_at is not None and now - self._polled_at > LOST_AFTER_S:
+        if self._polled_at is not None and now - self._polled_at > UNREAD_AFTER_S:
             for history in self._services.values():
                 history.seen_at += now - self._polled_at
         self._polled_at = now
@@ -135,9 +136,10 @@ class Fleet:
             if not history.alive:
                 continue
             silent_s = now - history.seen_at
-            if key not in present and silent_s < LOST_AFTER_S:
+            lost_after_s = heartbeats.lost_after_s(history.beat)
+            if key not in present and silent_s < lost_after_s:
                 history.alive = False  # it deleted its key: a regular exit
-            elif silent_s >= LOST_AFTER_S:
+            elif silent_s >= lost_after_s:
                 history.alive = False
                 if self._final_shares is None:  # after the last step services may exit
                     incidents.append(

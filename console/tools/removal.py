@@ -106,7 +106,7 @@ def find_holdings(run: str, bus: Bus, blobs: Blobs) -> Holdings:
 
 
 def running_services(run: str, bus: Bus) -> list[str]:
-    """Return the ids of the services whose heartbeat is at most ten seconds old; the key of one that cannot be read."""
+    """Return the ids of the services that have a heartbeat which has not expired; the key of one that cannot be read."""
     try:
         beats = bus.key_value(streams.live_bucket(run).bucket).wait().entries().wait()
     except MissingStream:

@@ -68,6 +68,11 @@ class Bus:
         return self._connection.down_s
 
     @property
+    def num_transitions(self) -> int:
+        """How often the connection was lost or restored."""
+        return self._connection.num_transitions
+
+    @property
     def waits_for(self) -> str:
         """What publications to full streams wait for, in words; empty when none waits."""
         return self._connection.waits_for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -29,6 +30,14 @@ class Entry:
     key: str
     value: bytes
     revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketState:
+    """What a bucket holds; ``num_keys`` counts deleted keys until they expire, ``ttl_s`` 0 means that keys do not."""
+
+    num_keys: int
+    ttl_s: float
 
 
 class KeyValue:
@@ -57,9 +66,13 @@ class KeyValue:
         """Read a key; None when it does not exist."""
         return self._read(lambda: self._get(key), f"read {self.bucket}/{key}")
 
-    def put(self, key: str, value: bytes) -> Pending[int]:
-        """Write a key unconditionally; returns the revision."""
-        return self._call(lambda: self._store.put(key, value), f"write {self.bucket}/{key}")
+    def put(self, key: str, value: bytes, *, ttl_s: float | None = None) -> Pending[int]:
+        """Write a key unconditionally; returns the revision. It expires after ``ttl_s`` if the bucket's own is longer."""
+        return self._call(lambda: self._put(key, value, ttl_s), f"write {self.bucket}/{key}")
+
+    def state(self) -> Pending[BucketState]:
+        """Return how many keys there are and when they expire."""
+        return self._read(self._state, f"state of {self.bucket}")
 
     def swap(self, key: str, value: bytes, expected_revision: int | None) -> Pending[int]:
         """Write a key only if it still has ``expected_revision`` (None: only if it does not exist).
@@ -108,6 +121,14 @@ class KeyValue:
             f"{err.err_code}). Nothing was written and nothing was lost. Raise its limit: nats stream edit "
             f"{stream} --max-bytes SIZE, or remove keys: nats kv purge {self.bucket} KEY"
         )
+
+    async def _put(self, key: str, value: bytes, ttl_s: float | None) -> int:
+        ttl = None if ttl_s is None else math.ceil(ttl_s)  # the server knows whole seconds
+        return (await self._connection.js.publish(f"$KV.{self.bucket}.{key}", value, msg_ttl=ttl)).seq
+
+    async def _state(self) -> BucketState:
+        info = await self._connection.js.stream_info(f"KV_{self.bucket}")
+        return BucketState(info.state.messages, info.config.max_age or 0.0)
 
     async def _get(self, key: str) -> Entry | None:
         try:

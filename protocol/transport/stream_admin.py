@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 _STREAMS_PER_PAGE = 256  # the server's own limit for one answer
 _MAX_BUCKET_BYTES = 64 * 1024 * 1024
-_BUCKET_DUPLICATE_WINDOW_S = 120.0
+_BUCKET_DUPLICATE_WINDOW_S = 120.0  # within it a repeated message is recognised
+_MAX_WAITING = 20_000  # pull requests of one consumer; the server's default of 512 is less than a large run has workers
 _ERR_OTHER_CONFIG = 10058  # the stream exists with another configuration
 
 
@@ -126,24 +127,37 @@ async def ensure_consumer(connection: Connection, spec: ConsumerSpec) -> None:
         ack_wait=spec.ack_wait_s,
         max_ack_pending=spec.max_ack_pending,
         max_deliver=-1,
+        max_waiting=_MAX_WAITING,
         deliver_policy=api.DeliverPolicy.ALL,
     )
-    await _ask(connection, lambda: connection.js.add_consumer(spec.stream, config), f"consumer {spec.durable}")
+    what = f"consumer {spec.durable}"
+    try:
+        known = await _ask(connection, lambda: connection.js.consumer_info(spec.stream, spec.durable), what)
+    except MissingStream:
+        pass
+    else:  # the server cannot change it
+        config.max_waiting = known.config.max_waiting
+    await _ask(connection, lambda: connection.js.add_consumer(spec.stream, config), what)
 
 
 async def ensure_bucket(connection: Connection, spec: BucketSpec) -> None:
     """Create a bucket unless it exists.
 
-    It is created without the client library, which allows the header ``Nats-Rollup: all``: by it a role that may write
-    one key removes all others. A bucket that allows it is changed.
+    It is created without the client library, which has no parameter for the persist mode, and allows the header
+    ``Nats-Rollup: all``: by it a role that may write one key removes all others. A bucket that allows it is changed. One
+    that should not be synced but is, made by an older version, is made again without its values: the server cannot
+    change that.
     """
-    what, stream = f"bucket {spec.bucket}", f"KV_{spec.bucket}"
+    what, stream, config = f"bucket {spec.bucket}", f"KV_{spec.bucket}", _bucket_config(spec)
     try:
         stored = (await _ask(connection, lambda: connection.js.stream_info(stream), what)).config
     except MissingStream:
-        await _ask(connection, lambda: connection.js.add_stream(_bucket_config(spec)), what)
+        await _ask(connection, lambda: connection.js.add_stream(config), what)
         return
-    if stored.allow_rollup_hdrs:
+    if not spec.synced and stored.persist_mode != config.persist_mode:
+        await delete_stream(connection, stream)
+        await _ask(connection, lambda: connection.js.add_stream(config), what)
+    elif stored.allow_rollup_hdrs:
         stored.allow_rollup_hdrs = False
         await _ask(connection, lambda: connection.js.update_stream(stored), what)
 
@@ -153,6 +167,7 @@ def _bucket_config(spec: BucketSpec) -> api.StreamConfig:
         name=f"KV_{spec.bucket}",
         subjects=[f"$KV.{spec.bucket}.>"],
         storage=api.StorageType.FILE,
+        persist_mode=None if spec.synced else api.PersistMode.ASYNC,
         num_replicas=1,
         max_msgs_per_subject=spec.history,
         max_bytes=_MAX_BUCKET_BYTES,

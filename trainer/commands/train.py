@@ -7,13 +7,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from penstock.protocol import logs
-from penstock.protocol.config.run_file import config_document, load, split_arguments
+from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.transport.bus import Bus
+from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.settings import TrainerSettings
 
 log = structlog.get_logger("trainer")
@@ -27,6 +29,14 @@ def main(arguments: Sequence[str]) -> int:
     loaded = load(TrainerSettings, files=files, overrides=overrides, environ=os.environ)
     settings = loaded.settings
     logs.configure("trainer")
+    if os.environ.get("RANK", "0") != "0":  # rank 0 holds the lease
+        return _train(loaded, lambda: None)
+    with LeaseWatch(lambda: Bus.connect(settings.nats, name="trainer-lease"), settings.run.id) as watch:
+        return _train(loaded, watch.end)
+
+
+def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | None]) -> int:
+    settings = loaded.settings
     from penstock.trainer.assemble import train  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 
@@ -36,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     signals = _stop_on_signals(stop, is_leader=ranks.is_leader)
     config = (json.dumps(config_document(loaded), indent=1) + "\n").encode()
     try:
-        train(settings, config, ranks, stop)
+        train(settings, config, ranks, stop, watched)
         code = 128 + signals[0] if signals else 0
     except PenstockError as err:
         log.debug("run failed", exc_info=True)

@@ -6,10 +6,12 @@ weights are called on all ranks together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,8 @@ from penstock.trainer.learner.deepspeed_config import KEEP_WHOLE_BELOW, deepspee
 from penstock.trainer.learner.learning_rate import lr_factor
 from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.settings import Schedule
+
+_DISABLE = "TORCHDYNAMO_DISABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +158,31 @@ class Trainable:
         return float(torch.stack(norms).norm()) if norms else 0.0
 
 
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Make ``torch.compile`` return its argument inside the block, in which a part of DeepSpeed is imported.
+
+    Its Muon optimizer, which nothing here uses, is decorated with it. That imports the compiler: more than a second of CPU
+    time, a tenth of the time until a killed trainer is productive again.
+    """
+    before = os.environ.get(_DISABLE)
+    os.environ[_DISABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_DISABLE]
+        else:
+            os.environ[_DISABLE] = before
+
+
 def _import_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: PLC0415  seconds of import, and the accelerator must be chosen before
+
+    with _without_compiler(), contextlib.suppress(ImportError):
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: PLC0415  else `initialize` imports it
     from deepspeed.utils import logger  # noqa: PLC0415
 
     logger.setLevel(logging.WARNING)

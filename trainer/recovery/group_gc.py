@@ -25,6 +25,8 @@ from penstock.trainer.connections import Connections
 log = structlog.get_logger("trainer.recovery.group_gc")
 
 SWEEP_S = 600.0
+_SWEEPS_PER_RETENTION = 4  # an object is kept at most a quarter longer than its retention
+_SHORTEST_SWEEP_S = 10.0
 _STAGES: tuple[tuple[str, type[TaskIssued | GroupGenerated | GroupScored]], ...] = (
     ("tasks", TaskIssued),
     ("generated", GroupGenerated),
@@ -33,7 +35,7 @@ _STAGES: tuple[tuple[str, type[TaskIssued | GroupGenerated | GroupScored]], ...]
 
 
 class GroupGc:
-    """Sweeps every ten minutes; use as a context manager."""
+    """Sweeps every ten minutes, or more often when packs are kept for less than forty; use as a context manager."""
 
     def __init__(
         self,
@@ -42,14 +44,14 @@ class GroupGc:
         *,
         holder: str,
         clock: Callable[[], datetime],
-        sweep_s: float = SWEEP_S,
+        sweep_s: float | None = None,
     ) -> None:
-        """``clock`` is the time of day in UTC; raises MissingStream when the run was not bootstrapped."""
+        """``clock`` is the time of day in UTC; ``sweep_s`` None: as the settings need. Raises MissingStream when the run was not bootstrapped."""
         self._run_id, self._bus, self._blobs = connections.run_id, connections.bus, connections.blobs
         self._settings = settings
         self._holder = holder.encode()
         self._clock = clock
-        self._sweep_s = sweep_s
+        self._sweep_s = sweep_period_s(settings) if sweep_s is None else sweep_s
         self._state, self._leases = (
             connections.bus.key_value(spec(connections.run_id).bucket).wait()
             for spec in (streams.state_bucket, streams.lease_bucket)
@@ -74,6 +76,8 @@ class GroupGc:
         prefixes = (blob_keys.groups_prefix(self._run_id), blob_keys.task_lists_prefix(self._run_id))
         stored = [stat for prefix in prefixes for stat in self._blobs.list(prefix)]
         named = set(self._named()) | packs_of_input(self._run_id, self._blobs)
+        if self._settings.trained_packs_h:  # before the record is read: a pack may be newer than the listing
+            self._trained.intersection_update(stat.key for stat in stored)
         self._read_record()
         keys = expired(stored, named=named, trained=self._trained, settings=self._settings, now=self._clock())
         if keys:
@@ -120,6 +124,12 @@ class GroupGc:
             self._trained.update(pack.key for step in chapter.steps for pack in step.packs)
             at = chapter.parent
         self._last = newest
+
+
+def sweep_period_s(settings: RetentionSettings) -> float:
+    """Return the seconds between two sweeps: a fraction of the shortest retention."""
+    hours = [hours for hours in (settings.trained_packs_h, settings.unused_packs_h) if hours]
+    return min(SWEEP_S, max(_SHORTEST_SWEEP_S, 3600.0 * min(hours) / _SWEEPS_PER_RETENTION))
 
 
 def _keys(data: bytes, kind: type[TaskIssued | GroupGenerated | GroupScored]) -> Iterator[str]:

@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import structlog
@@ -35,6 +36,7 @@ from penstock.protocol import streams
 from penstock.protocol.errors import BusUnreachable, CompareAndSwapFailed, PenstockError
 from penstock.protocol.facts import Head, Lease, decode, encode
 from penstock.protocol.record.lineage import CheckpointCommitted
+from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.trainer.errors import LeaseLost, RunIsHeld
 
@@ -42,7 +44,67 @@ log = structlog.get_logger("trainer.recovery.lease")
 
 _RENEWALS = 6  # within ``ttl_s``
 _POLL_S = 0.2
+_WATCH_END_S = 1.0  # the thread of a watch is not waited for longer: it changes nothing
 _NATS_DEADLINE_S = 120.0  # longest time for which a commit waits for NATS
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """A revision of the lease and since when it was seen, by this process's monotonic clock."""
+
+    revision: int
+    since: float
+
+
+class LeaseWatch:
+    """Observes the lease in a thread, without taking it; use as a context manager.
+
+    A trainer starts it before its slow imports, so that the lease of a killed one expires during them and not after them.
+    """
+
+    def __init__(self, connect: Callable[[], Bus], run_id: str) -> None:
+        """``connect`` is called in the thread. If NATS is unreachable, or the run not bootstrapped, nothing is observed."""
+        self._connect = connect
+        self._run_id = run_id
+        self._unchanged: Unchanged | None = None
+        self._num_transitions = 0  # of the connection, when it was last looked at
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="lease-watch", daemon=True)
+
+    def __enter__(self) -> LeaseWatch:
+        """Start to observe."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop observing."""
+        self.end()
+
+    def end(self) -> Unchanged | None:
+        """Stop observing, and return since when the lease has not changed; None if that is not known."""
+        self._stop.set()
+        self._thread.join(_WATCH_END_S)
+        return None if self._thread.is_alive() else self._unchanged
+
+    def _work(self) -> None:
+        try:
+            with self._connect() as bus:
+                state = bus.key_value(streams.state_bucket(self._run_id).bucket).wait()
+                while not self._stop.is_set():
+                    self._look(state, bus)
+                    self._stop.wait(_POLL_S)
+        except PenstockError as err:
+            self._unchanged = None
+            log.debug("lease not observed", error=str(err))
+
+    def _look(self, state: KeyValue, bus: Bus) -> None:
+        entry = state.get(streams.LEASE_KEY).wait()
+        is_known = self._num_transitions == bus.num_transitions  # else the holder could not renew for some time
+        self._num_transitions = bus.num_transitions
+        if entry is None:
+            self._unchanged = None
+        elif not is_known or self._unchanged is None or self._unchanged.revision != entry.revision:
+            self._unchanged = Unchanged(entry.revision, time.monotonic())
 
 
 class HeldLease:
@@ -149,7 +211,13 @@ class HeldLease:
 
 
 def acquire(
-    state: KeyValue, run_id: str, *, clock: Callable[[], float], ttl_s: float, deadline_s: float = 120.0
+    state: KeyValue,
+    run_id: str,
+    *,
+    clock: Callable[[], float],
+    ttl_s: float,
+    deadline_s: float = 120.0,
+    watched: Unchanged | None = None,
 ) -> HeldLease:
     """Take the lease of a run; if another trainer's is not released, wait until it expires.
 
@@ -159,6 +227,7 @@ def acquire(
         clock: Seconds since 1970.
         ttl_s: Time without a renewal after which another trainer may take the lease.
         deadline_s: Longest wait in total.
+        watched: What a `LeaseWatch` saw until now.
 
     Raises:
         RunIsHeld: Another trainer is alive.
@@ -173,7 +242,6 @@ def acquire(
         since=clock(),
         ttl_s=ttl_s,
     )
-    watched: tuple[int, float] | None = None  # revision, and when it was first seen
     while True:
         try:
             entry = state.get(streams.LEASE_KEY).wait()
@@ -191,13 +259,13 @@ def acquire(
             watched = None  # the holder could not renew while NATS was unreachable
         else:
             if watched is None:
-                watched = (entry.revision, time.monotonic())
+                watched = Unchanged(entry.revision, time.monotonic())
                 log.info(
                     "lease held by another trainer; checking whether it is alive",
                     ttl_s=found.ttl_s,
                     holder=_describe(found),
                 )
-            elif entry.revision != watched[0]:
+            elif entry.revision != watched.revision:
                 raise RunIsHeld(
                     f"the lease of run {run_id} is held by {_describe(found)}, which is alive; stop that trainer (kill -TERM "
                     f"{found.pid} on {found.host}), or set another run.id"
@@ -284,8 +352,8 @@ def _begin(state: KeyValue, lease: Lease, revision: int) -> HeldLease:
     return HeldLease(state, lease, revision)
 
 
-def _has_expired(watched: tuple[int, float] | None, entry: Entry, ttl_s: float) -> bool:
-    return watched is not None and entry.revision == watched[0] and time.monotonic() - watched[1] > ttl_s
+def _has_expired(watched: Unchanged | None, entry: Entry, ttl_s: float) -> bool:
+    return watched is not None and entry.revision == watched.revision and time.monotonic() - watched.since > ttl_s
 
 
 def _describe(lease: Lease) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import structlog
 
-from penstock.protocol import streams
+from penstock.protocol import heartbeats, streams
 from penstock.protocol.activity import Activity, cpu_seconds
-from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.errors import BusUnreachable, MissingStream
 from penstock.protocol.facts import Heartbeat, encode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
@@ -55,14 +55,16 @@ class HeartbeatWriter:
             idle_s=idle_s,
             cpu_s=cpu_seconds(),
             figures=dict(self.figures),
+            period_s=heartbeats.PERIOD_S,
         )
-        self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record)).wait()
+        expiry_s = heartbeats.expires_after_s(heartbeats.PERIOD_S)
+        self._bucket.put(streams.heartbeat_key("trainer", SERVICE_ID), encode(record), ttl_s=expiry_s).wait()
 
     def _work(self) -> None:
         while True:
             try:
                 self.publish()
-            except BusUnreachable as err:
+            except (BusUnreachable, MissingStream) as err:  # the bucket is missing while it is made again
                 log.debug("heartbeat not published", error=str(err))
-            if self._stop.wait(streams.HEARTBEAT_PERIOD_S):
+            if self._stop.wait(heartbeats.PERIOD_S):
                 return

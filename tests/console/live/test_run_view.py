@@ -65,6 +65,21 @@ def test_a_kill_and_a_restart_are_incidents_in_order():
     assert texts == ["killed rollout-1 on purpose", "rollout-1 is lost: no heartbeat for 4 s", "rollout-1 is back"]
 
 
+def test_a_service_is_lost_after_four_of_the_periods_that_it_announces():
+    """A worker of a large run, which writes every ten seconds, is not lost in between."""
+    view = RunView(recorded.RUN)
+    view.fold_event(recorded.step(1, 0.0))
+    beat = recorded.beat("rollout", "w0", 0.0, busy_s=0.0, idle_s=0.0, cpu_s=1.0)
+    slow = beat.model_copy(update={"period_s": 10.0})
+    for now in range(0, 40, 2):
+        view.fold_heartbeats([slow], float(now))
+    assert [line.alive for line in view.snapshot(38.0).services] == [True]
+    view.fold_heartbeats([slow], 40.0)
+    assert [i.text for i in view.snapshot(40.0).incidents if i.kind == "lost"] == [
+        "rollout w0 is lost: no heartbeat for 40 s"
+    ]
+
+
 def test_idle_shares_count_from_the_first_step():
     """Seconds before the first optimizer step do not count as waiting."""
     view = RunView(recorded.RUN)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import structlog
+from nats.js import api
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
 from tests.servers import wait_for
 
@@ -37,12 +38,13 @@ from penstock.protocol.facts import (
     decode,
     encode,
 )
-from penstock.protocol.streams import ConsumerSpec, StreamLimits, StreamSpec
+from penstock.protocol.streams import BucketSpec, ConsumerSpec, StreamLimits, StreamSpec
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.fact_publisher import Receipt
 from penstock.protocol.transport.inbox import Inbox
+from penstock.protocol.transport.key_value import BucketState
 from penstock.protocol.transport.pending import Pending
 
 SHORT = StreamLimits(ack_wait_s=0.5, scored_ack_wait_s=0.5)
@@ -63,6 +65,11 @@ def issue(bus: Bus, run: str, number: int, *, split: str = "train") -> bool:
 
 def task_inbox(bus: Bus, run: str, limits: StreamLimits | None = None) -> Inbox[TaskIssued]:
     return bus.inbox(streams.tasks_consumer(run, "train", limits), TaskIssued).wait()
+
+
+def num_waiting(bus: Bus, run: str) -> int | None:
+    asked = bus._connection.js.consumer_info(f"{run}-tasks", "rollout-train")
+    return bus._connection.call(asked, "test").wait().num_waiting
 
 
 def take_one(inbox: Inbox[TaskIssued], deadline_s: float = 10.0) -> Delivery[TaskIssued]:
@@ -153,6 +160,90 @@ def test_an_ended_fetch_keeps_no_message_from_others(bus: Bus, run_streams: str,
         second = task_inbox(other, run_streams)
         issue(bus, run_streams, 1)
         assert len(second.fetch(10, 10.0).wait()) == 1
+
+
+def test_a_waiting_fetch_is_one_request(bus: Bus, run_streams: str) -> None:
+    """A reader without messages does not poll: it sends nothing more while it waits."""
+    waiting = task_inbox(bus, run_streams).fetch(1, 60.0)
+    wait_for(lambda: num_waiting(bus, run_streams) == 1, "the request")
+    sent = bus._connection.client.stats["out_msgs"]
+    time.sleep(1.2)
+    assert bus._connection.client.stats["out_msgs"] <= sent + 1
+    issue(bus, run_streams, 1)
+    assert [delivery.fact.pack_id for delivery in waiting.wait()] == ["p1"]
+
+
+def test_a_withdrawn_fetch_leaves_messages_to_others(bus: Bus, run_streams: str, nats_settings: NatsSettings) -> None:
+    """It returns without waiting, and the next message goes to another reader, delivered for the first time."""
+    withdrawn, other = task_inbox(bus, run_streams), task_inbox(bus, run_streams)
+    fetching = withdrawn.fetch(1, 60.0)
+    wait_for(lambda: num_waiting(bus, run_streams) == 1, "the request")
+    withdrawn.withdraw().wait()
+    assert fetching.wait() == []
+    issue(bus, run_streams, 1)
+    [delivery] = other.fetch(1, 10.0).wait()
+    assert (delivery.fact.pack_id, delivery.num_delivered) == ("p1", 1)
+    issue(bus, run_streams, 2)
+    assert [each.fact.pack_id for each in withdrawn.fetch(1, 10.0).wait()] == ["p2"]
+
+
+def test_withdrawing_loses_no_message(bus: Bus, run_streams: str) -> None:
+    """Of messages that arrive while fetches are withdrawn each is returned once, without a redelivery."""
+    inbox = task_inbox(bus, run_streams)
+    found: list[Delivery[TaskIssued]] = []
+    for number in range(30):
+        fetching = inbox.fetch(1, 60.0)
+        fact = make_task_issued(run_streams, f"p{number}", [make_task(f"e0.p{number}.a0")])
+        publishing = bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id=f"p{number}")
+        inbox.withdraw().wait()
+        found += fetching.wait()
+        publishing.wait()
+    while len(found) < 30:
+        more = inbox.fetch(30, 2.0).wait()
+        assert more
+        found += more
+    assert sorted(delivery.fact.pack_id for delivery in found) == sorted(f"p{number}" for number in range(30))
+    assert {delivery.num_delivered for delivery in found} == {1}
+
+
+def test_a_fetch_is_withdrawn_while_the_server_is_unreachable(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """It ends at once, and the reader continues with the next server."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
+        bus.ensure_consumer(streams.tasks_consumer(run_id, "train")).wait()
+        inbox = task_inbox(bus, run_id)
+        fetching = inbox.fetch(1, 60.0)
+        server.kill()
+        wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
+        inbox.withdraw().wait()
+        assert fetching.wait() == []
+        server.restart()
+        issue(bus, run_id, 1)
+        assert len(inbox.fetch(1, 20.0).wait()) == 1
+
+
+def test_a_queue_has_room_for_the_requests_of_thousands_of_workers(bus: Bus, run_streams: str) -> None:
+    """The server's default of 512 waiting requests is raised; a consumer that is there keeps what it has."""
+    consumer = streams.tasks_consumer(run_streams, "train")
+
+    def max_waiting() -> int | None:
+        asked = bus._connection.js.consumer_info(consumer.stream, consumer.durable)
+        return bus._connection.call(asked, "test").wait().config.max_waiting
+
+    assert max_waiting() == 20_000
+    js = bus._connection.js
+    bus._connection.call(js.delete_consumer(consumer.stream, consumer.durable), "test").wait()
+    older = api.ConsumerConfig(
+        durable_name=consumer.durable,
+        filter_subject=consumer.filter_subject,
+        ack_policy=api.AckPolicy.EXPLICIT,
+        deliver_policy=api.DeliverPolicy.ALL,
+        max_deliver=-1,
+    )
+    bus._connection.call(js.add_consumer(consumer.stream, older), "test").wait()
+    bus.ensure_consumer(consumer).wait()
+    assert max_waiting() == 512
 
 
 def test_splits_have_consumers_of_their_own(bus: Bus, run_streams: str) -> None:
@@ -473,6 +564,57 @@ def test_an_empty_bucket_has_no_entries(bus: Bus, run_streams: str) -> None:
     """Listing an empty bucket returns nothing, without waiting."""
     store = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
     assert store.entries().wait() == []
+
+
+def test_a_value_expires_before_its_bucket(bus: Bus, run_streams: str) -> None:
+    """A key that was written with a time to live expires after it; the others stay."""
+    store = bus.key_value(streams.live_bucket(run_streams).bucket).wait()
+    store.put("short", b"1", ttl_s=1.0).wait()
+    store.put("long", b"2", ttl_s=30.0).wait()
+    store.put("bucket", b"3").wait()
+    assert store.state().wait() == BucketState(3, streams.live_bucket(run_streams).ttl_s)
+    wait_for(lambda: store.get("short").wait() is None, "the expiry")
+    assert [entry.key for entry in store.entries().wait()] == ["long", "bucket"]
+
+
+def persist_mode(bus: Bus, bucket: str) -> api.PersistMode | None:
+    return bus._connection.call(bus._connection.js.stream_info(f"KV_{bucket}"), "test").wait().config.persist_mode
+
+
+def test_only_heartbeats_do_not_wait_for_the_disk(bus: Bus, run_streams: str) -> None:
+    """Everything else is on disk when it is acknowledged."""
+    unsynced = [spec for spec in streams.buckets(run_streams) if persist_mode(bus, spec.bucket) is not None]
+    assert unsynced == [streams.live_bucket(run_streams)]
+
+
+def test_the_synced_bucket_of_heartbeats_of_an_older_version_is_made_again(bus: Bus, run_id: str) -> None:
+    """Its keys are lost, a service that is bound to it goes on; repeating that changes nothing."""
+    spec = streams.live_bucket(run_id)
+    bus.ensure_bucket(BucketSpec(spec.bucket, ttl_s=10.0)).wait()
+    store = bus.key_value(spec.bucket).wait()
+    store.put("rollout.w0", b"1").wait()
+    bus.ensure_bucket(spec).wait()
+    assert persist_mode(bus, spec.bucket) == api.PersistMode.ASYNC
+    assert store.state().wait() == BucketState(0, spec.ttl_s)
+    store.put("rollout.w0", b"2").wait()
+    bus.ensure_bucket(spec).wait()
+    assert [entry.value for entry in store.entries().wait()] == [b"2"]
+    bus.delete_stream(f"KV_{spec.bucket}").wait()
+
+
+def test_heartbeats_continue_after_a_server_is_killed(own_nats: Callable[[], NatsServer], run_id: str) -> None:
+    """The bucket is there after the restart, though its newest values may not be; writers need not make it again."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        spec = streams.live_bucket(run_id)
+        bus.ensure_bucket(spec).wait()
+        store = bus.key_value(spec.bucket).wait()
+        store.put("rollout.w0", b"1", ttl_s=30.0).wait()
+        server.kill()
+        server.restart()
+        store.put("rollout.w1", b"2", ttl_s=30.0).wait()
+        assert "rollout.w1" in {entry.key for entry in store.entries().wait()}
+        assert persist_mode(bus, spec.bucket) == api.PersistMode.ASYNC
 
 
 # ── tails ─────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.connections import Connections
-from penstock.trainer.recovery.group_gc import GroupGc
+from penstock.trainer.recovery.group_gc import GroupGc, sweep_period_s
 
 
 class Clock:
@@ -100,6 +100,22 @@ def test_trained_packs_are_deleted_if_their_retention_is_set(bus: Bus, blobs: Bl
     assert group_gc.sweep() == []
     clock.hours = 49.0
     assert sorted(group_gc.sweep()) == sorted([first.key, second.key])
+    third = store(blobs, run, "third")
+    commit(bus, blobs, run, third, number=3)
+    clock.hours = 0.0
+    assert group_gc.sweep() == []
+    assert group_gc._trained >= {third.key}
+    assert not group_gc._trained & {first.key, second.key}  # a long run does not remember what it deleted
+
+
+@pytest.mark.parametrize(
+    ("trained_h", "unused_h", "sweep_s"),
+    [(0.0, 24.0, 600.0), (0.1, 24.0, 90.0), (48.0, 1.0, 600.0), (1e-4, 24.0, 10.0)],
+)
+def test_sweeps_are_as_frequent_as_the_retention_needs(trained_h: float, unused_h: float, sweep_s: float) -> None:
+    """Packs are kept for a quarter longer than their retention at most, and sweeps are ten seconds apart at least."""
+    settings = RetentionSettings(trained_packs_h=trained_h, unused_packs_h=unused_h)
+    assert sweep_period_s(settings) == pytest.approx(sweep_s)
 
 
 def test_a_clock_that_steps_back_deletes_nothing(bus: Bus, blobs: Blobs, run_streams: str) -> None:

@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from tests.servers import wait_for
 
 from penstock.deploy.servers import NatsServer
 from penstock.protocol import streams
+from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.facts import BlobRef, Head, decode, encode
 from penstock.protocol.record.lineage import CheckpointCommitted
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
 from penstock.trainer.errors import LeaseLost, RunIsHeld
-from penstock.trainer.recovery.lease import HeldLease, acquire, fence
+from penstock.trainer.recovery.lease import HeldLease, LeaseWatch, Unchanged, acquire, fence
 
 BLOB = BlobRef(key="k", size_bytes=1, sha256="0" * 64)
 
@@ -62,6 +64,56 @@ def test_the_lease_of_a_killed_trainer_expires(state: KeyValue) -> None:
             killed.confirm()
         assert not killed.is_held
         lease.confirm()
+
+
+def watched_for(server: NatsSettings, run: str, seconds: float) -> Unchanged | None:
+    with LeaseWatch(lambda: Bus.connect(server, name="watch"), run) as watch:
+        time.sleep(seconds)
+        return watch.end()
+
+
+def test_a_lease_expires_while_it_is_watched(state: KeyValue, run_streams: str, nats_settings: NatsSettings) -> None:
+    """A trainer that watched a killed one's lease during its imports does not wait for it again."""
+    take(state)  # killed: it is not renewed
+    watched = watched_for(nats_settings, run_streams, 1.5)
+    assert watched is not None
+    began = time.monotonic()
+    with acquire(state, "r", clock=time.time, ttl_s=1.0, watched=watched) as lease:
+        assert lease.epoch == 2
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_watched_lease_that_is_renewed_is_refused(
+    state: KeyValue, running: ExitStack, run_streams: str, nats_settings: NatsSettings
+) -> None:
+    """Watching takes nothing from a trainer that is alive."""
+    running.enter_context(take(state, ttl_s=0.6))
+    watched = watched_for(nats_settings, run_streams, 1.0)
+    with pytest.raises(RunIsHeld):
+        acquire(state, "r", clock=time.time, ttl_s=0.6, watched=watched)
+
+
+def test_an_outage_during_the_watch_starts_it_again(own_nats: Callable[[], NatsServer]) -> None:
+    """The holder could not renew while NATS was unreachable, so that time does not count."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bus.ensure_bucket(streams.state_bucket("r")).wait()
+        take(bus.key_value(streams.state_bucket("r").bucket).wait())
+        with LeaseWatch(lambda: Bus.connect(server.settings, name="watch"), "r") as watch:
+            wait_for(lambda: watch._unchanged is not None, "the first look")
+            server.kill()
+            server.restart()
+            restarted = time.monotonic()
+            wait_for(lambda: watch._unchanged is None or watch._unchanged.since > restarted, "a new beginning")
+            wait_for(lambda: watch._unchanged is not None, "another look")
+            assert watch.end() is not None
+
+
+def test_a_watch_of_an_unreachable_server_knows_nothing(nats_settings: NatsSettings) -> None:
+    """Nor does one of a run that is not bootstrapped; neither is an error, the trainer reports it itself."""
+    nowhere = nats_settings.model_copy(update={"url": "nats://127.0.0.1:1"})
+    assert watched_for(nowhere, "r", 0.1) is None
+    assert watched_for(nats_settings, "not-there", 0.3) is None
 
 
 def test_a_renewal_whose_answer_was_lost_is_accepted(state: KeyValue) -> None:

@@ -1,0 +1,272 @@
+"""What a thousand idle rollout workers cost: latency of a heartbeat and of a task, CPU of nats-server; with a busy disk too.
+
+    python -m benchmarks.idle_workers
+    python -m benchmarks.idle_workers --workers 200 1000 --seconds 60 --json idle_workers.json
+
+Each worker is simulated by the parts that a worker has beside its engine: the long pulls of `TaskSource`, two tails of
+the weights stream, and the `HeartbeatWriter`. Ten of them share a connection, because all run in one Python process. While they wait, one task a second is
+issued, which one of them takes and acknowledges. The busy disk is four processes that write 4 MiB and
+sync, without end, on the disk of the NATS store.
+Exits with 1 above `HEARTBEAT_P99_MS` or `NATS_CORES`, with or without the busy disk, at a thousand workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.transport import cpu_of
+from tests.groups import make_task, make_task_issued
+
+from penstock.deploy.bootstrap import bootstrap
+from penstock.deploy.local import LocalStack
+from penstock.protocol import logs, streams, subjects
+from penstock.protocol.activity import Activity
+from penstock.protocol.facts import Heartbeat, TaskIssued, WeightsApplied, WeightsPublished, decode
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.transport.bus import Bus
+from penstock.protocol.transport.key_value import KeyValue
+from penstock.rollout_service.heartbeat import HeartbeatWriter
+from penstock.rollout_service.metrics import WorkerMetrics
+from penstock.rollout_service.packs.task_source import TaskSource
+
+HEARTBEAT_P99_MS = 100.0
+NATS_CORES = 0.2
+_RUN = "idle"
+_PER_CONNECTION = 10
+_WAVE, _WAVE_S = 20, 0.5  # workers that start together, and the pause after them
+_BUSY = (
+    "import os, sys\n"
+    "file = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)\n"
+    "data = os.urandom(1 << 20)\n"
+    "while True:\n"
+    "    os.lseek(file, 0, os.SEEK_SET)\n"
+    "    for _ in range(4):\n"
+    "        os.write(file, data)\n"
+    "    os.fsync(file)\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement."""
+
+    workers: int
+    busy_disk: bool
+    heartbeats_per_s: float
+    heartbeat_ms: tuple[float, float, float]  # median, 99th percentile, longest
+    task_ms: tuple[float, float]  # from the beginning of the publication until a worker has it: median, longest
+    nats_cores: float
+    nats_mb: float
+    period_s: float  # that the last heartbeats announced
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine that is always ready and does nothing."""
+
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    version: None = None
+
+    async def figures(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+    def cpu_seconds(self) -> float:
+        """Return nothing used."""
+        return 0.0
+
+
+class TimedBucket:
+    """The live bucket, with the seconds that each write took."""
+
+    def __init__(self, store: KeyValue, taken: list[float]) -> None:
+        self._store = store
+        self._taken = taken
+
+    async def put(self, key: str, value: bytes, **options: Any) -> int:
+        """Write and measure."""
+        began = time.perf_counter()
+        revision = await self._store.put(key, value, **options)
+        self._taken.append(time.perf_counter() - began)
+        return revision
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class TimedBus:
+    """A bus whose buckets are timed."""
+
+    def __init__(self, bus: Bus, taken: list[float]) -> None:
+        self._bus = bus
+        self._taken = taken
+
+    async def key_value(self, bucket: str) -> TimedBucket:
+        """Bind."""
+        return TimedBucket(await self._bus.key_value(bucket), self._taken)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+
+@dataclass(slots=True)
+class Idle:
+    """All simulated workers, in this process."""
+
+    heartbeats: list[float] = field(default_factory=list)
+    taken: dict[str, float] = field(default_factory=dict)  # when a worker had a task, by its pack
+
+    async def run(self, bus: Bus, number: int) -> None:
+        """Be one idle worker."""
+        inboxes = {
+            split: await bus.inbox(streams.tasks_consumer(_RUN, split), TaskIssued) for split in ("eval", "train")
+        }
+        weights = streams.stream_name(_RUN, "weights")
+        await bus.tail(weights, subjects.weights_published(_RUN), WeightsPublished, lambda _: None)
+        await bus.tail(weights, subjects.weights_applied(_RUN), WeightsApplied, lambda _: None)
+        engine: Any = Engine()
+        engine.ready.set()
+        source = TaskSource(inboxes, engine, asyncio.Event())  # type: ignore[arg-type]
+        timed: Any = TimedBus(bus, self.heartbeats)
+        writer = HeartbeatWriter(
+            bus=timed, engine=engine, activity=Activity(), metrics=WorkerMetrics(), packs_held=lambda: source.num_held,
+            needs_version=lambda: None, run_id=_RUN, worker_id=f"w{number}",
+        )  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(writer.run())
+            tasks.create_task(self._take(source))
+
+    async def _take(self, source: TaskSource) -> None:
+        while (received := await source.take()) is not None:
+            self.taken[received.pack_id] = time.perf_counter()
+            await received.delivery.ack()
+
+
+async def measure(stack: LocalStack, workers: int, settle_s: float, seconds: float, *, scratch: Path | None) -> Row:
+    """Measure one number of workers; ``scratch`` is where the disk is kept busy."""
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as open_buses:
+        nats = stack.nats
+        num_buses = max(1, workers // _PER_CONNECTION)
+        buses = [open_buses.enter_context(Bus.connect(nats, name=f"w{n}")) for n in range(num_buses)]
+        idle = Idle()
+        tasks: list[asyncio.Task[None]] = []
+        for number in range(workers):
+            tasks.append(loop.create_task(idle.run(buses[number % num_buses], number)))
+            if number % _WAVE == _WAVE - 1:
+                await _quiet(tasks, _WAVE_S)
+        await _quiet(tasks, settle_s)
+        busy = contextlib.ExitStack()
+        try:
+            if scratch is not None:
+                busy.enter_context(_busy_disk(scratch))
+                await _quiet(tasks, 3.0)
+            idle.heartbeats.clear()
+            nats_pid = stack.pids[0]
+            issued: dict[str, float] = {}
+            cpu, began = cpu_of(nats_pid), time.monotonic()
+            while time.monotonic() - began < seconds:
+                pack = f"p{workers}.{scratch is not None}.{len(issued)}"
+                issued[pack] = time.perf_counter()
+                fact = make_task_issued(_RUN, pack, [make_task(f"e0.{pack}.a0")])
+                await buses[0].publish(subjects.tasks(_RUN, "train"), fact, msg_id=pack)
+                await _quiet(tasks, 1.0)
+            wall = time.monotonic() - began
+            cores = (cpu_of(nats_pid) - cpu) / wall
+            heartbeats = sorted(idle.heartbeats)
+            await _quiet(tasks, 1.0)
+        finally:
+            busy.close()
+        entries = await (await buses[0].key_value(streams.live_bucket(_RUN).bucket)).entries()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    missing = [pack for pack in issued if pack not in idle.taken]
+    if missing:
+        raise SystemExit(f"{len(missing)} tasks were not taken, first {missing[0]}")
+    delays = sorted(idle.taken[pack] - at for pack, at in issued.items())
+    return Row(
+        workers, scratch is not None, len(heartbeats) / wall,
+        (1e3 * _at(heartbeats, 0.5), 1e3 * _at(heartbeats, 0.99), 1e3 * heartbeats[-1]),
+        (1e3 * _at(delays, 0.5), 1e3 * delays[-1]), cores, _resident_mb(nats_pid), _longest_period(entries),
+    )  # fmt: skip
+
+
+async def _quiet(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
+    """Wait; raises what a worker raised."""
+    for task in (await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION))[0]:
+        task.result()
+
+
+@contextlib.contextmanager
+def _busy_disk(folder: Path) -> Iterator[None]:
+    writers = [subprocess.Popen([sys.executable, "-c", _BUSY, str(folder / f"busy-{n}")]) for n in range(4)]
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def _resident_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _longest_period(entries: Sequence[Any]) -> float:
+    return max((decode(entry.value, Heartbeat).period_s or 1.0 for entry in entries), default=0.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1000])
+    parser.add_argument("--settle-s", type=float, default=45.0, help="until the periods have adapted")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    options = parser.parse_args()
+    logs.configure("idle", level="error")
+    print(f"machine: {os.cpu_count()} cores, Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}\n")
+    print(
+        "| workers | disk | heartbeats/s | period s | heartbeat ms: p50, p99, max | task ms: p50, max | nats-server cores | MB |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    rows = []
+    for workers in options.workers:
+        for is_busy in (False, True):
+            with tempfile.TemporaryDirectory() as name, LocalStack(Path(name)) as stack:
+                with Bus.connect(stack.nats, name="bench") as bus:
+                    bootstrap(bus, Blobs(stack.s3), _RUN)
+                scratch = Path(name) if is_busy else None
+                row = asyncio.run(measure(stack, workers, options.settle_s, options.seconds, scratch=scratch))
+            rows.append(row)
+            beat, task = ", ".join(f"{x:.1f}" for x in row.heartbeat_ms), ", ".join(f"{x:.0f}" for x in row.task_ms)
+            print(
+                f"| {row.workers} | {'busy' if is_busy else 'quiet'} | {row.heartbeats_per_s:.0f} | {row.period_s:.1f} "
+                f"| {beat} | {task} | {row.nats_cores:.3f} | {row.nats_mb:.0f} |", flush=True
+            )  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    missed = [r for r in rows if r.heartbeat_ms[1] > HEARTBEAT_P99_MS or r.nats_cores > NATS_CORES]
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

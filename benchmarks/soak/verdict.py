@@ -1,0 +1,72 @@
+"""What grows after the warm-up; pure.
+
+| kind                              | must                                                                            |
+|-----------------------------------|---------------------------------------------------------------------------------|
+| memory of each process            | stay: the medians of the second and the last third of the time differ by at most `MEMORY_SHARE` |
+| weights, packs, queues, buckets, checkpoints | stay, within `DISK_SHARE`: retention and limits bound them             |
+| record, events, logs, metrics     | grow with the steps: they are shown in bytes per step                           |
+
+The first third is the warm-up: caches fill, the first objects expire.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.soak.measure import Sample
+
+MEMORY_SHARE = 0.03
+MEMORY_BYTES = 4_000_000  # a smaller difference is noise of the allocator
+DISK_SHARE = 0.10
+DISK_BYTES = 8_000_000  # NATS writes in blocks of this size
+BOUNDED = ("objects: weights", "objects: packs", "NATS: queues", "NATS: buckets", "NATS: other", "checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the result; sizes in bytes."""
+
+    name: str
+    first: float  # median of the second third of the time
+    last: float  # median of the last third
+    peak: float
+    per_step: float  # between the two medians
+    bounded: bool
+    grows: bool
+
+
+def judge(samples: Sequence[Sample]) -> list[Line]:
+    """Return a line for each process and each kind of bytes on disk."""
+    third = len(samples) // 3
+    parts = samples[third : 2 * third], samples[2 * third :]
+    steps = statistics.median(s.step for s in parts[1]) - statistics.median(s.step for s in parts[0])
+
+    def line(name: str, size: Callable[[Sample], int], *, share: float, least: float, bounded: bool) -> Line:
+        first, last = (statistics.median(size(sample) for sample in part) for part in parts)
+        grows = bounded and last - first > max(share * first, least)
+        return Line(name, first, last, max(map(size, samples)), (last - first) / max(steps, 1), bounded, grows)
+
+    memory = sorted({name for sample in samples for name in sample.memory})
+    kinds = sorted({kind for sample in samples for kind in sample.disk})
+    return [
+        line(f"memory: {n}", lambda s, n=n: s.memory.get(n, 0), share=MEMORY_SHARE, least=MEMORY_BYTES, bounded=True)
+        for n in memory
+    ] + [
+        line(k, lambda s, k=k: s.disk.get(k, 0), share=DISK_SHARE, least=DISK_BYTES, bounded=k in BOUNDED)
+        for k in kinds
+    ]
+
+
+def show(samples: Sequence[Sample], lines: Sequence[Line]) -> str:
+    """Return the result as a Markdown table."""
+    first, last = samples[0], samples[-1]
+    rate = (last.step - first.step) / max(last.at_s - first.at_s, 1.0)
+    head = f"{last.at_s:.0f} s, {last.step} steps ({rate:.2f}/s)\n\n| what | second third, MB | last third | peak | bytes per step | |\n|---|---|---|---|---|---|"
+    rows = [
+        f"| {n.name} | {n.first / 1e6:.1f} | {n.last / 1e6:.1f} | {n.peak / 1e6:.1f} | {n.per_step:.0f} "
+        f"| {'GROWS' if n.grows else '' if n.bounded else 'with the steps'} |"
+        for n in lines
+    ]
+    return "\n".join([head, *rows])
