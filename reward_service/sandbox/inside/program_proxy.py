@@ -101,7 +101,7 @@ class Program:
             return proxy
         if isinstance(answer.get("exception"), list):
             base = self._class_of([text for text in answer["exception"] if text != name]) or Exception
-            self._exceptions[name] = type(name, (base,), {})
+            self._exceptions[name] = type(name, (base,), {})  # pyright: ignore[reportArgumentType] - a class of `base`
             return self._exceptions[name]
         if not isinstance(value, Remote):
             return value
