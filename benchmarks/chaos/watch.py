@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from penstock.deploy.local_run import REWARD, TRAINER
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import BusError
+from penstock.protocol.errors import BusError, WireError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.transport.bus import Bus
 
@@ -95,12 +96,14 @@ class Observer:
     def _run(self) -> None:
         while not self._ending.wait(_LOOK_S):
             try:
-                beats = [decode(entry.value, Heartbeat) for entry in self._live.entries().wait()]
+                entries = self._live.entries().wait()
             except BusError:
                 continue  # nats-server is among the victims
-            for beat in beats:
-                if beat.role in _FIGURE:
-                    self._fold(beat)
+            for entry in entries:
+                with contextlib.suppress(WireError):  # a login of the run may write anything into its key
+                    beat = decode(entry.value, Heartbeat)
+                    if beat.role in _FIGURE:
+                        self._fold(beat)
 
     def _fold(self, beat: Heartbeat) -> None:
         announced = beat.figures.get(_FIGURE[beat.role], 0.0)

@@ -225,6 +225,8 @@ class Blobs:
         while True:
             try:
                 return attempt()
+            except ValueError as err:  # the client refuses the key before it sends a request
+                raise BlobMissing(f"{what}: no object can have this key ({err}); the message that names it is wrong") from None
             except S3Error as err:
                 apart = clock_skew(err.response.headers, datetime.now(UTC))
                 if (final := self._final(err, what, apart)) is not None:

@@ -1,0 +1,186 @@
+"""The proof at the end: what was trained, recomputed from the published weights and from the tasks as they were issued.
+
+Of every group that the record says was trained:
+
+| compared                    | with                                                                          | within   |
+|-----------------------------|-------------------------------------------------------------------------------|----------|
+| its prompt                  | the prompt of the task with its id, as the trainer issued it                  | equal    |
+| its number of trajectories  | the task's group size                                                         | equal    |
+| its log-probabilities       | a dense forward with the weights of the version that each token names         | 1e-5     |
+| its rewards                 | the reward function, on its completions and the task's ground truth           | equal    |
+| its pack                    | the objects that the attackers stored                                         | counted  |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.chaos.chaos_reward import compute_score
+from benchmarks.fuzz.capture import Corpus
+from benchmarks.fuzz.sender import Sent
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from penstock.protocol.errors import PenstockError
+from penstock.protocol.record.lineage import LineageChapter, RecordedStep
+from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.blobs import Blobs
+from penstock.protocol.versions import PolicyVersion
+from penstock.protocol.weights.export import export_version
+from penstock.protocol.weights.version_reader import WeightReader
+from penstock.trainer.groups.stored_groups import ready_groups
+
+TOLERANCE = 1e-5  # nats, float32 against float32
+_SHOWN = 12
+
+
+@dataclass(slots=True)
+class Trained:
+    """What was trained, and what of it is foreign."""
+
+    groups: int = 0
+    tokens: int = 0
+    versions: int = 0
+    worst: float = 0.0  # largest difference of a log-probability, in nats
+    forged_objects: Counter[str] = field(default_factory=Counter)  # packs of attackers that were trained, by attack
+    foreign: list[str] = field(default_factory=list)
+    by_fault: Counter[str] = field(default_factory=Counter)
+
+    def add(self, fault: str, text: str) -> None:
+        """Record a group that is not what it claims to be."""
+        self.by_fault[fault] += 1
+        if len(self.foreign) < _SHOWN:
+            self.foreign.append(f"{fault}: {text}")
+
+
+class Judge:
+    """Recomputes what a run trained on."""
+
+    def __init__(
+        self, run_id: str, corpus: Corpus, blobs: Blobs, model: Path, forged: Mapping[str, Sent], scratch: Path
+    ) -> None:
+        """Judge by what the trainer itself sent, as it was captured."""
+        self._run_id, self._corpus, self._blobs, self._forged, self._scratch = run_id, corpus, blobs, forged, scratch
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._text = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._roots: dict[int, str] = {}
+        self._reader = WeightReader(blobs, run_id)
+        self.found = Trained()
+
+    def judge(self, chapters: Sequence[LineageChapter]) -> Trained:
+        """Return what is foreign among the groups of a record's chapters, the oldest first."""
+        for chapter in chapters:
+            for session in chapter.lives:
+                self._roots[session.version] = session.weights_digest
+            for step in chapter.steps:
+                self._roots[step.made_version] = step.weights_digest
+        by_versions: dict[int, list[Group]] = defaultdict(list)
+        for chapter in chapters:
+            for step in chapter.steps:
+                for group in self._groups(step):
+                    for version in {run.version for row in group.trajectories for run in row.version_runs}:
+                        by_versions[version].append(group)
+        self.found.versions = len(by_versions)
+        for version, groups in sorted(by_versions.items()):
+            if not self._load(version):
+                self.found.add("unknown version", f"{groups[0].group_id}: no published weights of version {version}")
+                continue
+            for group in groups:
+                self._check_logprobs(group, version)
+        return self.found
+
+    def _groups(self, step: RecordedStep) -> list[Group]:
+        try:
+            ready = ready_groups(step.packs, step.groups, self._blobs.get)
+        except PenstockError as err:
+            self.found.add("unreadable", f"step {step.step}: {err}")
+            return []
+        for one in ready:
+            if (sent := self._forged.get(one.pack.sha256)) is not None:
+                self.found.forged_objects[f"{sent.kind}: {sent.name}"] += 1
+            self._check_task(one.group, one.scored.rewards, f"step {step.step}, pack {one.pack.key}")
+        return [one.group for one in ready]
+
+    def _check_task(self, group: Group, rewards: Sequence[float], where: str) -> None:
+        self.found.groups += 1
+        self.found.tokens += sum(row.num_completion_tokens for row in group.trajectories)
+        task = self._corpus.prompts.get(group.group_id)
+        if task is None:
+            self.found.add("never issued", f"{group.group_id} ({where})")
+            return
+        prompt = task["prompt_ids"]
+        if any(
+            row.token_ids[: len(prompt)].tolist() != prompt or row.loss_mask[: len(prompt)].any()
+            for row in group.trajectories
+        ):
+            self.found.add("another prompt", f"{group.group_id} ({where})")
+        if len(group.trajectories) != task["group_size"] + task["with_baseline"]:
+            self.found.add("another group size", f"{group.group_id}: {len(group.trajectories)} ({where})")
+        longest = max(len(row.token_ids) for row in group.trajectories)
+        if longest > len(prompt) + task["sampling"]["max_new_tokens"]:
+            self.found.add("too long", f"{group.group_id}: {longest} tokens ({where})")
+        truth = json.loads(task["reward"]["ground_truth"])
+        expected = [self._reward(row.completion_text, truth) for row in group.trajectories]
+        if list(rewards) != expected:
+            self.found.add("other rewards", f"{group.group_id}: {list(rewards)[:4]} for {expected[:4]} ({where})")
+        for row in group.trajectories:
+            text = self._text.decode(row.token_ids[len(prompt) :].tolist(), skip_special_tokens=True)
+            if text != row.completion_text:
+                self.found.add("other text", f"{group.group_id}: {row.completion_text!r} for {text!r} ({where})")
+                break
+
+    @staticmethod
+    def _reward(text: str, truth: Any) -> float:
+        return compute_score("", text, truth)
+
+    def _load(self, version: int) -> bool:
+        """Load a version's published weights; False when none of its manifests has the root that the record states."""
+        folder = self._scratch / f"v{version}"
+        for (number, _), ref in self._corpus.manifests.items():
+            if number != version:
+                continue
+            try:
+                manifest = self._reader.manifest(ref, PolicyVersion(version))
+                if manifest.state_root != self._roots.get(version, manifest.state_root):
+                    continue
+                export_version(manifest, folder, reader=self._reader, blobs=self._blobs)
+            except PenstockError:
+                continue
+            state = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+            self._model.load_state_dict(state, strict=False)
+            return True
+        return False
+
+    @torch.inference_mode()
+    def _check_logprobs(self, group: Group, version: int) -> None:
+        longest = max(len(row.token_ids) for row in group.trajectories)
+        ids = torch.zeros(len(group.trajectories), longest, dtype=torch.long)
+        vocabulary = self._model.config.vocab_size
+        for number, row in enumerate(group.trajectories):
+            if row.token_ids.min() < 0 or row.token_ids.max() >= vocabulary:
+                self.found.add("outside the vocabulary", group.group_id)
+                return
+            ids[number, : len(row.token_ids)] = torch.from_numpy(row.token_ids.astype(np.int64))
+        logprobs = self._model(ids).logits.float().log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].numpy()
+        for number, row in enumerate(group.trajectories):
+            for run in row.version_runs:
+                if run.version == version:
+                    off = float(
+                        np.abs(
+                            logprobs[number, run.start - 1 : run.end - 1] - row.behaviour_logprobs[run.start : run.end]
+                        ).max()
+                    )
+                    self.found.worst = max(self.found.worst, off)
+                    if off > TOLERANCE:
+                        self.found.add(
+                            "other log-probabilities", f"{group.group_id} by {off:.3g} nats, version {version}"
+                        )
+                        return
