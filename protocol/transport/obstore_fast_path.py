@@ -53,7 +53,7 @@ class ObstoreFastPath:
             return False
         try:
             obstore.put(self._store, key, data, use_multipart=False)
-        except (BaseError, OSError, ValueError):
+        except (BaseError, OSError):
             return False
         return True
 
@@ -66,7 +66,7 @@ class ObstoreFastPath:
             if answer.meta["size"] != ref.size_bytes:
                 return None  # not read: its size is unknown
             return bytes(answer.bytes())
-        except (BaseError, OSError, ValueError):  # the last: a key that it does not take
+        except (BaseError, OSError):
             return None
 
     def get_range(self, ref: BlobRef, offset: int, size_bytes: int) -> bytes | None:
@@ -81,7 +81,7 @@ class ObstoreFastPath:
             return None
         try:
             return bytes(obstore.get_range(self._store, ref.key, start=offset, length=size_bytes))
-        except (BaseError, OSError, ValueError) as err:
+        except (BaseError, OSError) as err:
             if _NOT_PARTIAL in str(err):
                 self._has_ranges = False
             return None
