@@ -62,6 +62,7 @@ NOT_DEFENDED = {
     "rewards": "other rewards for real packs",
     "dead-letters": "dead letters of real, outstanding groups",
     "acks": "acknowledgements of messages that other processes hold",
+    "weights": "well-formed manifests of versions that the trainer has not made",
     "votes": "checksums of engines: a worker in the minority starts again with a fresh engine",
     "state": "head, lease, floor and checkpoint of the run",
 }
@@ -350,26 +351,40 @@ def _manifests(attacker: Attacker, rng: random.Random) -> Attack | None:
     if data is None:
         return None
     document = json.loads(data)
-    name = rng.choice(("bytes", "fields", "version", "objects", "cut"))
+    name = rng.choice(("bytes", "fields", "objects", "cut"))
     if name == "bytes":
         data = bytes(mutate_facts.bytes_of(rng, data, data)[1])
     elif name == "fields":
         data = _as_json(_changed_document(rng, document))
-    elif name == "version":
-        fields["version"] = document["version"] = max(0, document["version"] + rng.choice((-1, 0, 1, 1000)))
-        document["run_id"] = rng.choice((document["run_id"], "other-run"))
-        data = _as_json(document)
     elif name == "objects" and document["objects"]:
         document["objects"][0]["sha256"] = "0" * 64
         data = _as_json(document)
     else:
         data = data[: rng.randrange(len(data))]
-    sha256 = hashlib.sha256(data).hexdigest()
+    return _announced_weights(attacker, rng, name, tree, data)
+
+
+def _announced_weights(attacker: Attacker, rng: random.Random, name: str, tree: Any, data: bytes) -> Attack:
+    sha256, fields = hashlib.sha256(data).hexdigest(), tree[1]
     key = f"runs/{attacker.run_id}/weights/v{fields['version']:08d}/fuzz/{sha256[:20]}.json"
     fields["manifest"] = {"key": key, "size_bytes": len(data), "sha256": sha256}
-    made = _attack(rng, name, "trainer", found[0], mutate_facts.pack(tree))
+    made = _attack(rng, name, "trainer", subjects.weights_published(attacker.run_id), mutate_facts.pack(tree))
     made.stored = [(key, data)]
     return made
+
+
+def _weights(attacker: Attacker, rng: random.Random) -> Attack | None:
+    """Announce real weights under the number of a later version."""
+    found = attacker.real(rng, "weights.published")
+    if found is None:
+        return None
+    tree = mutate_facts.unpack(found[1])
+    data = attacker.fetch(tree[1]["manifest"])
+    if data is None:
+        return None
+    document = json.loads(data)
+    tree[1]["version"] = document["version"] = document["version"] + rng.choice((1, 2, 1000))
+    return _announced_weights(attacker, rng, "later version", tree, _as_json(document))
 
 
 def _changed_document(rng: random.Random, document: dict[str, Any]) -> dict[str, Any]:
@@ -591,4 +606,5 @@ _MAKERS: tuple[tuple[str, float, Maker], ...] = (
     ("acks", 3, _acks),
     ("state", 1, _state),
     ("votes", 1, _votes),
+    ("weights", 1, _weights),
 )

@@ -14,7 +14,7 @@ Of every group that the record says was trained:
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,13 +50,13 @@ class Trained:
     tokens: int = 0
     versions: int = 0
     worst: float = 0.0  # largest difference of a log-probability, in nats
-    forged_objects: Counter[str] = field(default_factory=Counter)  # packs of attackers that were trained, by attack
+    forged_objects: dict[str, int] = field(default_factory=dict)  # packs of attackers that were trained, by attack
     foreign: list[str] = field(default_factory=list)
-    by_fault: Counter[str] = field(default_factory=Counter)
+    by_fault: dict[str, int] = field(default_factory=dict)
 
     def add(self, fault: str, text: str) -> None:
         """Record a group that is not what it claims to be."""
-        self.by_fault[fault] += 1
+        self.by_fault[fault] = self.by_fault.get(fault, 0) + 1
         if len(self.foreign) < _SHOWN:
             self.foreign.append(f"{fault}: {text}")
 
@@ -105,7 +105,8 @@ class Judge:
             return []
         for one in ready:
             if (sent := self._forged.get(one.pack.sha256)) is not None:
-                self.found.forged_objects[f"{sent.kind}: {sent.name}"] += 1
+                name = f"{sent.kind}: {sent.name}"
+                self.found.forged_objects[name] = self.found.forged_objects.get(name, 0) + 1
             self._check_task(one.group, one.scored.rewards, f"step {step.step}, pack {one.pack.key}")
         return [one.group for one in ready]
 

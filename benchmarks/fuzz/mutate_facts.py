@@ -46,7 +46,7 @@ def pack(tree: Any) -> bytes:
     """Return the bytes of a tree; numbers beyond 64 bits become texts."""
     try:
         return msgpack.packb(tree, use_bin_type=True, default=str) or b""
-    except (OverflowError, ValueError, UnicodeEncodeError):
+    except (OverflowError, ValueError, UnicodeEncodeError, RecursionError):
         return msgpack.packb(_packable(tree), use_bin_type=True, default=str) or b""
 
 

@@ -38,7 +38,7 @@ class Outcome:
     wall_s: float = 0.0
     steps_under_attack: int = 0
     steps_after: int = 0
-    kills: Counter[str] = field(default_factory=Counter)
+    kills: dict[str, int] = field(default_factory=dict)
     alive: dict[str, bool] = field(default_factory=dict)
     table: dict[str, dict[str, int]] = field(default_factory=dict)  # class -> column -> attacks
     by_name: dict[str, dict[str, int]] = field(default_factory=dict)  # class: name -> answer of the server -> attacks

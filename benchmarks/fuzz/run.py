@@ -75,12 +75,13 @@ VICTIMS = (
     TRAINER, worker_name(0), worker_name(1), REWARD, endpoint_name(REWARD_FILE), NatsServer.name, S3Server.name,
 )  # fmt: skip
 GROUPS_PER_STEP = 8
-_FIRST_STEP_S = 120.0
+_FIRST_STEP_S = 240.0
 _CALM_S = 90.0  # for the steps after the attack
 _CALM_STEPS = 3
 _STOP_S = 90.0
 _OWN_KILL_S = 5.0  # a process that this command killed is reported within this time
 _LEAST_ROUND_S = 30.0
+_STOPPED = (0, 128 + signal.SIGTERM)  # exit codes of a trainer that was asked to stop
 
 _RUN_FILE = """\
 run = {{ id = "{run_id}", dir = "{folder}/runs", seed = {seed} }}
@@ -193,7 +194,7 @@ class FuzzRun:
 
     def _kill(self, run: SecuredRun, servers: Servers, victim: str) -> None:
         self._killed[victim] = time.time()
-        self.outcome.kills[victim] += 1
+        self.outcome.kills[victim] = self.outcome.kills.get(victim, 0) + 1
         if victim in {NatsServer.name, S3Server.name}:
             servers.supervisor.child(victim).crash()
         else:
@@ -212,7 +213,7 @@ class FuzzRun:
         self._killed[TRAINER] = time.time() + _STOP_S
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself: a finding already
             os.kill(pid, signal.SIGTERM)
-        if run.wait(_STOP_S) != 0:
+        if run.wait(_STOP_S) not in _STOPPED:
             self._find("the trainer did not stop cleanly", TRAINER, run.log_tail(TRAINER))
 
     # ── findings ──────────────────────────────────────────────────────────────────────────────
@@ -222,7 +223,10 @@ class FuzzRun:
         if event.kind not in {"crashed", "exited", "gave_up"}:
             return
         self._events.append(event)
-        own = event.at - self._killed.get(event.name, 0.0) < _OWN_KILL_S and event.detail in {"SIGKILL", "exit code 0"}
+        own = event.at - self._killed.get(event.name, 0.0) < _OWN_KILL_S and event.detail in {
+            "SIGKILL",
+            *(f"exit code {code}" for code in _STOPPED),
+        }
         if not own:
             threading.Thread(target=self._find_crash, args=(event,), daemon=True).start()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import threading
@@ -34,6 +35,7 @@ from penstock.protocol.facts import DeadLetter, decode
 from penstock.protocol.transport.blobs import Blobs
 
 _BATCH = 64
+_PIPELINES = 4  # batches under way at a time
 _ANSWER_S = 3.0
 _JOURNAL = 6000  # attacks remembered for findings
 _VIOLATION = re.compile(r'permissions violation for publish to "(.*)"', re.IGNORECASE)
@@ -77,6 +79,7 @@ class Sender:
         self._ending = threading.Event()
         self._waiting: Counter[str] = Counter()
         self._clients: dict[str, Client] = {}
+        self._numbers = itertools.count(1)
         self._open: dict[str, dict[str, Attack]] = {role: {} for role in ROLES}
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="sender", daemon=True)
 
@@ -96,22 +99,24 @@ class Sender:
             self._clients[role] = await self._connect(role, self._refused_to(role))
             await self._clients[role].subscribe(f"_INBOX_{role}.fuzz.>", cb=self._answered_to(role))
         watching = asyncio.create_task(self._watch_queues(admin))
-        number = 0
+        await asyncio.gather(*(self._send(admin) for _ in range(_PIPELINES)))
+        watching.cancel()
+        for client in (admin, *self._clients.values()):
+            with contextlib.suppress(Exception):
+                await client.close()
+
+    async def _send(self, admin: Client) -> None:
         while not self._ending.is_set():
             if not self.attacks_on.is_set() or not admin.is_connected:
                 await asyncio.sleep(0.05)
                 continue
             started = time.monotonic()
             try:
-                number = await self._send_batch(number)
+                await self._send_batch()
             except (nats.errors.Error, OSError) as err:  # nats-server was killed
                 self.problems[type(err).__name__] += 1
                 await asyncio.sleep(0.2)
-            await asyncio.sleep(max(0.0, _BATCH / self._rate - (time.monotonic() - started)))
-        watching.cancel()
-        for client in (admin, *self._clients.values()):
-            with contextlib.suppress(Exception):
-                await client.close()
+            await asyncio.sleep(max(0.0, _PIPELINES * _BATCH / self._rate - (time.monotonic() - started)))
 
     async def _connect(self, role: str, on_refusal: Callable[[str], None]) -> Client:
         async def on_error(err: Exception) -> None:
@@ -160,8 +165,8 @@ class Sender:
                 return waiting > self._most_waiting
         return False
 
-    async def _send_batch(self, number: int) -> int:
-        batch, number = await asyncio.to_thread(self._draw_batch, number)
+    async def _send_batch(self) -> None:
+        batch = await asyncio.to_thread(self._draw_batch)
         stored = [(key, data, attack) for attack in batch for key, data in attack.stored]
         if stored:
             await asyncio.gather(*(asyncio.to_thread(self._store, *each) for each in stored))
@@ -188,13 +193,10 @@ class Sender:
         for role, name in names:
             if name in self._open[role]:
                 self._close(role, name, "unanswered")
-        return number
 
-    def _draw_batch(self, number: int) -> tuple[list[Attack], int]:
+    def _draw_batch(self) -> list[Attack]:
         batch: list[Attack] = []
-        last = number + 4 * _BATCH
-        while len(batch) < _BATCH and number < last:
-            number += 1
+        for number in itertools.islice(self._numbers, 2 * _BATCH):
             try:
                 attack = self._attacker.draw(number)
             except Exception as err:  # noqa: BLE001  a mutation that does not fit its message is not sent
@@ -204,7 +206,7 @@ class Sender:
                 self.num_skipped += 1
             else:
                 batch.append(attack)
-        return batch, number
+        return batch
 
     def _store(self, key: str, data: bytes, attack: Attack) -> None:
         try:

@@ -66,7 +66,7 @@ def leaf(rng: random.Random) -> Any:
     if kind == 2:
         return text(rng)
     if kind == 3:
-        return nested(rng.choice((2, 31, 33, 400)))
+        return nested(rng.choice((2, 31, 33, 300)))
     return rng.choice(OTHERS)
 
 
