@@ -26,7 +26,8 @@ from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.task_packs import TaskPack, choose_groups_per_message, make_task, pack_tasks, task_bytes
 from penstock.trainer.settings import RolloutSettings
 
-_GROUP_ID = re.compile(r"e(\d+)\.p(\d+)\.a(\d+)")
+_NUMBER = r"(0|[1-9]\d{0,17})"  # one text for each number: an id with a leading zero would name the group of another id
+_GROUP_ID = re.compile(rf"e{_NUMBER}\.p{_NUMBER}\.a{_NUMBER}", re.ASCII)
 _STATE_TAG = "dispatch_state.v1"
 
 MAX_DEAD_KNOWN = 10_000  # newest dead-lettered groups that are recognised when their letters are sent again
