@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
 WORKERS ?= 2
+FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: bench-plane wheel-test test-vllm
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
+.PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -42,6 +43,9 @@ sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate envir
 
 bench-staleness: $(STAMP)  ## compare corrections for stale samples: missing runs, table and plot (hours)
 	$(BIN)/python -m benchmarks.staleness --all --report
+
+fuzz-ring: $(STAMP)  ## attack a whole run with the login of every role for FUZZ_S seconds while processes are killed (then minutes of proof)
+	$(BIN)/python -m benchmarks.fuzz --seconds $(FUZZ_S) --json fuzz-findings/report.json
 
 fuzz-patches: $(STAMP)  ## decode 200,000 malformed weight patches, manifests and layouts under a memory limit (minutes)
 	$(BIN)/python -m tests.protocol.weights.fuzz_patches --mutations 200000

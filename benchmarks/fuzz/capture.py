@@ -6,13 +6,11 @@ import hashlib
 import random
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.fuzz.mutate_facts import unpack
 
 from penstock.protocol.errors import BlobError
-from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 
 _KEPT = 400
@@ -28,7 +26,6 @@ class Corpus:
         self.run_id = run_id
         self.num_seen = 0
         self.prompts: dict[str, dict[str, Any]] = {}  # group id -> the task as the trainer issued it
-        self.manifests: dict[tuple[int, str], BlobRef] = {}  # (version, sha256) as the trainer announced it
         self._messages: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._objects: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -42,15 +39,6 @@ class Corpus:
             if kind == "tasks":
                 for task in unpack(data)[1]["tasks"]:
                     self.prompts[task["group_id"]] = task
-            elif kind == "weights.published":
-                fields = unpack(data)[1]
-                ref = BlobRef(**fields["manifest"])
-                self.manifests[(fields["version"], ref.sha256)] = ref
-
-    def kinds(self) -> list[str]:
-        """Return the kinds that were seen."""
-        with self._lock:
-            return sorted(self._messages)
 
     def draw(self, rng: random.Random, kind: str) -> Message | None:
         """Return one of the newest real messages of a kind, mostly a very new one; None before the first."""
@@ -60,11 +48,6 @@ class Corpus:
                 return None
             newest = min(len(known), 12 if rng.random() < 0.7 else len(known))
             return known[len(known) - 1 - rng.randrange(newest)]
-
-    def newest(self, kind: str, number: int) -> Sequence[Message]:
-        """Return the newest messages of a kind."""
-        with self._lock:
-            return list(self._messages.get(kind, ()))[-number:]
 
     def fetch(self, ref: dict[str, Any], blobs: Blobs) -> bytes | None:
         """Return an object that a message names; None if it cannot be read now."""

@@ -188,7 +188,7 @@ def _counts(rng: random.Random, fields: dict[str, Any], _: dict[str, Any]) -> No
 def _reference(rng: random.Random, fields: dict[str, Any], spare: dict[str, Any]) -> None:
     ref = fields.get("pack") or fields.get("manifest") or fields.get("tasks_blob")
     other = spare.get("pack") or spare.get("manifest") or ref
-    if not isinstance(ref, dict):
+    if not isinstance(ref, dict) or not isinstance(other, dict):
         return
     change = rng.randrange(6)
     if change == 0:
@@ -273,7 +273,7 @@ def generated_fact(rng: random.Random, model: type[Fact]) -> bytes:
     return pack([model.schema_tag, generated(rng, model)])[:_MAX_BYTES]
 
 
-def _drawn(rng: random.Random, annotation: Any, field: FieldInfo | None = None) -> Any:  # noqa: PLR0911
+def _drawn(rng: random.Random, annotation: Any, field: FieldInfo | None = None) -> Any:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     metadata = list(field.metadata) if field is not None else []
     if origin is typing.Annotated:
@@ -283,8 +283,6 @@ def _drawn(rng: random.Random, annotation: Any, field: FieldInfo | None = None) 
         return rng.choice(arguments)
     if origin in (typing.Union, types.UnionType):
         return _drawn(rng, rng.choice(arguments))
-    if annotation is type(None):
-        return None
     if origin is tuple:
         size = _limit(metadata, MinLen, "min_length", 0) + rng.choice((0, 1, 2, 8))
         return [_drawn(rng, arguments[0]) for _ in range(size)]
@@ -292,6 +290,12 @@ def _drawn(rng: random.Random, annotation: Any, field: FieldInfo | None = None) 
         return {str(_drawn(rng, arguments[0]))[:40]: _drawn(rng, arguments[1]) for _ in range(rng.choice((0, 1, 3)))}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return generated(rng, annotation)
+    return _drawn_scalar(rng, annotation, metadata)
+
+
+def _drawn_scalar(rng: random.Random, annotation: Any, metadata: list[Any]) -> Any:
+    if annotation is type(None):
+        return None
     if annotation is int:
         low = max(_limit(metadata, Ge, "ge", 0), _limit(metadata, Gt, "gt", -1) + 1)
         high = min(_limit(metadata, Le, "le", 2**53), _limit(metadata, Lt, "lt", 2**53 + 1) - 1)

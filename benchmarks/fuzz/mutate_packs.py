@@ -107,11 +107,13 @@ def schema_of(rng: random.Random, groups: list[list[Row]]) -> tuple[str, bytes]:
     elif name == "repeat":
         tables = [t.append_column(column, t.column(at)) for t in tables]
     elif name == "add":
-        tables = [t.append_column(rng.choice(("rewards", "x" * 300, "")), pa.array([1] * t.num_rows)) for t in tables]
+        added = rng.choice(("rewards", "x" * 300, ""))
+        tables = [t.append_column(added, pa.array([1] * t.num_rows)) for t in tables]
     elif name == "rename":
         tables = [t.rename_columns([n + "_" if n == column else n for n in t.column_names]) for t in tables]
     elif name == "order":
-        tables = [t.select(rng.sample(t.column_names, t.num_columns)) for t in tables[:1]] * 1 or tables
+        names = rng.sample(SCHEMA.names, len(SCHEMA.names))
+        tables = [t.select(names) for t in tables]
     elif name == "tag":
         return name, write(tables).replace(SCHEMA_TAG.encode(), rng.choice((b"group_pack.v2", b"\xff" * 13)))
     elif name == "no-rows":

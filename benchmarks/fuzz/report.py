@@ -117,6 +117,8 @@ def show(outcome: Outcome) -> str:
         rows.append(
             f"trained: {trained.groups} groups, {trained.tokens} tokens of {trained.versions} versions recomputed, worst "
             f"log-probability off by {trained.worst:.2g} nats; packs of attackers among them: {dict(trained.forged_objects) or 'none'}"
+            + f"; {trained.not_captured} judged by the data, as their tasks were sent while NATS restarted"
+            * bool(trained.not_captured)
         )
         rows += [f"  {text}" for text in trained.foreign]
     if outcome.audit:

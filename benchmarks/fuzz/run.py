@@ -38,6 +38,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -45,10 +46,11 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import nats.js.errors
 from benchmarks.chaos.watch import Observer
 from benchmarks.fuzz.attacks import DEFENDED, NOT_DEFENDED, Attack, Attacker
 from benchmarks.fuzz.capture import Corpus
-from benchmarks.fuzz.judge import Judge
+from benchmarks.fuzz.judge import Evidence, Judge
 from benchmarks.fuzz.report import Finding, Outcome, show
 from benchmarks.fuzz.secured_run import SecuredRun, Servers
 from benchmarks.fuzz.sender import Sender
@@ -64,7 +66,7 @@ from penstock.deploy.supervise import ProcessEvent
 from penstock.protocol import logs, streams
 from penstock.protocol.config.connection import NatsSettings
 from penstock.protocol.errors import PenstockError, WireError
-from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, decode
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, WeightsPublished, decode
 from penstock.protocol.record.checkpoint_state import committed
 from penstock.protocol.record.lineage import chapters
 from penstock.protocol.transport.blobs import Blobs
@@ -75,6 +77,7 @@ VICTIMS = (
     TRAINER, worker_name(0), worker_name(1), REWARD, endpoint_name(REWARD_FILE), NatsServer.name, S3Server.name,
 )  # fmt: skip
 GROUPS_PER_STEP = 8
+GROUP_SIZE = 4
 _FIRST_STEP_S = 240.0
 _CALM_S = 90.0  # for the steps after the attack
 _CALM_STEPS = 3
@@ -96,7 +99,7 @@ max_prompt_tokens = 32
 
 [rollout]
 groups_per_step = {groups_per_step}
-group_size = 4
+group_size = {group_size}
 groups_per_message = 2
 max_staleness = 4
 max_new_tokens = {max_new_tokens}
@@ -126,7 +129,7 @@ class FuzzRun:
         self.run_file = folder / "run.toml"
         self.run_file.write_text(
             _RUN_FILE.format(
-                run_id=self.run_id, folder=folder, seed=seed, groups_per_step=GROUPS_PER_STEP,
+                run_id=self.run_id, folder=folder, seed=seed, groups_per_step=GROUPS_PER_STEP, group_size=GROUP_SIZE,
                 max_new_tokens=quickstart_task.MAX_NEW_TOKENS,
             )
         )  # fmt: skip
@@ -305,11 +308,20 @@ class FuzzRun:
             proof = check_record(inputs)
             outcome.audit = proof.to_document()
             with tempfile.TemporaryDirectory() as scratch:
-                judge = Judge(self.run_id, corpus, blobs, self.folder / "model", sender.forged, Path(scratch))
+                evidence = Evidence(
+                    run_id=self.run_id,
+                    corpus=corpus,
+                    blobs=blobs,
+                    model=self.folder / "model",
+                    data=self.folder / "data" / "train.jsonl",
+                    group_size=GROUP_SIZE,
+                    announced=announcements(self.run_id, bus),
+                    forged=sender.forged,
+                    captures_all=NatsServer.name not in outcome.kills,
+                )
+                judge = Judge(evidence, Path(scratch))
                 outcome.trained = judge.judge(list(chapters(found[-1][1].record, blobs.get))[::-1])
         except Exception as err:  # noqa: BLE001  a proof that cannot be made is a finding
-            import traceback
-
             self._find(f"the proof failed: {type(err).__name__}: {err}", TRAINER, traceback.format_exc())
 
     def _replay(self, servers: Servers) -> dict[str, Any]:
@@ -328,6 +340,15 @@ class FuzzRun:
         if not done.stdout.strip():
             return {"holds": False, "difference": done.stderr[-1500:]}
         return json.loads(done.stdout.splitlines()[-1])
+
+
+def announcements(run_id: str, bus: Bus) -> list[WeightsPublished]:
+    """Return all announcements of weights that decode, forged ones too."""
+    found = []
+    for message in bus.read_stream(f"{run_id}-weights").wait():
+        with contextlib.suppress(WireError):
+            found.append(decode(message.data, WeightsPublished))
+    return found
 
 
 def remove_undecodable(run_id: str, admin: NatsSettings) -> None:
@@ -446,6 +467,7 @@ def main() -> int:
         outcomes.append(outcome)
         seed += 1
         if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1, default=str))
     print(
         f"\n{sum(outcome.sent for outcome in outcomes)} attacks in {len(outcomes)} runs, {sum(bool(o.failures()) for o in outcomes)} with findings"

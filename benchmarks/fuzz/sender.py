@@ -19,11 +19,12 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import nats
 import nats.errors
+import nats.js.errors
 from benchmarks.fuzz.attacks import MUST_BE_REFUSED, ROLES, Attack, Attacker
 from benchmarks.fuzz.capture import Corpus
 from benchmarks.fuzz.secured_run import SecuredNats
@@ -181,7 +182,7 @@ class Sender:
                 self._close(attack.role, str(attack.number), "refused by the client")
         self.num_sent += len(batch)
         for client in self._clients.values():
-            await client.flush(timeout=_ANSWER_S)  # after it every refusal has arrived
+            await client.flush(timeout=round(_ANSWER_S))  # after it every refusal has arrived
         deadline = time.monotonic() + _ANSWER_S
         names = {(attack.role, str(attack.number)) for attack in batch}
         while time.monotonic() < deadline and any(name in self._open[role] for role, name in names):
@@ -225,7 +226,7 @@ class Sender:
 
         return refused
 
-    def _answered_to(self, role: str) -> Callable[[Msg], object]:
+    def _answered_to(self, role: str) -> Callable[[Msg], Awaitable[None]]:
         async def answered(msg: Msg) -> None:
             name = msg.subject.rpartition(".")[2]
             attack = self._open[role].get(name)
