@@ -169,7 +169,8 @@ def _subject(attacker: Attacker, role: str, stage: str, rng: random.Random) -> s
         return subjects.events(run_id, rng.choice(("step", "eval", "weights", "log", "state", "drop", "alarm", "dead")))
     if stage.startswith("weights."):
         return f"{subjects.PREFIX}.{run_id}.{stage}"
-    return f"{subjects.PREFIX}.{run_id}.{stage}.{rng.choice(('train', 'train', 'train', 'eval'))}"
+    splits = ("train",) if stage == "tasks" else ("train", "train", "train", "eval")
+    return f"{subjects.PREFIX}.{run_id}.{stage}.{rng.choice(splits)}"
 
 
 def _attack(rng: random.Random, name: str, role: str, subject: str, data: bytes) -> Attack:

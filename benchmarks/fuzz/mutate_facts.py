@@ -223,7 +223,8 @@ def _repeated(rng: random.Random, fields: dict[str, Any], spare: dict[str, Any])
 
 def _labels(rng: random.Random, fields: dict[str, Any], _: dict[str, Any]) -> None:
     for summary in _summaries(fields):
-        summary["split"] = rng.choice(("eval", "train"))
+        if "sampling" not in summary:  # a task in the other split's queue is a dead letter of a real, outstanding group
+            summary["split"] = rng.choice(("eval", "train"))
         if "reward_name" in summary:
             summary["reward_name"] = rng.choice(("exact_match", "nothing-like-this", "code", summary["reward_name"]))
         if "has_baseline" in summary:

@@ -303,6 +303,7 @@ class FuzzRun:
                 inputs = gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True)
             except PenstockError as err:
                 self._find(f"the audit cannot read the run: {type(err).__name__}: {err}", TRAINER, "")
+                self._calm_services(run)
                 remove_undecodable(self.run_id, self._admin)
                 inputs = gather(self.run_id, bus, blobs, run.folder / "checkpoints", reads_packs=True)
             proof = check_record(inputs)
@@ -323,6 +324,12 @@ class FuzzRun:
                 outcome.trained = judge.judge(list(chapters(found[-1][1].record, blobs.get))[::-1])
         except Exception as err:  # noqa: BLE001  a proof that cannot be made is a finding
             self._find(f"the proof failed: {type(err).__name__}: {err}", TRAINER, traceback.format_exc())
+
+    def _calm_services(self, run: SecuredRun) -> None:
+        """Stop all services: nothing is dead-lettered any more while the run is cleaned and audited."""
+        now = time.time() + _STOP_S
+        self._killed.update((view.name, now) for view in run.processes())
+        run.stop()
 
     def _replay(self, servers: Servers) -> dict[str, Any]:
         if not self.outcome.audit:
