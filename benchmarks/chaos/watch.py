@@ -11,14 +11,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 from penstock.deploy.local_run import REWARD, TRAINER
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import BusError, WireError
+from penstock.protocol.errors import BusError
 from penstock.protocol.facts import Heartbeat, RunEvent, decode
 from penstock.protocol.transport.bus import Bus
 
@@ -96,14 +95,12 @@ class Observer:
     def _run(self) -> None:
         while not self._ending.wait(_LOOK_S):
             try:
-                entries = self._live.entries().wait()
+                beats = [decode(entry.value, Heartbeat) for entry in self._live.entries().wait()]
             except BusError:
                 continue  # nats-server is among the victims
-            for entry in entries:
-                with contextlib.suppress(WireError):  # a login of the run may write anything into its key
-                    beat = decode(entry.value, Heartbeat)
-                    if beat.role in _FIGURE:
-                        self._fold(beat)
+            for beat in beats:
+                if beat.role in _FIGURE:
+                    self._fold(beat)
 
     def _fold(self, beat: Heartbeat) -> None:
         announced = beat.figures.get(_FIGURE[beat.role], 0.0)

@@ -25,6 +25,7 @@ class Corpus:
         """Start empty."""
         self.run_id = run_id
         self.num_seen = 0
+        self.newest_step = 0  # by the trainer's own events
         self.prompts: dict[str, dict[str, Any]] = {}  # group id -> the task as the trainer issued it
         self._messages: dict[str, deque[Message]] = defaultdict(lambda: deque(maxlen=_KEPT))
         self._objects: OrderedDict[str, bytes] = OrderedDict()
@@ -36,6 +37,8 @@ class Corpus:
         with self._lock:
             self.num_seen += 1
             self._messages[kind].append((subject, data))
+            if kind == "events" and subject.endswith(".step"):
+                self.newest_step = max(self.newest_step, int(unpack(data)[1]["data"]["step"]))
             if kind == "tasks":
                 for task in unpack(data)[1]["tasks"]:
                     self.prompts[task["group_id"]] = task

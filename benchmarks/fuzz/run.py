@@ -47,7 +47,6 @@ from typing import Any
 
 import nats
 import nats.js.errors
-from benchmarks.chaos.watch import Observer
 from benchmarks.fuzz.attacks import DEFENDED, NOT_DEFENDED, Attack, Attacker
 from benchmarks.fuzz.capture import Corpus
 from benchmarks.fuzz.judge import Evidence, Judge
@@ -147,7 +146,6 @@ class FuzzRun:
                 run.start_services()
                 with (
                     Bus.connect(servers.nats.login("admin"), name="fuzz") as bus,
-                    Observer(self.run_id, bus) as observer,
                     Sender(
                         attacker, corpus, servers.nats, blobs, rate=self.options.rate, most_waiting=self.options.depth
                     ) as sender,
@@ -155,19 +153,19 @@ class FuzzRun:
                     self._sender, self._bus, self._blobs = sender, bus, blobs
                     self._admin = servers.nats.login("admin")
                     run.start_trainer()
-                    self._wait(run, lambda: observer.seen.newest_step >= 1, _FIRST_STEP_S)
+                    self._wait(run, lambda: corpus.newest_step >= 1, _FIRST_STEP_S)
                     self.outcome.started_s = round(time.monotonic() - started, 1)
-                    first, began = observer.seen.newest_step, time.monotonic()
-                    if observer.seen.newest_step:
+                    first, began = corpus.newest_step, time.monotonic()
+                    if corpus.newest_step:
                         sender.attacks_on.set()
                         self._attack(run, servers, began + seconds)
                         sender.attacks_on.clear()
                     self.outcome.attack_s = round(time.monotonic() - began, 1)
-                    self.outcome.steps_under_attack = observer.seen.newest_step - first
-                    calm = observer.seen.newest_step
+                    self.outcome.steps_under_attack = corpus.newest_step - first
+                    calm = corpus.newest_step
                     if not self._is_over(run):
-                        self._wait(run, lambda: observer.seen.newest_step >= calm + _CALM_STEPS, _CALM_S)
-                        self.outcome.steps_after = observer.seen.newest_step - calm
+                        self._wait(run, lambda: corpus.newest_step >= calm + _CALM_STEPS, _CALM_S)
+                        self.outcome.steps_after = corpus.newest_step - calm
                         if self.outcome.steps_after == 0:
                             self._find("no step after the attack", TRAINER, run.log_tail(TRAINER))
                         self._stop_trainer(run)
