@@ -6,12 +6,13 @@ STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
 SOAK_S ?= 3600
 WORKERS ?= 2
+FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
 .PHONY: bench-plane wheel-test test-vllm test-secrets
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
-.PHONY: bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
+.PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
 quickstart: $(STAMP)  ## train a tiny language model with all services on this machine
 	$(BIN)/penstock quickstart
@@ -47,6 +48,9 @@ sglang-env: $(SGLANG)/.installed  ## install SGLang for CPUs in a separate envir
 
 bench-staleness: $(STAMP)  ## compare corrections for stale samples: missing runs, table and plot (hours)
 	$(BIN)/python -m benchmarks.staleness --all --report
+
+fuzz-ring: $(STAMP)  ## attack a whole run with the login of every role for FUZZ_S seconds while processes are killed (then minutes of proof)
+	$(BIN)/python -m benchmarks.fuzz --seconds $(FUZZ_S) --json fuzz-findings/report.json
 
 fuzz-patches: $(STAMP)  ## decode 200,000 malformed weight patches, manifests and layouts under a memory limit (minutes)
 	$(BIN)/python -m tests.protocol.weights.fuzz_patches --mutations 200000

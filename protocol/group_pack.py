@@ -96,11 +96,16 @@ _TEXT_COLUMNS = (
 
 
 def encode(groups: Sequence[Group]) -> bytes:
-    """Encode groups, in order, as one Parquet object with one row group each."""
+    """Encode groups, in order, as one Parquet object with one row group each; raises PackError for what has no column."""
     if not groups:
         raise PackError("a pack needs at least one group")
     sink = io.BytesIO()
-    table = _table(groups)
+    try:
+        table = _table(groups)
+    except (pa.ArrowException, OverflowError, ValueError) as err:  # a task may state an attempt beyond 32 bits
+        raise PackError(
+            f"group {groups[0].group_id} and {len(groups) - 1} more do not fit {SCHEMA_TAG}: {err}"
+        ) from None
     large = sum(len(row.token_ids) for group in groups for row in group.trajectories) > _LARGE_TOKENS * len(groups)
     options: dict[str, Any] = _LARGE if large else _SMALL
     with pq.ParquetWriter(sink, SCHEMA, write_statistics=False, store_schema=False, **options) as writer:

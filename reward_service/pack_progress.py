@@ -141,6 +141,6 @@ def _newest(own: PackProgress, stored: PackProgress) -> PackProgress:
 def _decode(value: bytes) -> PackProgress:
     try:
         return PackProgress.from_json(value)
-    except (ValueError, KeyError, TypeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         log.error("progress unreadable: the pack is scored from the start", error=str(err))  # noqa: TRY400
         return _FRESH

@@ -48,6 +48,7 @@ _CLOCK_SKEW_CODES = {"AccessDenied", "BadRequest", "SignatureDoesNotMatch", "Req
 _DELETE_BATCH = 1000  # the limit of one request
 _MISSING = {"NoSuchKey", "NoSuchObject", "NotFound"}
 _TOO_SHORT = "InvalidRange"  # the object ends before the part that was asked for
+_MAX_PART_BYTES = 255  # of a key between two slashes; file systems below S3 servers take no longer name
 _NO_DATE = datetime.fromtimestamp(0, UTC)  # for a server that sends none: such an object counts as old
 
 
@@ -132,12 +133,14 @@ class Blobs:
         A short or altered answer is fetched once more before it counts as corrupt: the network may have
         altered it.
         """
+        _require_key(ref.key)
         first = self._fast_path.get(ref)
         whole = f"{ref.size_bytes} bytes"
         return _verified(ref, first, lambda: self._fetch(ref), ref.size_bytes, ref.sha256, whole, "message")
 
     def get_unverified(self, key: str) -> bytes:
         """Fetch an object from a listing, without a size or sha256 to verify it by; raises BlobMissing."""
+        _require_key(key)
 
         def once() -> bytes:
             response = self._client.get_object(self.bucket, key)
@@ -154,6 +157,7 @@ class Blobs:
 
         As in `get`, a short or altered answer is fetched once more before it counts as corrupt.
         """
+        _require_key(ref.key)
         first = self._fast_path.get_range(ref, offset, size_bytes)
         part = f"{size_bytes} bytes at {offset}"
         fetch = functools.partial(self._fetch, ref, offset, size_bytes)
@@ -161,6 +165,7 @@ class Blobs:
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
         """Fetch an object into a file, verified before the file gets its name."""
+        _require_key(ref.key)
         partial = path.with_name(path.name + ".partial")
         if ref.size_bytes <= 64 * _CHUNK_BYTES:
             partial.write_bytes(self.get(ref))
@@ -265,6 +270,17 @@ class Blobs:
         if 400 <= err.response.status < 500 and code not in _TRANSIENT:
             return BlobError(f"{what}: {endpoint} refused it: {code}: {err.message}")
         return None
+
+
+def _require_key(key: str) -> None:
+    """Raise BlobMissing for a key that no object of ours has and that clients or servers do not take.
+
+    A message from outside names any key. What the clients raise for such a key is no error of the object store, and
+    some servers answer it with a listing, with XML that does not parse, or with an internal error, which is retried.
+    """
+    parts = key.split("/")
+    if not key.isprintable() or any(p.strip() in {"", ".", ".."} or len(p.encode()) > _MAX_PART_BYTES for p in parts):
+        raise BlobMissing(f"{key[:200]!r} is no valid object key; the message that names it is wrong")
 
 
 def _verified(

@@ -38,7 +38,9 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
         await connection.client.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=reply)
         while True:
             msg = await sub.next_msg(timeout=ATTEMPT_S)
-            status = (msg.headers or {}).get("Status")
+            headers = msg.headers or {}
+            # A stored message, which the server numbers, may have any other header; its writer chose it.
+            status = headers.get("Status") if "Nats-Sequence" not in headers else None
             if status == "503":
                 raise nats.js.errors.NoStreamResponseError
             if status is not None:  # 204 end of batch, 404 no message

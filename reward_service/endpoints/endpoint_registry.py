@@ -133,8 +133,9 @@ class EndpointRegistry:
         elif entry.revision != self._revision:
             try:
                 directory = Directory.from_json(entry.value)
-            except (ValueError, KeyError, TypeError, ValidationError) as err:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ValidationError) as err:
                 log.error("registry unreadable; keeping the last state", bucket=self._store.bucket, error=str(err))  # noqa: TRY400
+                self._revision = entry.revision  # so that the next registration replaces it
                 return
             for endpoint in directory.endpoints.values():
                 await self._secrets.fetch(endpoint)

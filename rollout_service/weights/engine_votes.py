@@ -20,6 +20,7 @@ class Disagreement:
     """Engines with one weight layout that report different checksums for one version."""
 
     version: PolicyVersion
+    layout: str  # of their checksums
     minority: tuple[str, ...]  # ids of the workers whose engine differs
     expected: str  # the checksum of the majority
 
@@ -55,4 +56,4 @@ class EngineVotes:
             return None
         expected = counts.most_common(1)[0][0]  # of equal counts, the one that was reported first
         minority = tuple(worker for worker, checksum in votes.items() if checksum != expected)
-        return Disagreement(PolicyVersion(fact.version), minority, expected)
+        return Disagreement(PolicyVersion(fact.version), fact.layout, minority, expected)

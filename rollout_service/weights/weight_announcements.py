@@ -34,7 +34,8 @@ class WeightAnnouncements:
         self.run_id = run_id
         self.worker_id = worker_id
         self._votes = EngineVotes()
-        self._announced: dict[int, str] = {}  # version -> checksum, of this process alone: not of an earlier engine
+        # (version, layout) -> checksum, of this process alone: not of an earlier engine, nor of another writer under this id
+        self._announced: dict[tuple[int, str], str] = {}
         self._disagreement: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
@@ -61,7 +62,7 @@ class WeightAnnouncements:
 
     async def announce_applied(self, fact: WeightsApplied) -> None:
         """Publish that the engine serves a version."""
-        self._announced[fact.version] = fact.checksum
+        self._announced[fact.version, fact.layout] = fact.checksum
         subject, msg_id = subjects.weights_applied(self.run_id), f"a:{fact.worker_id}:{secrets.token_hex(8)}"
         await retry(
             lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S),
@@ -91,6 +92,6 @@ class WeightAnnouncements:
         if found is None:
             return
         log.error("engines disagree", policy_version=found.version, minority=found.minority, expected=found.expected)
-        announced = self._announced.get(found.version, found.expected)
+        announced = self._announced.get((found.version, found.layout), found.expected)
         if self.worker_id in found.minority and announced != found.expected and not self._disagreement.done():
             self._disagreement.set_result(str(found))

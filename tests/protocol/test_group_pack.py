@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from dataclasses import replace
 
@@ -180,6 +181,13 @@ def test_an_inconsistent_trajectory_cannot_be_built(change: dict, complaint: str
     fields = {name: getattr(_group().trajectories[0], name) for name in Trajectory.__slots__}
     with pytest.raises(PackError, match=complaint):
         Trajectory(**{**fields, **change})
+
+
+@pytest.mark.parametrize("change", [{"attempt": 2**53}, {"issued_version": 2**64}, {"num_prompt_tokens": 2**31}])
+def test_numbers_beyond_their_column_are_a_pack_error(change: dict):
+    """A task may state an attempt that no column holds; a worker that stores its group gets a PackError."""
+    with pytest.raises(PackError, match=r"e0\.p1\.a0 and 0 more do not fit group_pack\.v1"):
+        group_pack.encode([dataclasses.replace(_group(), **change)])
 
 
 def _group(length: int = 30, prompt: int = 21) -> Group:

@@ -29,7 +29,7 @@ from penstock.trainer.errors import EvaluationFailed
 from penstock.trainer.evaluation.eval_result import EvalResult, LostEvaluation, summarise
 from penstock.trainer.groups import waiting
 from penstock.trainer.groups.accounting import Accounting
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.groups.task_packs import make_task, pack_tasks
 from penstock.trainer.publishing.publish import Publisher
 from penstock.trainer.settings import EvalSettings
@@ -282,7 +282,7 @@ class Evaluator:
                 evaluation.waiting_for.discard(summary.group_id)
                 evaluation.groups[summary.group_id] = group
                 return
-        self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, _num_tokens(group)))
+        self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
 
     def _finish(self, evaluation: _Evaluation) -> None:
         elapsed_s = time.monotonic() - evaluation.started
@@ -302,7 +302,7 @@ class Evaluator:
         else:
             groups = list(evaluation.groups.values())
             self._on_end(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
-            self._accounting.use("eval", {group.generated.group_id: _num_tokens(group) for group in groups})
+            self._accounting.use("eval", {group.generated.group_id: claimed_tokens(group) for group in groups})
         self._publisher.unpin(evaluation.version)
         with self._changed:
             evaluation.groups.clear()
@@ -312,7 +312,7 @@ class Evaluator:
     def _abandon(self, group_ids: Iterable[str], arrived: Mapping[str, ScoredGroup] = MappingProxyType({})) -> None:
         for group_id in sorted(group_ids):
             group = arrived.get(group_id)
-            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, _num_tokens(group) if group else 0))
+            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, claimed_tokens(group) if group else 0))
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 
@@ -333,7 +333,3 @@ def _group_id(version: PolicyVersion, index: int) -> str:
 
 def _version_of(group_id: str) -> PolicyVersion:
     return PolicyVersion(int(group_id.split(".")[1].removeprefix("v")))
-
-
-def _num_tokens(group: ScoredGroup) -> int:
-    return sum(group.generated.completion_tokens)

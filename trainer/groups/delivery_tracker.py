@@ -19,7 +19,7 @@ from penstock.protocol.facts import DeadLetter, ScoredGroup
 from penstock.protocol.task_promise import TaskPromise
 from penstock.protocol.versions import PolicyVersion
 from penstock.trainer.groups.batcher import Batcher
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.drops import Drop, DropReason, claimed_tokens
 from penstock.trainer.learner.step_plan import ReadyGroup
 
 _OWN_STAGE = "scored"
@@ -190,4 +190,4 @@ class DeliveryTracker:
 
 
 def _drop(scored: ScoredGroup, reason: DropReason) -> Drop:
-    return Drop(scored.generated.group_id, reason, sum(scored.generated.completion_tokens))
+    return Drop(scored.generated.group_id, reason, claimed_tokens(scored))

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.protocol.facts import ScoredGroup
+
+MAX_CLAIMED_TOKENS = 2**32  # 4096 trajectories of 1,000,000 tokens: no group is larger
+
 
 class DropReason(StrEnum):
     """Why a group is discarded; the values are what metrics and reports show."""
@@ -30,3 +34,11 @@ class Drop:
     group_id: str
     reason: DropReason
     num_tokens: int
+
+
+def claimed_tokens(scored: ScoredGroup) -> int:
+    """Return the number of sampled tokens that a message states, before its pack is read; at most `MAX_CLAIMED_TOKENS`.
+
+    Anybody who may write to the queue chooses it, and the totals in a checkpoint must stay within the range of a count.
+    """
+    return min(sum(scored.generated.completion_tokens), MAX_CLAIMED_TOKENS)

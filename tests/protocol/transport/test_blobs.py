@@ -20,6 +20,7 @@ from tests.servers import wait_for
 from penstock.deploy.servers import HOST, S3Server
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BlobCorrupt, BlobMissing, BlobStoreRefused, BlobStoreUnreachable
+from penstock.protocol.facts import BlobRef
 from penstock.protocol.transport.blobs import Blobs
 
 
@@ -87,6 +88,38 @@ def test_a_missing_object_is_named(blobs: Blobs, run_id: str, tmp_path: Path) ->
     with pytest.raises(BlobMissing, match=ref.key):
         blobs.get_file(ref.model_copy(update={"size_bytes": 2**27}), tmp_path / "target")
     assert not blobs.exists(ref.key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "../x",
+        "a/./b",
+        "..",
+        "//",
+        "a//b",
+        "/",
+        "a/",
+        "a\x00b",
+        "a\nb",
+        " ",
+        "\x7f",
+        "\u202e",
+        "x" * 256,
+        "\U0001f600" * 70,
+    ],
+)
+def test_a_key_that_no_object_can_have_is_missing(blobs: Blobs, key: str, tmp_path: Path) -> None:
+    """A message may name any key; one that clients or servers do not take raises BlobMissing at once."""
+    ref = BlobRef(key=key, size_bytes=5, sha256="0" * 64)
+    for read in (
+        lambda: blobs.get(ref),
+        lambda: blobs.get_range(ref, 1, 2, "0" * 64),
+        lambda: blobs.get_file(ref, tmp_path / "target"),
+        lambda: blobs.get_unverified(key),
+    ):
+        with pytest.raises(BlobMissing, match="is no valid object key"):
+            read()
 
 
 def test_a_part_of_an_object_is_verified_alone(blobs: Blobs, run_id: str) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import nats
 import pytest
 import structlog
 from nats.js import api
@@ -108,6 +109,30 @@ def test_a_queue_is_read_without_taking_from_it(bus: Bus, run_streams: str) -> N
     assert len(bus.read_stream(stream).wait()) == 699
     with pytest.raises(MissingStream, match=r"no-such-tasks.*deploy\.bootstrap"):
         bus.read_stream("no-such-tasks").wait()
+
+
+@pytest.mark.parametrize("headers", [{"Status": "404"}, {"Status": "503"}, {"Nats-Sequence": "x", "Nats-Subject": "y"}])
+def test_headers_of_a_stored_message_do_not_end_a_listing(
+    bus: Bus, run_streams: str, nats_settings: NatsSettings, headers: dict[str, str]
+) -> None:
+    """A message whose writer gave it the headers of a status is listed like any other, and so is what follows it."""
+    subject, bucket = subjects.events(run_streams, "log"), f"{run_streams}-live"
+
+    async def send() -> None:
+        client = await nats.connect(nats_settings.url, user=nats_settings.user, password=nats_settings.secret())
+        for target in (subject, f"$KV.{bucket}.rollout.a"):
+            await client.jetstream().publish(target, b"", headers=headers)
+        await client.close()
+
+    asyncio.run(send())
+    bus.publish(subject, RunEvent(run_id=run_streams, source="x", kind="log", at=0.0), msg_id="after").wait()
+    live = bus.key_value(bucket).wait()
+    live.put("rollout.b", b"1").wait()
+    assert [(m.sequence, m.subject) for m in bus.read_stream(f"{run_streams}-events").wait()] == [
+        (1, subject),
+        (2, subject),
+    ]
+    assert sorted(entry.key for entry in live.entries().wait()) == ["rollout.a", "rollout.b"]
 
 
 def test_the_trace_travels_with_the_message(bus: Bus, run_streams: str) -> None:

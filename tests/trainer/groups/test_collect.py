@@ -23,6 +23,7 @@ from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.reward_settings import RewardSettings
 from penstock.protocol.errors import BlobStoreUnreachable
 from penstock.protocol.facts import DeadLetter, GroupScored, RewardRequest, TaskIssued
+from penstock.protocol.record.lineage import AccountState
 from penstock.protocol.trajectory import Trajectory
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
@@ -38,7 +39,7 @@ from penstock.trainer.groups.batcher import Batcher
 from penstock.trainer.groups.collect import Collector
 from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.dispatch import Dispatch
-from penstock.trainer.groups.drops import Drop, DropReason
+from penstock.trainer.groups.drops import MAX_CLAIMED_TOKENS, Drop, DropReason
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.ledger import Ledger
 from penstock.trainer.groups.pack_reader import PackReader
@@ -569,6 +570,28 @@ def test_a_foreign_group_is_counted_and_refused(
         )
         manual._producer.announce(scored.model_copy(update={"groups": renamed}))
         wait_for(lambda: session.counters.dropped_groups["foreign"] == 2, "the refusal")
+
+
+def test_token_counts_of_refused_messages_keep_the_checkpoint_readable(
+    connections: Connections, prompts: PromptSet, manual: ManualAnswers
+) -> None:
+    """A refused message states any number of tokens; the totals of the checkpoint stay within the range of a count."""
+    with Session(connections, prompts) as session:
+        session.issuer.advance(V0, 100)
+        scored = manual.scored(manual.tasks(1)[0])
+        forged = tuple(
+            g.model_copy(
+                update={
+                    "generated": g.generated.model_copy(update={"group_id": f"x{i}", "completion_tokens": (2**53,) * 2})
+                }
+            )
+            for i, g in enumerate(scored.groups)
+        )
+        manual._producer.announce(scored.model_copy(update={"groups": forged}))
+        wait_for(lambda: session.counters.dropped_groups["foreign"] == 2, "the refusal")
+        account = session.issuer.take_state().entries.account
+        assert account.totals["train"].refused_tokens == {"foreign": 2 * MAX_CLAIMED_TOKENS}
+        assert AccountState.model_validate_json(account.model_dump_json()) == account
 
 
 def test_an_unreachable_object_store_ends_the_wait_with_its_endpoint(

@@ -252,9 +252,12 @@ def test_state_of_other_data_is_refused():
         DispatchState.from_document({}, order_id="order")
 
 
-@pytest.mark.parametrize("text", ["e0.p1", "eval.v1.p2.s0", "e0.p1.a-1", "e0.p1.a0 "])
+@pytest.mark.parametrize(
+    "text",
+    ["e0.p1", "eval.v1.p2.s0", "e0.p1.a-1", "e0.p1.a0 ", "e0.p01.a0", "e00.p1.a0", "e0.p1.a00", "e0.p1.a" + "9" * 19],
+)
 def test_only_ids_of_training_groups_are_read(text: str):
-    """Anything but e<epoch>.p<prompt>.a<attempt> is refused."""
+    """Anything but e<epoch>.p<prompt>.a<attempt> is refused, and so is a second text of an id: it would name the same group."""
     with pytest.raises(ValueError, match="is not the id of a training group"):
         GroupKey.parse(text)
     assert GroupKey.parse("e1.p23.a4") == GroupKey(1, 23, 4)

@@ -1,0 +1,39 @@
+"""A worker compares its engine's checksum with those of other engines of the same layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.protocol.facts import WeightsApplied
+from penstock.protocol.transport.pending import Pending
+from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
+
+
+class _Bus:
+    """Accepts every publication."""
+
+    def publish(self, *_: Any, **__: Any) -> Pending[None]:
+        async def done() -> None:
+            return None
+
+        return done()  # type: ignore[return-value]
+
+
+def applied(worker: str, checksum: str, layout: str) -> WeightsApplied:
+    return WeightsApplied(
+        run_id="r", worker_id=worker, version=3, previous_version=2, pause_s=0.0, fetch_s=0.0, num_bytes=0,
+        checksum=checksum, layout=layout,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "stops"), [("1-a", True), ("2-b", False)])
+async def test_only_a_checksum_of_the_announced_layout_stops_a_worker(layout: str, stops: bool) -> None:
+    """What another writer announces under this worker's id in a layout that its engine does not have is not its engine's."""
+    announcements = WeightAnnouncements(_Bus(), run_id="r", worker_id="w")  # type: ignore[arg-type]
+    own = applied("w", "mine", "1-a")
+    await announcements.announce_applied(own)
+    for fact in (applied("a", "theirs", layout), applied("b", "theirs", layout), own, applied("w", "forged", layout)):
+        announcements._compare(fact)
+    assert announcements._disagreement.done() is stops
