@@ -40,7 +40,7 @@ class SecuredNats(NatsServer):
         for old, new in (
             ('include "passwords.conf"', (self.secrets / "nats_passwords.conf").read_text()),
             ("listen: 0.0.0.0:4222", f'listen: "127.0.0.1:{self.port or -1}"\nports_file_dir: "{self.store}"'),
-            ("http: 0.0.0.0:8222", 'http: "127.0.0.1:-1"'),
+            ("http: 127.0.0.1:8222", 'http: "127.0.0.1:-1"'),
             ("store_dir: /data/jetstream", f'store_dir: "{self.store}/jetstream-store"'),
         ):
             assert text.count(old) == 1, f"{old} in the generated configuration"
