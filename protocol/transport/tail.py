@@ -129,4 +129,7 @@ class Tail(Generic[F]):
             log.warning("skipped a message that does not decode", subject=subject, error=str(err))
             self._on_unreadable(err)
             return
-        self._on_fact(fact, sequence)
+        try:
+            self._on_fact(fact, sequence)
+        except Exception:  # a reader that cannot use one message still gets the others
+            log.exception("a reader failed on a message; it gets the next ones", subject=subject, sequence=sequence)

@@ -138,7 +138,7 @@ def _lines(value: Any) -> Any:
 def _arguments(value: Any) -> list[Any]:
     if isinstance(value, str):
         try:
-            return [json.loads(line) for line in value.splitlines() if line.strip()]
+            return [json.loads(line) for line in value.split("\n") if line.strip()]
         except ValueError:
             raise BadGroundTruth(f"code: arguments must be one JSON value per line, got {value[:80]!r}") from None
     if not isinstance(value, list):

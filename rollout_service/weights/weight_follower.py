@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 import structlog
 
 from penstock.protocol import streams, subjects
-from penstock.protocol.errors import BusUnreachable
+from penstock.protocol.errors import BusUnreachable, WireError
 from penstock.protocol.facts import BlobRef, Head, WeightsPublished, decode
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.key_value import KeyValue
@@ -199,9 +199,14 @@ class WeightFollower:
         except BusUnreachable as err:
             log.warning("NATS unreachable, cannot read the head", error=str(err))
             return
-        if entry is not None:
+        if entry is None:
+            return
+        try:
             head = decode(entry.value, Head)
-            self._add(PolicyVersion(head.version), head.manifest)
+        except WireError as err:  # announcements of versions still arrive
+            log.warning("the head cannot be read: this worker learns of versions by announcements only", error=str(err))
+            return
+        self._add(PolicyVersion(head.version), head.manifest)
 
     async def _fetch_newest(self) -> MirroredVersion | None:
         """Fetch the newest usable version; None when there is none yet."""

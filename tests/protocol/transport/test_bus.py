@@ -683,6 +683,24 @@ def test_a_tail_from_now_on_yields_only_later_messages(bus: Bus, run_streams: st
     assert seen == [2.0]
 
 
+def test_a_reader_that_fails_on_one_message_gets_the_next_ones(bus: Bus, run_streams: str) -> None:
+    """An exception of the callback is logged with the sequence number and does not end the tail."""
+    seen: list[float] = []
+
+    def read(fact: RunEvent) -> None:
+        if fact.at == 1.0:
+            raise KeyError("step")
+        seen.append(fact.at)
+
+    with structlog.testing.capture_logs() as logs:
+        bus.tail(f"{run_streams}-events", subjects.events(run_streams), RunEvent, read).wait()
+        for number in range(3):
+            publish_event(bus, run_streams, number)
+        wait_for(lambda: len(seen) == 2, "the other events")
+    assert seen == [0.0, 2.0]
+    assert [line["sequence"] for line in logs if "a reader failed" in line["event"]] == [2]
+
+
 def test_a_tail_reads_more_than_one_answer_holds(bus: Bus, run_streams: str) -> None:
     """A watcher that starts late gets every stored message in order, however many there are."""
     published = [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import structlog
 import torch
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
@@ -17,6 +18,7 @@ from tests.system.rollout_and_reward import fill, small_disk
 
 from penstock.deploy.child import Child
 from penstock.protocol.trajectory import Group
+from penstock.protocol.transport.key_value import Entry, KeyValue
 from penstock.protocol.weights.digest import tensor_digest, weights_digest
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.weight_follower import WeightFollower
@@ -34,6 +36,22 @@ async def test_a_worker_that_is_stopped_as_a_version_is_announced_stops():
     following.cancel()
     with pytest.raises(asyncio.CancelledError):
         await following
+
+
+@pytest.mark.parametrize("value", [b"\xff", b"{}", b"[" * 5000, b'{"schema": "head.v9"}'])
+async def test_a_head_that_cannot_be_read_ends_no_worker(value: bytes):
+    """It is logged, and the worker still follows announcements."""
+
+    class State:
+        async def get(self, key: str) -> Entry:
+            return Entry(key, value, 1)
+
+    parts: dict[str, Any] = dict.fromkeys(("bus", "mirror", "engine", "gate", "announcements", "swap"))
+    follower = WeightFollower(**parts, servable=ServableVersions(parts["engine"]), run_id="r")
+    with structlog.testing.capture_logs() as logs:
+        await follower._read_head(cast(KeyValue, State()))
+    assert [line["log_level"] for line in logs] == ["warning"]
+    assert follower._published.newest() is None
 
 
 def versions_of(groups: Iterable[Group]) -> set[int]:
