@@ -209,7 +209,7 @@ def _check_runs(runs: tuple[VersionRun, ...], loss_mask: Bools, logprobs: Float3
         sampled += end - start
         position = end
     else:
-        if runs and sampled == np.count_nonzero(loss_mask) and not np.count_nonzero(logprobs[position:]):
+        if sampled == np.count_nonzero(loss_mask) and not np.count_nonzero(logprobs[position:]):
             return
     raise PackError(
         f"version runs {[tuple(run) for run in runs[:8]]} do not cover exactly the {np.count_nonzero(loss_mask)} sampled tokens "

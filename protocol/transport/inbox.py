@@ -26,9 +26,6 @@ from penstock.protocol.transport.pull import Pull, PullRefused
 F = TypeVar("F", bound=Fact)
 log = structlog.get_logger("protocol.bus")
 
-_REFUSED_PAUSE_S = 0.2  # after a refused request, doubled with each: a consumer accepts a limited number
-_LONGEST_REFUSED_PAUSE_S = 5.0
-
 
 class Inbox(Generic[F]):
     """The messages of one durable consumer, which several processes may share."""
@@ -61,10 +58,6 @@ class Inbox(Generic[F]):
         """
         return self._connection.call(self._fetch(max_messages, wait_s), f"fetch from {self.spec.durable}", wait_s)
 
-    def withdraw(self) -> Pending[None]:
-        """End every `fetch` under way, which then returns what had arrived; nothing is sent to this reader afterwards."""
-        return self._connection.call(self._pull.withdraw(), f"withdraw from {self.spec.durable}")
-
     @property
     def num_held(self) -> int:
         """Messages fetched and not yet acknowledged, given back or dead-lettered."""
@@ -72,21 +65,18 @@ class Inbox(Generic[F]):
 
     async def _fetch(self, max_messages: int, wait_s: float) -> list[Delivery[F]]:
         deadline = time.monotonic() + wait_s
-        withdrawals = self._pull.num_withdrawals
-        pause_s = _REFUSED_PAUSE_S
         while True:
             try:
                 messages = await self._pull.take(max_messages, max(0.0, deadline - time.monotonic()))
             except (PullRefused, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError) as err:
                 await _require_consumer(self._connection, self.spec)
                 log.debug("no messages", consumer=self.spec.durable, reason=str(err))
-                await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-                pause_s = min(2 * pause_s, _LONGEST_REFUSED_PAUSE_S)
+                await asyncio.sleep(min(wait_s, 0.2))
                 messages = []
             # no await from here on, but for redeliveries: a cancelled fetch must not hold messages that no caller gets
             received = [self._receive(msg) for msg in messages]
             deliveries = await self._not_quarantined([delivery for delivery in received if delivery is not None])
-            if deliveries or time.monotonic() >= deadline or withdrawals != self._pull.num_withdrawals:
+            if deliveries or time.monotonic() >= deadline:
                 return deliveries
 
     async def _not_quarantined(self, deliveries: list[Delivery[F]]) -> list[Delivery[F]]:

@@ -1,8 +1,7 @@
 """Pull requests to one consumer over one subscription; the client library's own ``fetch`` waits too long.
 
 A pull returns as soon as there is a message, never leaves an unfinished request that would take
-messages from another reader, and sends its request again after a reconnect. While there is no message one
-request lasts up to half a minute: a thousand idle workers send some thirty requests a second to a consumer.
+messages from another reader, and sends its request again after a reconnect.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from nats.aio.subscription import Subscription
 
 from penstock.protocol.transport.nats_connection import Connection
 
-_LINGER_S = 30.0  # the longest single pull request
-_WITHDRAW_S = 4.0  # deadline of a confirmation; without it a message may be redelivered later
+_LINGER_S = 5.0  # the longest single pull request
 _LATE_S = 0.25  # how late the server's status of an expired request may arrive
 _REDELIVER_S = 1.0  # deadline of a redelivery; the acknowledgement is retried anyway
 _NO_MESSAGES = ("404", "408")
@@ -42,10 +40,8 @@ class Pull:
         self._connection = connection
         self._renews = renews
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._root = connection.client.new_inbox()
-        self._number = 0  # of the current request
-        self._num_subs = 0
-        self._num_withdrawals = 0
+        self._reply = connection.client.new_inbox()
+        self._number = 0
         self._arrived: collections.deque[Msg] = collections.deque()
         self._ended: Msg | None = None  # the status message that ended the current request
         self._changed = asyncio.Event()
@@ -54,7 +50,7 @@ class Pull:
 
     async def open(self) -> None:
         """Subscribe to the answers."""
-        self._sub = await self._subscribe()
+        self._sub = await self._connection.client.subscribe(f"{self._reply}.*", cb=self._on_message)
         self._connection.watch(self._changed)
 
     async def close(self) -> None:
@@ -68,32 +64,12 @@ class Pull:
         """Return the available messages, or wait for the first; raises PullRefused for a status other than "no messages"."""
         async with self._turn:
             deadline = time.monotonic() + wait_s
-            withdrawals = self._num_withdrawals
             if not self._arrived and max_messages > 1:
                 # with no_wait and expires the server waits for the first message, sends those available, and ends the request
                 await self._ask({"batch": max_messages, "no_wait": True}, max_messages, deadline)
-            while not self._arrived and deadline > time.monotonic() and withdrawals == self._num_withdrawals:
+            while not self._arrived and deadline > time.monotonic():
                 await self._ask({"batch": 1}, 1, deadline)
             return [self._arrived.popleft() for _ in range(min(max_messages, len(self._arrived)))]
-
-    async def withdraw(self) -> None:
-        """End the requests under way: each `take` returns what the server had sent, and nothing is sent afterwards.
-
-        The server drops a request whose subject for answers nobody subscribes to.
-        """
-        old, self._sub = self._sub, await self._subscribe()
-        if old is not None and self._connection.is_up:  # a lost connection took the requests with it
-            await self._drain(old)
-        if old is not None:
-            with contextlib.suppress(nats.errors.Error):
-                await old.unsubscribe()
-        self._num_withdrawals += 1
-        self._changed.set()
-
-    @property
-    def num_withdrawals(self) -> int:
-        """How often `withdraw` has ended the requests."""
-        return self._num_withdrawals
 
     @property
     def waiting(self) -> list[Msg]:
@@ -128,31 +104,10 @@ class Pull:
         expires = {"expires": int(linger * 1e9)} if linger > 0 else {}
         await self._request(body | expires, enough, until)
 
-    async def _drain(self, sub: Subscription) -> None:
-        """Return after everything that the server had sent to a subscription has been taken from it.
-
-        The client library's own ``drain`` cancels its ping after a deadline, and the answer to a cancelled one ends its
-        reading for good.
-        """
-        client = self._connection.client
-        pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        with contextlib.suppress(nats.errors.Error, TimeoutError):
-            await client._send_unsubscribe(sub._id)
-            await client._send_ping(pong)
-            await asyncio.wait({pong}, timeout=_WITHDRAW_S)  # cancels nothing
-            async with asyncio.timeout(_WITHDRAW_S):
-                await sub._pending_queue.join()
-
-    async def _subscribe(self) -> Subscription:
-        number = self._num_subs + 1
-        sub = await self._connection.client.subscribe(f"{self._root}.{number}.*", cb=self._on_message)
-        self._num_subs = number  # only now: no request may name a subject that nobody subscribes to
-        return sub
-
     async def _on_message(self, msg: Msg) -> None:
-        if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._root)):
+        if not (msg.headers and "Status" in msg.headers and not msg.data and msg.subject.startswith(self._reply)):
             self._arrived.append(msg)
-        elif msg.subject == f"{self._root}.{self._num_subs}.{self._number}" and msg.headers["Status"] != "100":
+        elif msg.subject == f"{self._reply}.{self._number}" and msg.headers["Status"] != "100":
             self._ended = msg
         self._changed.set()
 
@@ -163,18 +118,14 @@ class Pull:
             return
         self._number += 1
         self._ended = None
-        reply = f"{self._root}.{self._num_subs}.{self._number}"
-        changes = self._changes()
+        reply = f"{self._reply}.{self._number}"
         await self._connection.client.publish(self._subject, json.dumps(body).encode(), reply=reply)
-        while len(self._arrived) < enough and self._ended is None and changes == self._changes():
-            if not await self._wait_for_change(deadline):
+        transitions = self._connection.num_transitions
+        while len(self._arrived) < enough and self._ended is None:
+            if not await self._wait_for_change(deadline) or transitions != self._connection.num_transitions:
                 return
         if self._ended is not None and self._ended.headers and self._ended.headers["Status"] not in _NO_MESSAGES:
             raise PullRefused(f"{self._ended.headers['Status']} {self._ended.headers.get('Description', '')}")
-
-    def _changes(self) -> tuple[int, int]:
-        """Return what changes when the requests under way have ended without an answer."""
-        return self._connection.num_transitions, self._num_withdrawals
 
     async def _wait_for_change(self, deadline: float) -> bool:
         self._changed.clear()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.protocol.errors import BusUnreachable
 from penstock.protocol.facts import Split, TaskIssued
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
 from penstock.rollout_service.engines.engine import Engine
 
-_FETCH_S = 60.0  # one long pull: an idle worker sends almost nothing
-_LOOK_S = 1.0  # how late a stop, or an engine that fails, is noticed
+_FETCH_S = 1.0  # the cost of a fetch that NATS, having been killed, never answers
 _PRIORITY: tuple[Split, ...] = ("eval", "train")
 
 
@@ -33,10 +30,7 @@ class ReceivedPack:
 
 
 class TaskSource:
-    """The packs of one worker; fetches only while `take` waits and the engine is ready.
-
-    At all other times the requests are withdrawn, so that no pack waits here while another worker is idle.
-    """
+    """The packs of one worker; fetches only while `take` waits and the engine is ready."""
 
     def __init__(self, inboxes: Mapping[Split, Inbox[TaskIssued]], engine: Engine, stop: asyncio.Event) -> None:
         """Prepare; once ``stop`` is set, `take` returns None."""
@@ -44,7 +38,6 @@ class TaskSource:
         self._engine = engine
         self._stop = stop
         self._taking = asyncio.Lock()
-        self._num_takers = 0
         self._fetches: dict[Split, asyncio.Future[list[Delivery[TaskIssued]]]] = {}
 
     @property
@@ -54,46 +47,28 @@ class TaskSource:
 
     async def take(self) -> ReceivedPack | None:
         """Return the next pack, or None when the worker stops. Raises MissingStream when the stream is gone."""
-        self._num_takers += 1
-        try:
-            async with self._taking:
-                return await self._take()
-        finally:
-            self._num_takers -= 1
-            if not self._num_takers:
-                self._withdraw()
+        async with self._taking:
+            while not self._stop.is_set():
+                if not self._engine.ready.is_set():
+                    await self._requeue_arrived()  # for a worker whose engine is ready
+                    await _first(self._engine.ready.wait(), self._stop.wait())
+                    continue
+                received = self._arrived()
+                if received is not None:
+                    return received
+                for split, inbox in self._inboxes.items():
+                    if split not in self._fetches:
+                        self._fetches[split] = asyncio.ensure_future(inbox.fetch(1, _FETCH_S))
+                await asyncio.wait(self._fetches.values(), return_when=asyncio.FIRST_COMPLETED)
+        return None
 
     async def close(self) -> None:
         """Requeue packs that arrive after the end."""
-        await self._requeue_all()
-
-    async def _take(self) -> ReceivedPack | None:
-        while not self._stop.is_set():
-            if not self._engine.ready.is_set():
-                await self._requeue_all()  # for a worker whose engine is ready
-                await _first(self._engine.ready.wait(), self._stop.wait())
-                continue
-            received = self._arrived()
-            if received is not None:
-                return received
-            for split, inbox in self._inboxes.items():
-                if split not in self._fetches:
-                    self._fetches[split] = asyncio.ensure_future(inbox.fetch(1, _FETCH_S))
-            await asyncio.wait(self._fetches.values(), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-        return None
-
-    def _withdraw(self) -> None:
-        """End the fetches under way, without waiting for it."""
-        for split, fetch in self._fetches.items():
-            if not fetch.done():
-                with contextlib.suppress(BusUnreachable):  # it is closed
-                    self._inboxes[split].withdraw()
-
-    async def _requeue_all(self) -> None:
-        """End the fetches under way, and give back what they bring."""
-        self._withdraw()
         if self._fetches:
             await asyncio.wait(self._fetches.values())
+        await self._requeue_arrived()
+
+    async def _requeue_arrived(self) -> None:
         while (received := self._arrived()) is not None:
             await received.delivery.give_back(0.0)
 

@@ -54,7 +54,7 @@ ACCOUNT_REQUESTS = (
     *("ACCOUNT.STREAM.CANCEL_MOVE.PENSTOCK.x", "STREAM.>", "CONSUMER.>"),
 )
 READS = {  # streams whose state and stored messages a role reads
-    "rollout": (f"{RUN}-weights", f"KV_{RUN}-state", f"KV_{RUN}-live", f"KV_{RUN}-leases"),
+    "rollout": (f"{RUN}-weights", *(f"KV_{RUN}-{bucket}" for bucket in BUCKETS)),
     "reward": (f"KV_{RUN}-live", f"KV_{RUN}-scoring", *SHARED),
     "trainer": (
         *(f"{RUN}-{fact}" for fact in FACTS if fact != "events"),
@@ -67,11 +67,11 @@ WRITES = {  # subjects that a role publishes, keys included
     "rollout": (
         *(f"penstock.{RUN}.{kind}" for kind in ("generated.train", "generated.eval", "events.log", "dead.tasks")),
         *(f"penstock.{RUN}.weights.applied", f"penstock.{RUN}.weights.refused"),
-        *(f"$KV.{RUN}-live.rollout.w0", f"$KV.{RUN}-leases.swap.0"),
+        *(f"$KV.{RUN}-live.rollout.w0", f"$KV.{RUN}-leases.swap.0", f"$KV.{RUN}-scoring.started.tasks.1"),
     ),
     "reward": (
         *(f"penstock.{RUN}.{kind}" for kind in ("scored.train", "scored.eval", "events.log", "dead.generated")),
-        *(f"$KV.{RUN}-live.reward.r0", f"$KV.{RUN}-scoring.reward.7"),
+        *(f"$KV.{RUN}-live.reward.r0", f"$KV.{RUN}-scoring.reward.7", f"$KV.{RUN}-scoring.started.generated.1"),
         *("$KV.penstock-rewards.x", "$KV.penstock-secrets.endpoint.x"),
     ),
     "trainer": (
@@ -127,14 +127,12 @@ def requests_to_streams(roles: NatsRoles, role: str) -> Iterator[tuple[str, bool
         yield f"$JS.API.{request}", request == "INFO" or (role == "viewer" and request in ACCOUNT_REQUESTS[1:3])
     for stream in STREAMS:
         reads = may_read(roles, role, stream)
+        only_keys = {"rollout": (f"KV_{RUN}-state", f"KV_{RUN}-scoring"), "reward": (f"KV_{RUN}-scoring",)}
         for verb in STREAM_VERBS:
             yield f"$JS.API.STREAM.{verb}.{stream}", verb == "INFO" and reads
         yield (
             f"$JS.API.DIRECT.GET.{stream}",
-            reads
-            and not (
-                roles.one_run and (role, stream) in {("rollout", f"KV_{RUN}-state"), ("reward", f"KV_{RUN}-scoring")}
-            ),
+            reads and not (roles.one_run and stream in only_keys.get(role, ())),
         )
         for verb in ("CREATE", "LIST", "NAMES"):
             yield f"$JS.API.CONSUMER.{verb}.{stream}", False

@@ -205,6 +205,7 @@ INTERFACE: dict[str, list[str]] = {
         "loss_mask",
         "newest_version",
         "num_completion_tokens",
+        "of_checked_values(token_ids: 'Int32s', loss_mask: 'Bools', behaviour_logprobs: 'Float32s', version_runs: 'tuple[VersionRun, ...]', finish_reason: 'FinishReason', completion_text: 'str', is_baseline: 'bool') -> 'Trajectory'",
         "oldest_version",
         "token_ids",
         "version_runs",

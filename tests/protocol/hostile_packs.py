@@ -98,6 +98,13 @@ def _set(name: str, *values: Any) -> Hostile:
     return _with_values(lambda columns: columns.update({name: [*values, *columns[name][len(values) :]]}))
 
 
+def _sample_nothing(columns: Columns) -> None:
+    """Take the mask, log-probabilities and runs of the first trajectory out."""
+    length = len(columns["token_ids"][0])
+    columns["loss_mask"][0], columns["behaviour_logprobs"][0] = [False] * length, [0.0] * length
+    columns["version_runs"][0] = []
+
+
 def _set_token(name: str, place: int, value: Any) -> Hostile:
     """Change one value of the second trajectory."""
 
@@ -320,6 +327,7 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a log-probability of a prompt token": lambda: _set_token("behaviour_logprobs", 0, -1.0),
     "a mask that takes a prompt token in": lambda: _set_token("loss_mask", 0, True),
     "a mask that leaves a sampled token out": lambda: _set_token("loss_mask", -1, False),
+    "no version run and no sampled token": lambda: _with_values(_sample_nothing),
     "arrays of different lengths": lambda: _set("loss_mask", [True]),
     "no version run": lambda: _set("version_runs", *[[]] * SIZE),
     "half a version run": lambda: _set("version_runs", [2, 4]),

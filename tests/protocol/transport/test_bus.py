@@ -198,56 +198,6 @@ def test_a_waiting_fetch_is_one_request(bus: Bus, run_streams: str) -> None:
     assert [delivery.fact.pack_id for delivery in waiting.wait()] == ["p1"]
 
 
-def test_a_withdrawn_fetch_leaves_messages_to_others(bus: Bus, run_streams: str, nats_settings: NatsSettings) -> None:
-    """It returns without waiting, and the next message goes to another reader, delivered for the first time."""
-    withdrawn, other = task_inbox(bus, run_streams), task_inbox(bus, run_streams)
-    fetching = withdrawn.fetch(1, 60.0)
-    wait_for(lambda: num_waiting(bus, run_streams) == 1, "the request")
-    withdrawn.withdraw().wait()
-    assert fetching.wait() == []
-    issue(bus, run_streams, 1)
-    [delivery] = other.fetch(1, 10.0).wait()
-    assert (delivery.fact.pack_id, delivery.num_delivered) == ("p1", 1)
-    issue(bus, run_streams, 2)
-    assert [each.fact.pack_id for each in withdrawn.fetch(1, 10.0).wait()] == ["p2"]
-
-
-def test_withdrawing_loses_no_message(bus: Bus, run_streams: str) -> None:
-    """Of messages that arrive while fetches are withdrawn each is returned once, without a redelivery."""
-    inbox = task_inbox(bus, run_streams)
-    found: list[Delivery[TaskIssued]] = []
-    for number in range(30):
-        fetching = inbox.fetch(1, 60.0)
-        fact = make_task_issued(run_streams, f"p{number}", [make_task(f"e0.p{number}.a0")])
-        publishing = bus.publish(subjects.tasks(run_streams, "train"), fact, msg_id=f"p{number}")
-        inbox.withdraw().wait()
-        found += fetching.wait()
-        publishing.wait()
-    while len(found) < 30:
-        more = inbox.fetch(30, 2.0).wait()
-        assert more
-        found += more
-    assert sorted(delivery.fact.pack_id for delivery in found) == sorted(f"p{number}" for number in range(30))
-    assert {delivery.num_delivered for delivery in found} == {1}
-
-
-def test_a_fetch_is_withdrawn_while_the_server_is_unreachable(own_nats: Callable[[], NatsServer], run_id: str) -> None:
-    """It ends at once, and the reader continues with the next server."""
-    server = own_nats()
-    with Bus.connect(server.settings, name="test") as bus:
-        bus.ensure_stream(StreamSpec(f"{run_id}-tasks", (subjects.tasks(run_id),), "workqueue", 10, 1_000_000)).wait()
-        bus.ensure_consumer(streams.tasks_consumer(run_id, "train")).wait()
-        inbox = task_inbox(bus, run_id)
-        fetching = inbox.fetch(1, 60.0)
-        server.kill()
-        wait_for(lambda: bus.down_s > 0.0, "the loss to be noticed")
-        inbox.withdraw().wait()
-        assert fetching.wait() == []
-        server.restart()
-        issue(bus, run_id, 1)
-        assert len(inbox.fetch(1, 20.0).wait()) == 1
-
-
 def test_a_queue_has_room_for_the_requests_of_thousands_of_workers(bus: Bus, run_streams: str) -> None:
     """The server's default of 512 waiting requests is raised; a consumer that is there keeps what it has."""
     consumer = streams.tasks_consumer(run_streams, "train")
