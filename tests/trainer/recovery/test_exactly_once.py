@@ -18,8 +18,9 @@ from penstock.trainer.groups.counters import Counters
 from penstock.trainer.groups.issue import Issuer, IssuerState
 from penstock.trainer.groups.ledger import Ledger
 
+# Many examples: which of them come first depends on all modules that are loaded, and a search ends when the bug is found.
 HUNT = settings(
-    max_examples=300, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate],
+    max_examples=3000, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck), derandomize=True,
 )  # fmt: skip
 
