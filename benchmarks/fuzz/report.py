@@ -54,7 +54,7 @@ class Outcome:
         """Take the answers of the server."""
         table: dict[str, Counter[str]] = defaultdict(Counter)
         names: dict[str, Counter[str]] = defaultdict(Counter)
-        for (kind, name, answer), number in counts.items():
+        for (kind, name, answer), number in dict(counts).items():
             table[kind][answer.split()[0] if answer.startswith(("refused", "error")) else answer] += number
             names[f"{kind}: {name}"][answer] += number
         self.table = {kind: dict(row) for kind, row in sorted(table.items())}
