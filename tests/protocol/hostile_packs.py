@@ -335,6 +335,7 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "arrays of different lengths": lambda: _set("loss_mask", [True]),
     "no version run": lambda: _set("version_runs", *[[]] * SIZE),
     "half a version run": lambda: _set("version_runs", [2, 4]),
+    "version runs that name tokens twice": lambda: _set("version_runs", [2, 4, 9, 2, 9, 14], [2, 4, 7, 2, 4, 7]),
     "version runs that overlap": lambda: _set_token("version_runs", 1, 3),
     "a version run beyond the end": lambda: _set_token("version_runs", 2, 10**12),
     "a version run that ends before it starts": lambda: _set_token("version_runs", 2, -1),

@@ -49,6 +49,8 @@ def test_a_hostile_pack_is_refused(name: str):
         ("page checksums", "of a form that packs do not use"),
         ("pages of version 2", "of a form that packs do not use"),
         ("delta encodings", "has encoding 5"),
+        ("a negative version", "do not cover exactly"),
+        ("version runs that name tokens twice", r"\(2, 4, 7\), \(2, 4, 7\)"),
         ("no prompt", "0 prompt tokens in a trajectory"),
         ("a prompt longer than the trajectory", "500 prompt tokens in a trajectory"),
         ("a prompt that was sampled", "tokens of the prompt were sampled"),
