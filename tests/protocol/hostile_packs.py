@@ -233,6 +233,12 @@ def _nan_payload() -> Hostile:
     return _set("behaviour_logprobs", *logprobs)
 
 
+def _moved_mask() -> Hostile:
+    masks = _table().to_pydict()["loss_mask"]
+    masks[1][0], masks[1][-1] = True, False
+    return _set("loss_mask", *masks)
+
+
 def _one_trajectory_of(group: Group) -> Group:
     return replace(group, trajectories=group.trajectories[:1])
 
@@ -285,7 +291,12 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a hundred columns more": _wide_schema,
     "another tag": lambda: _patched(b"group_pack.v1", b"group_pack.v9", count=2),
     "an Arrow schema with dictionaries": lambda: _stored(
-        _table().set_column(0, "group_id", _table().column("group_id").dictionary_encode()), store_schema=True
+        _table().set_column(
+            0,
+            pa.field("group_id", pa.dictionary(pa.int32(), pa.string()), nullable=False),
+            _table().column("group_id").dictionary_encode(),
+        ),
+        store_schema=True,
     ),
     # footer and pages
     "no bytes": lambda: replace(honest(), data=b""),
@@ -326,11 +337,13 @@ HOSTILE: dict[str, Callable[[], Hostile]] = {
     "a log-probability of -1e30": lambda: _set_token("behaviour_logprobs", -1, -1e30),
     "a log-probability of a prompt token": lambda: _set_token("behaviour_logprobs", 0, -1.0),
     "a mask that takes a prompt token in": lambda: _set_token("loss_mask", 0, True),
+    "a mask of another token than the sampled one": _moved_mask,
     "a mask that leaves a sampled token out": lambda: _set_token("loss_mask", -1, False),
     "no version run and no sampled token": lambda: _with_values(_sample_nothing),
     "arrays of different lengths": lambda: _set("loss_mask", [True]),
     "no version run": lambda: _set("version_runs", *[[]] * SIZE),
     "half a version run": lambda: _set("version_runs", [2, 4]),
+    "version runs that name tokens twice": lambda: _set("version_runs", [2, 4, 9, 2, 9, 14], [2, 4, 7, 2, 4, 7]),
     "version runs that overlap": lambda: _set_token("version_runs", 1, 3),
     "a version run beyond the end": lambda: _set_token("version_runs", 2, 10**12),
     "a version run that ends before it starts": lambda: _set_token("version_runs", 2, -1),

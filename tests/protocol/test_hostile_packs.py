@@ -37,6 +37,34 @@ def test_a_hostile_pack_is_refused(name: str):
 
 
 @pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("half a file", "magic bytes"),
+        ("a hundred columns more", "more than 64 elements"),
+        ("fewer rows than described", "has 2 rows, expected 3"),
+        ("described as row group 10^15", "of a pack that has 1"),
+        ("an Arrow schema with dictionaries", "the columns are not those of a pack"),
+        ("zeros of 90 MB in 2 kB", "would decode to more than"),
+        ("a page of a list claims more values", "its pages hold 60 values"),
+        ("page checksums", "of a form that packs do not use"),
+        ("pages of version 2", "of a form that packs do not use"),
+        ("delta encodings", "has encoding 5"),
+        ("a negative version", "do not cover exactly"),
+        ("version runs that name tokens twice", r"\(2, 4, 7\), \(2, 4, 7\)"),
+        ("no prompt", "0 prompt tokens in a trajectory"),
+        ("a prompt longer than the trajectory", "500 prompt tokens in a trajectory"),
+        ("a prompt that was sampled", "tokens of the prompt were sampled"),
+        ("a mask of another token than the sampled one", "do not cover exactly"),
+        ("arrays of different lengths", "lists of different lengths"),
+    ],
+)
+def test_the_reason_says_what_is_wrong(name: str, reason: str):
+    """It is the check for that kind of pack which refuses it, before Parquet or a later check does."""
+    with pytest.raises(PackError, match=reason):
+        HOSTILE[name]().read()
+
+
+@pytest.mark.parametrize(
     ("size_bytes", "changes", "complaint"),
     [
         (2**40, {}, "expected at most"),
