@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SGLANG ?= .venv-sglang
 SOAK_S ?= 3600
-WORKERS ?= 3
+WORKERS ?= 4
 FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again

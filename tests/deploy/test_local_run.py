@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,10 +9,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.deploy.processes import processes_of
 from tests.servers import require, wait_for
 
 from penstock.deploy import quickstart_task
-from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, adapter_overrides, endpoint_name, worker_name
+from penstock.deploy.local_run import REWARD, LocalRun, adapter_overrides, endpoint_name, worker_name
 from penstock.protocol.config.connection import NatsSettings, S3Settings
 from penstock.protocol.config.run_file import load
 from penstock.protocol.errors import ConfigError
@@ -65,45 +65,6 @@ def test_sglang_servers_of_a_run_load_the_adapters_that_it_trains(run_file: Path
         ["model.lora.rank=8", "model.lora.publish=merged", "worker.engine=sglang"],
     ):
         assert overrides(*others) == []
-
-
-def processes_of(folder: Path, *, word: str = "") -> list[int]:
-    """Running processes whose command line names the folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_text()
-            state = path.with_name("stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if str(folder) in command and word in command and state != "Z" and int(path.parent.name) != os.getpid():
-            found.append(int(path.parent.name))
-    return found
-
-
-@pytest.mark.slow
-def test_a_run_completes_though_a_worker_is_killed(run_file: Path, tmp_path: Path, run_id: str) -> None:
-    """All groups are trained; the killed worker is restarted; afterwards no process is left."""
-    with LocalRun([str(run_file)]) as run:
-        run.start()
-        names = {view.name for view in run.processes()}
-        assert names == {"nats-server", "s3-server", REWARD, TRAINER, worker_name(0), worker_name(1)}
-        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 60.0)
-        engines = processes_of(tmp_path, word="embedded_engine")
-        pid = run.kill(worker_name(0))
-        code = run.wait(200.0)
-        assert code == 0, run.log_tail(TRAINER)
-        with Bus.connect(run.nats, name="test") as bus:
-            for name in ("tasks", "generated", "scored"):
-                assert bus.stream_state(f"{run_id}-{name}").wait().num_messages == 0
-    assert [e.kind for e in run.events if e.name == worker_name(0)] == ["started", "crashed", "restarted"]
-    (first,) = [view for view in run.processes() if view.name == worker_name(0)]
-    assert (first.num_crashes, first.alive) == (1, False)
-    assert first.pid != pid
-    assert not set(engines) & set(processes_of(tmp_path))
-    assert processes_of(tmp_path) == []
-    assert 0 < run.usage.cpu_s < 16 * run.usage.wall_s
-    assert (run.folder / "model" / "config.json").exists()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.deploy.nats_roles import NatsRoles
+from tests.deploy.processes import processes_of
 from tests.groups import make_generated, make_groups, make_scored, make_task_issued
 from tests.servers import require, wait_for
 
@@ -18,7 +19,7 @@ from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.child import Child
 from penstock.deploy.health import has_heartbeat
 from penstock.deploy.local import connection_environment
-from penstock.deploy.local_run import TRAINER, LocalRun, worker_name
+from penstock.deploy.local_run import REWARD, TRAINER, LocalRun, worker_name
 from penstock.protocol import streams, subjects
 from penstock.protocol.config.connection import S3Settings
 from penstock.protocol.errors import BusRefused
@@ -39,6 +40,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "nats.conf"
+WORKERS = [worker_name(0), worker_name(1)]
 
 
 @pytest.fixture(scope="module")
@@ -227,17 +229,15 @@ def test_every_right_works_through_the_code_of_the_services(
 
 
 class _RunOfRoles(LocalRun):
-    """A run whose services connect with the NATS user of their own role."""
+    """A run of two workers whose services connect with the NATS user of their own role."""
 
     def __init__(self, arguments: Sequence[str], roles: NatsRoles, s3: S3Settings) -> None:
-        super().__init__(
-            arguments, num_workers=1, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)}
-        )
+        super().__init__(arguments, environ={**os.environ, **connection_environment(roles.settings("admin"), s3)})
         self._roles = roles
 
     def _service(self, name: str, command: Sequence[str], *, death_signal: int = signal.SIGKILL) -> Child:
         admin = self.nats
-        self.nats = self._roles.settings("rollout" if name == worker_name(0) else name)
+        self.nats = self._roles.settings("rollout" if name in WORKERS else name)
         try:
             return super()._service(name, command, death_signal=death_signal)
         finally:
@@ -245,10 +245,10 @@ class _RunOfRoles(LocalRun):
 
 
 @pytest.mark.slow
-def test_a_whole_run_needs_no_other_right(
+def test_a_whole_run_needs_no_other_right_though_a_worker_is_killed(
     roles: NatsRoles, s3_settings: S3Settings, tmp_path: Path, run_id: str
 ) -> None:
-    """Trainer, reward service and worker, each as its own user, complete a run with an evaluation; NATS refuses nothing."""
+    """Each service as its own user: NATS refuses nothing, all groups are trained, the killed worker is restarted, and no process is left."""
     require("rclone")
     quickstart_task.write_data(tmp_path / "data", seed=0, num_sft=1, num_train=64, num_eval=8)
     quickstart_task.write_model(tmp_path / "model", seed=0)
@@ -258,13 +258,27 @@ def test_a_whole_run_needs_no_other_right(
         "data": {"train": str(tmp_path / "data" / "train.jsonl"), "eval": str(tmp_path / "data" / "eval.jsonl")},
         "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 10},
         "reward": {"name": "exact_match"},
-        "trainer": {"steps": 6, "lr": 1e-4, "keep_versions": 4},
-        "eval": {"every": 2},
+        "trainer": {"steps": 10, "lr": 1e-4, "keep_versions": 4},
+        "eval": {"every": 4},
     }
     overrides = [f"{name}.{key}={value}" for name, values in settings.items() for key, value in values.items()]
     before = roles.violations()
     with _RunOfRoles(overrides, roles, s3_settings) as run:
         run.start()
+        assert {view.name for view in run.processes()} == {REWARD, TRAINER, *WORKERS}
+        wait_for(lambda: len(processes_of(tmp_path, word="embedded_engine")) == 2, "both engines", 60.0)
+        engines = processes_of(tmp_path, word="embedded_engine")
+        pid = run.kill(WORKERS[0])
         assert run.wait(200.0) == 0, run.log_tail(TRAINER)
+    for name in ("tasks", "generated", "scored"):
+        assert roles.bus("admin").stream_state(f"{run_id}-{name}").wait().num_messages == 0
+    assert [e.kind for e in run.events if e.name == WORKERS[0]] == ["started", "crashed", "restarted"]
+    (first,) = [view for view in run.processes() if view.name == WORKERS[0]]
+    assert (first.num_crashes, first.alive) == (1, False)
+    assert first.pid != pid
+    assert not set(engines) & set(processes_of(tmp_path))
+    assert processes_of(tmp_path) == []
+    assert 0 < run.usage.cpu_s < 16 * run.usage.wall_s
+    assert (run.folder / "model" / "config.json").exists()
     delete_run(roles.bus("admin"), run_id)
     assert roles.violations() == before

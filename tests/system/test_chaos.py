@@ -10,7 +10,7 @@ from benchmarks.chaos.run import GROUPS_PER_STEP, VICTIMS, ChaosRun
 
 from tests.servers import require
 
-STEPS, KILL_WITHIN = 18, 12  # a fast machine must not be done before the last kill
+STEPS, KILL_WITHIN = 14, 9  # a fast machine must not be done before the last kill
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.packaging.conftest import HostileFolder
 from tests.servers import require
 
 ROOT = Path(__file__).parents[2]
-STEPS = 16
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
