@@ -40,6 +40,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.reward_service.settings import RewardSettings
 from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.settings import TrainerSettings
 
 TRAINER = "trainer"
@@ -104,6 +105,7 @@ class LocalRun:
         rollout = load(RolloutSettings, files=files, overrides=overrides, environ=self._environ).settings
         self.run_id = trainer.run.id
         self.total_steps = trainer.trainer.steps
+        self.algorithm = summary_line(trainer.algorithm, max_staleness=trainer.rollout.max_staleness)
         self.folder = trainer.run.folder.absolute()
         self.nats: NatsSettings = connection.settings.nats
         self.s3: S3Settings = connection.settings.s3

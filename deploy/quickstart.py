@@ -73,7 +73,7 @@ max_staleness = 2
 max_new_tokens = {max_new_tokens}
 
 [algorithm]
-name = "grpo"               # its defaults suit samples of older versions, see docs/algorithms.md
+name = "async_grpo"         # the default: GRPO that learns from samples of older versions, see docs/algorithms.md
 
 [reward]
 name = "exact_match"

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with LocalRun(rest, num_workers=options.workers, reward_files=options.serve) as run:
             print(f"run {run.run_id}: logs in {run.folder / 'logs'}", file=sys.stderr)
+            print(f"algorithm {run.algorithm}", file=sys.stderr)
             run.start_services()
             code, summary = _watch(run, stop_requested, quiet=options.json)
             log_tail = run.log_tail(TRAINER)

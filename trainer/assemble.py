@@ -50,6 +50,7 @@ from penstock.trainer.recovery import checkpoint, lease
 from penstock.trainer.recovery.checkpoint_files import verify_files
 from penstock.trainer.recovery.group_gc import GroupGc
 from penstock.trainer.recovery.lease import FencedKey, HeldLease, Unchanged
+from penstock.trainer.recovery.recorded_settings import changed_settings
 from penstock.trainer.recovery.run_record_writer import RunRecordWriter
 from penstock.trainer.settings import TrainerSettings
 from penstock.trainer.submit_weights import WeightSubmitter
@@ -143,7 +144,10 @@ def _run(session: _Session, ranks: Ranks) -> None:
     if found is not None:
         verify_files(*found)
     settings.run.folder.mkdir(parents=True, exist_ok=True)
-    (settings.run.folder / "config.json").write_bytes(session.config)
+    config_file = settings.run.folder / "config.json"
+    if found is not None and (changed := changed_settings(config_file, session.config)):
+        log.warning("settings changed since the last session", changed=changed)
+    config_file.write_bytes(session.config)
     dims = ParallelDims(ranks)
     rank_group = build_rank_group(settings, dims, connections.blobs)
     publisher = RankPublisher(connections.blobs, connections.run_id, dims.buckets)

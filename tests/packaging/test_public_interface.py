@@ -56,7 +56,7 @@ INTERFACE: dict[str, list[str]] = {
         "to_behaviour",
     ],
     "DualClip": [
-        "class(Options) (*, dual_clip: typing.Annotated[float | None, Gt(gt=1)] = 1.2) -> None",
+        "class(Options) (*, dual_clip: typing.Annotated[float | None, Gt(gt=1)] = None) -> None",
         "model_config",
     ],
     "EngineChecksum": ["dataclass() (value: 'str', layout: 'str') -> None", "layout", "value"],

@@ -68,6 +68,10 @@ def test_a_verl_parquet_is_trained_to_the_end_and_resumed(run_file: Path, tmp_pa
     assert _train(run_file)["steps"] == 3
     assert _train(run_file, "trainer.steps=6", "algorithm.name=remax")["steps"] == 6
     folder = tmp_path / "runs" / run_id
+    log = (folder / "logs" / "trainer.log").read_text()
+    assert log.count("async_grpo: grpo advantages, ppo_clip") == 1
+    assert log.count("remax: remax advantages, ppo_clip") == 1
+    assert 'algorithm.name = \\"remax\\", was \\"async_grpo\\"' in log
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
     steps = [event for event in events if event["kind"] == "step"]

@@ -26,19 +26,22 @@ from penstock.trainer.algorithm.chosen_parts import (
 from penstock.trainer.algorithm.corrections.m2po import m2po
 from penstock.trainer.algorithm.idle_settings import refuse_idle
 from penstock.trainer.algorithm.parts import Options, Part
-from penstock.trainer.algorithm.presets import PRESETS, canonical
+from penstock.trainer.algorithm.presets import DEFAULT, PRESETS, canonical
 from penstock.trainer.algorithm.registries import ESTIMATORS
 
 RewardKlForm = Literal["k1", "abs", "k2", "k3", "full"]
 KlForm = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"]
 OptionsT = TypeVar("OptionsT", bound=Options)
 
+# Context for settings of a run's record: they name every key, also those that were at the defaults of an older version.
+RECORDED = {"recorded": True}
+
 
 class _GeneralSettings(Section):
     """The keys of [algorithm] that belong to no part."""
 
     name: str = Field(
-        default="grpo",
+        default=DEFAULT,
         validate_default=True,
         description="Preset that sets the parts below; each part can still be set by itself.",
     )
@@ -124,10 +127,10 @@ class _GeneralSettings(Section):
     )
     negative_weight: float = Field(default=1.0, ge=0.0, description="Factor on negative advantages.")
     stale_negative_weight: float = Field(
-        default=0.5, ge=0.0, description="Further factor on them for tokens that an older version sampled."
+        default=1.0, ge=0.0, description="Further factor on them for tokens that an older version sampled."
     )
     ess_level: Literal["off", "token", "root", "sequence"] = Field(
-        default="token",
+        default="off",
         description="Scale each step's learning rate by the effective share of the batch: the effective "
         "sample size of the weights at this level; off: the schedule alone.",
     )
@@ -191,20 +194,21 @@ class AlgorithmSettings(_AllSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_preset(cls, given: Any) -> Any:
+    def _from_preset(cls, given: Any, info: ValidationInfo) -> Any:
         """Fill in the preset and the options of user code, and refuse settings that would do nothing."""
         if not isinstance(given, dict):
             return given
-        name = canonical(str(given.get("name", "grpo")))
+        name = canonical(str(given.get("name", DEFAULT)))
         merged = {**PRESETS[name], **given, "name": name}
-        defaults = {field: info.default for field, info in cls.model_fields.items()}
-        values = {**defaults, **merged}
+        unset = {field: info.default for field, info in cls.model_fields.items()} | PRESETS[name]
+        values = {**unset, **merged}
         try:
             parts = ChosenParts.of(values)
         except (ConfigError, TypeError):  # the validator of the key reports it
             return merged
-        changed = frozenset(key for key, value in given.items() if key in defaults and value != defaults[key])
-        refuse_idle(changed, values, parts)
+        changed = frozenset(key for key, value in given.items() if key in unset and value != unset[key])
+        if info.context != RECORDED:
+            refuse_idle(changed, values, parts)
         if isinstance(values["options"], dict):
             merged["options"] = options_of_user_code(parts, values["options"], cls.model_fields)
         return merged

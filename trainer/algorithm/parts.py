@@ -80,7 +80,7 @@ class DualClip(Options):
     """Bound of the ratio of failed samples."""
 
     dual_clip: float | None = Field(
-        default=1.2,
+        default=None,
         gt=1.0,
         description="Bound of the ratio for negative advantages, which keeps training on stale samples stable; none: off.",
     )

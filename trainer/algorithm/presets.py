@@ -12,7 +12,13 @@ from typing import Any
 
 from penstock.trainer.algorithm.registries import ALL
 
+DEFAULT = "async_grpo"
+
 COMBINED: dict[str, dict[str, Any]] = {
+    "async_grpo": {
+        "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "aggregation": "token-mean",
+        "dual_clip": 1.2, "stale_negative_weight": 0.5, "ess_level": "token",
+    },
     "dr_grpo": {
         "advantage": "grpo", "normalise_by_std": False, "loss": "ppo_clip", "aggregation": "seq-mean-token-sum-norm",
     },

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.trainer.algorithm.documentation_tables import with_reference
+from penstock.trainer.commands.algorithm_tables import with_reference
 
 PAGE = Path("docs/algorithms.md")
 

@@ -15,6 +15,7 @@ from penstock.protocol import logs
 from penstock.protocol.config.run_file import Loaded, config_document, load, split_arguments
 from penstock.protocol.errors import PenstockError
 from penstock.protocol.transport.bus import Bus
+from penstock.trainer.algorithm.summary_line import summary_line
 from penstock.trainer.recovery.lease import LeaseWatch, Unchanged
 from penstock.trainer.settings import TrainerSettings
 
@@ -44,6 +45,8 @@ def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | No
     stop = threading.Event()
     code = 0
     signals = _stop_on_signals(stop, is_leader=ranks.is_leader)
+    if ranks.is_leader:
+        log.info("training", algorithm=summary_line(settings.algorithm, max_staleness=settings.rollout.max_staleness))
     config = (json.dumps(config_document(loaded), indent=1) + "\n").encode()
     try:
         train(settings, config, ranks, stop, watched)

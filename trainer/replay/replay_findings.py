@@ -11,7 +11,7 @@ from penstock.protocol import blob_keys
 from penstock.protocol.config.run_file import config_document, load
 from penstock.protocol.record.lineage import RecordedStep
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer.replay.recorded_settings import Flat, differences, flat
+from penstock.trainer.recovery.recorded_settings import Flat, differences, flat
 from penstock.trainer.settings import TrainerSettings
 
 _SHOWN_IDS = 4

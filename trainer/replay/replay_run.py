@@ -37,7 +37,7 @@ from penstock.trainer.parallel_dims import ParallelDims
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recovery import environment_fingerprint
 from penstock.trainer.recovery.checkpoint_files import verify_files
-from penstock.trainer.replay.recorded_settings import read_settings, what_steps_read
+from penstock.trainer.recovery.recorded_settings import read_settings, what_steps_read
 from penstock.trainer.replay.replay_findings import config_findings, drift, figure_differences, missing_packs
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings

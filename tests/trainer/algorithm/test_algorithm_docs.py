@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 
 from penstock.trainer.algorithm.algorithm_settings import AlgorithmSettings
-from penstock.trainer.algorithm.documentation_tables import with_reference
 from penstock.trainer.algorithm.presets import ALIASES, PRESETS, REFUSED, canonical
 from penstock.trainer.algorithm.registries import ALL, LOSSES
+from penstock.trainer.commands.algorithm_tables import with_reference
 from penstock.trainer.critic_settings import CriticSettings
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()

@@ -59,7 +59,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     model = tmp_path_factory.mktemp("model") / "model"
     write_model(model, seed=0)
     command = [sys.executable, "-m", "tests.trainer.algorithm.train_steps", str(model), json.dumps(CASES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -40,8 +40,7 @@ LONGEST = 10
 PACK = BlobRef(key="pack", size_bytes=1, sha256="0" * 64)
 
 ALGORITHMS: dict[str, dict[str, Any]] = {name: {"name": name} for name in PRESETS} | {
-    "grpo without protections": {"dual_clip": None, "stale_negative_weight": 1.0, "ess_level": "off"},
-    "grpo used again": {"max_trained_count": 3, "retrained_interval": 1},
+    "groups used again": {"max_trained_count": 3, "retrained_interval": 1},
     "ppo with whitened rewards": {"name": "ppo", "whiten_rewards": True},
     "remax by group": {"name": "remax", "reward_norm": "group", "asym_clip": True},
     "prompt mean": {"aggregation": "prompt-mean"},

@@ -17,7 +17,7 @@ from penstock.trainer.algorithm.batch import MicroBatch
 from penstock.trainer.algorithm.build_objective import build_objective
 from penstock.trainer.algorithm.credit import Scored, credit_rule
 from penstock.trainer.recovery.environment_fingerprint import differences, environment_fingerprint
-from penstock.trainer.replay.recorded_settings import read_settings
+from penstock.trainer.recovery.recorded_settings import changed_settings, read_settings
 from penstock.trainer.replay.replay_verdict import Verdict, describe
 from penstock.trainer.settings import TrainerSettings
 
@@ -114,6 +114,28 @@ def test_options_of_user_code_are_shown_recorded_and_read_back(code: str) -> Non
     ]
     again, _ = read_settings(json.dumps(config_document(loaded)).encode(), where="here")
     assert again.algorithm == loaded.settings.algorithm
+
+
+def test_settings_that_an_older_version_recorded_are_read_with_its_defaults() -> None:
+    """Every key is in the record, also an option whose default was another and which the loss does not read."""
+    document = config_document(load(TrainerSettings, overrides=["model.path=m", "algorithm.name=reinforce"]))
+    document["settings"]["algorithm"] |= {"dual_clip": 1.2, "stale_negative_weight": 0.5, "ess_level": "token"}
+    settings, _ = read_settings(json.dumps(document).encode(), where="here")
+    assert (settings.algorithm.dual_clip, settings.algorithm.stale_negative_weight) == (1.2, 0.5)
+    with pytest.raises(ConfigError, match="dual_clip does nothing with"):
+        load(TrainerSettings, overrides=["model.path=m", "algorithm.name=reinforce", "algorithm.dual_clip=1.2"])
+
+
+def test_a_session_lists_what_it_changes(tmp_path: Path) -> None:
+    """Each setting that differs from the session before; a folder without settings has nothing to compare with."""
+    now = json.dumps({"settings": {"trainer": {"lr": 2e-4, "steps": 6}, "algorithm": {"name": "remax"}}}).encode()
+    before = {"settings": {"trainer": {"lr": 1e-4, "steps": 6}, "algorithm": {"name": "remax", "clip_low": 0.2}}}
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    assert changed_settings(tmp_path / "config.json", now) == [
+        "algorithm.clip_low = null, was 0.2",
+        "trainer.lr = 0.0002, was 0.0001",
+    ]
+    assert changed_settings(tmp_path / "none.json", now) == []
 
 
 @pytest.mark.parametrize(

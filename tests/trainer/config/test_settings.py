@@ -166,6 +166,26 @@ def test_every_part_of_a_preset_can_be_overridden():
     assert cleared.algorithm.dual_clip is None
 
 
+def test_published_names_have_no_protections_against_stale_samples_and_the_default_has():
+    """`grpo` is GRPO; only the default adds what Penstock adds, and each protection can be added to any preset."""
+    for name in PRESETS:
+        section = settings(f"algorithm.name={name}").algorithm
+        added = (section.dual_clip, section.stale_negative_weight, section.ess_level)
+        assert added == ((1.2, 0.5, "token") if name == "async_grpo" else (None, 1.0, "off"))
+    assert settings().algorithm == settings("algorithm.name=async_grpo").algorithm
+    protections = ("algorithm.dual_clip=1.2", "algorithm.stale_negative_weight=0.5", "algorithm.ess_level=token")
+    given = settings("algorithm.name=grpo", *protections).algorithm
+    assert given.model_copy(update={"name": "async_grpo"}) == settings().algorithm
+
+
+def test_a_shown_configuration_of_another_loss_reads_back():
+    """What the preset set for its own loss is not taken for a setting made by hand."""
+    loaded = load(TrainerSettings, overrides=["model.path=m", "algorithm.loss=cispo"])
+    shown = [line.split("  #")[0].strip().replace(" = ", "=", 1) for line in format_config(loaded).splitlines()]
+    again = load(TrainerSettings, overrides=[line for line in shown if line.startswith(("model.path", "algorithm."))])
+    assert again.settings.algorithm == loaded.settings.algorithm
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -36,11 +36,11 @@ class M2poOptions(Options):
     presets={
         "m2po": {
             "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 1.0, "clip_high": 1e6,
-            "dual_clip": None, "m2po_budget": 0.04, "aggregation": "token-mean",
+            "m2po_budget": 0.04, "aggregation": "token-mean",
         },
         "m2po_released": {
             "advantage": "grpo", "normalise_by_std": True, "loss": "ppo_clip", "clip_low": 0.3, "clip_high": 0.5,
-            "dual_clip": None, "m2po_budget": 0.04, "m2po_form": "clip", "aggregation": "token-mean",
+            "m2po_budget": 0.04, "m2po_form": "clip", "aggregation": "token-mean",
         },
     },
 )  # fmt: skip

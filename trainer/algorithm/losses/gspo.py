@@ -20,7 +20,7 @@ class GspoOptions(DualClip, ClipRange):
     presets={
         "gspo": {
             "advantage": "grpo", "normalise_by_std": True, "loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
-            "dual_clip": None, "aggregation": "seq-mean-token-mean",
+            "aggregation": "seq-mean-token-mean",
         },
     },
 )  # fmt: skip
@@ -41,7 +41,7 @@ def gspo(tokens: Tokens, *, clip_low: float, clip_high: float, dual_clip: float 
     presets={
         "gspo_token": {
             "advantage": "grpo", "normalise_by_std": True, "loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4,
-            "dual_clip": None, "aggregation": "seq-mean-token-mean",
+            "aggregation": "seq-mean-token-mean",
         },
     },
 )  # fmt: skip

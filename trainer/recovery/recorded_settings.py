@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from penstock.protocol.errors import ConfigError
+from penstock.trainer.algorithm.algorithm_settings import RECORDED
 from penstock.trainer.settings import TrainerSettings
 
 _CONNECTIONS = ("nats", "s3")  # addresses of servers may change between a run and its replay
@@ -32,7 +34,9 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
     """
     try:
         values = json.loads(document)["settings"]
-        settings = TrainerSettings.model_validate({k: v for k, v in values.items() if k not in _CONNECTIONS})
+        settings = TrainerSettings.model_validate(
+            {k: v for k, v in values.items() if k not in _CONNECTIONS}, context=RECORDED
+        )
     except ValidationError as err:
         first = err.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -62,12 +66,25 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Flat:
 
 def differences(recorded: Flat, other: Flat, *, ignoring: Iterable[str] = ()) -> list[str]:
     """Return one line for each setting that differs, also if only one side has it."""
-    keys = sorted((recorded.keys() | other.keys()) - set(ignoring))
     return [
         f"{key} = {json.dumps(other.get(key))}, recorded {json.dumps(recorded.get(key))}"
-        for key in keys
-        if recorded.get(key) != other.get(key)
+        for key in _differing(recorded, other, ignoring)
     ]
+
+
+def _differing(one: Flat, other: Flat, ignoring: Iterable[str] = ()) -> list[str]:
+    keys = sorted((one.keys() | other.keys()) - set(ignoring))
+    return [key for key in keys if one.get(key) != other.get(key)]
+
+
+def changed_settings(recorded: Path, config: bytes) -> list[str]:
+    """Return one line for each setting that a session changes; none if ``recorded`` holds no settings."""
+    try:
+        before = flat(json.loads(recorded.read_bytes())["settings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []  # the run's record has them
+    now = flat(json.loads(config)["settings"])
+    return [f"{key} = {json.dumps(now.get(key))}, was {json.dumps(before.get(key))}" for key in _differing(before, now)]
 
 
 def what_steps_read(settings: Flat) -> Flat:
