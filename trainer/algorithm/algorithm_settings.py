@@ -200,7 +200,7 @@ class AlgorithmSettings(_AllSettings):
             return given
         name = canonical(str(given.get("name", DEFAULT)))
         merged = {**PRESETS[name], **given, "name": name}
-        unset = {field: info.default for field, info in cls.model_fields.items()} | PRESETS[name]
+        unset = {**{field: info.default for field, info in cls.model_fields.items()}, **PRESETS[name]}
         values = {**unset, **merged}
         try:
             parts = ChosenParts.of(values)
