@@ -18,8 +18,10 @@ PREFIX = "penstock"
 def check_run_id(run_id: str) -> str:
     """Return the run id; raises ConfigError when it is not valid."""
     if not RUN_ID.fullmatch(run_id):
+        similar = re.sub(r"[^a-z0-9]+", "-", run_id.lower()).strip("-")[:48]
         raise ConfigError(
             f"run id {run_id!r} must be 1 to 48 characters of a-z, 0-9 and '-', starting with a letter or digit"
+            + (f", such as {similar}" if RUN_ID.fullmatch(similar) else "")
         )
     return run_id
 

@@ -25,7 +25,7 @@ class Alias:
 
     def value(self, theirs: Any) -> Any:
         """Return a foreign value as Penstock spells it."""
-        return self.values.get(theirs, theirs) if isinstance(theirs, (str, bool)) else theirs
+        return self.values.get(theirs, theirs) if isinstance(theirs, (str, bool, int)) else theirs
 
 
 def _alias(*keys: str, values: Mapping[Any, Any] | None = None) -> Alias:
@@ -105,7 +105,7 @@ ALIASES: dict[str, Alias] = {
     "trainer.experiment_name": _alias("run.id"),
     "trainer.max_actor_ckpt_to_keep": _alias("trainer.keep_checkpoints"),
     "trainer.save_freq": _alias("trainer.checkpoint_every"),
-    "trainer.test_freq": _alias("eval.every"),
+    "trainer.test_freq": _alias("eval.every", values={-1: 0}),
     "trainer.total_training_steps": _alias("trainer.steps"),
     "trainer.val_before_train": _alias("eval.at_start"),
     "advantage_clip": _alias("algorithm.advantage_clip"),

@@ -51,6 +51,9 @@ RENAMED: dict[str, str] = {
     "method": 'algorithm.reward_norm and algorithm.asym_clip (identity is reward_norm = "none")',
     "adv_estimator": "algorithm.name",
     # TRL and AgentRL, whose flags have no sections
+    "beta": "algorithm.kl_coefficient",
+    "n": "rollout.group_size",
+    "model.name": "model.path",
     "use_lora": "model.lora.rank (above 0: on)",
     "epsilon": "algorithm.clip_low",
     "epsilon_high": "algorithm.clip_high",
@@ -112,6 +115,9 @@ ABSENT: dict[str, str] = {
     "dataset": "use data.train: a file or a list of files",
     "num_epochs": "the length of a run is set in optimizer steps: trainer.steps",
     "batch_size": "prompts per step are rollout.groups_per_step, rows per supervised step sft.batch_size",
+    "epochs": "the length of a run is set in optimizer steps: trainer.steps",
+    "stop": "not offered: a completion ends at a stop token of the model or at rollout.max_new_tokens",
+    "stop_strings": "not offered: a completion ends at a stop token of the model or at rollout.max_new_tokens",
     "total_epochs": "the length of a run is set in optimizer steps: trainer.steps",
     "context_length": "set data.max_prompt_tokens and rollout.max_new_tokens separately",
     "num_gpus": "trainer.num_ranks is the number of training processes",
@@ -170,6 +176,18 @@ REFUSED: dict[str, str] = {
         "sampling_params",
     )
 }
+
+
+# Values of accepted keys that have no counterpart here.
+_ABSENT_VALUES: dict[tuple[str, object], str] = {
+    ("trainer.save_freq", -1): "a run is resumed from its checkpoints, so they are always made; set "
+    "trainer.checkpoint_every to trainer.steps for one at the end",
+}
+
+
+def value_advice(dotted: str, value: object) -> str | None:
+    """Return what to write instead of another project's value of a key; None for any other value."""
+    return _ABSENT_VALUES.get((dotted, value)) if isinstance(value, (str, int)) else None
 
 
 def advice(dotted: str) -> str | None:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from penstock.protocol.config.config_aliases import ALIASES
-from penstock.protocol.config.foreign_config import REFUSED, advice
+from penstock.protocol.config.foreign_config import REFUSED, advice, value_advice
 from penstock.protocol.config.sources import (
     Given,
     KeyPath,
@@ -69,6 +69,7 @@ SECTIONS = (
 S = TypeVar("S", bound=BaseModel)
 _NOTHING = ("None", "none", "null")
 _MASK = "********"
+_NEAR = 0.75  # of two dotted keys, whose sections alone make many of them alike
 _IN_URL = re.compile(r"(?<=[/,\" ])[^/,\"@ ]+@")  # user name and password of a URL
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -103,6 +104,11 @@ def load(
     """
     problems: list[str] = []
     given = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
+    problems += [
+        f"{one.origin}: {'.'.join(one.path)} = {one.value}: {why}"
+        for one in given
+        if (why := value_advice(".".join(one.path), one.value))
+    ]
     given = [ours for one in given for ours in _without_aliases(one)]
     unreadable = bool(problems)
     chosen: dict[KeyPath, Given] = {}
@@ -282,7 +288,12 @@ def _unknown(settings_class: type[BaseModel], path: KeyPath, depth: int) -> _Unk
     near = [name.rpartition(".")[2] for name in siblings]
     similar = [siblings[near.index(name)] for name in get_close_matches(spelt[-1], near, n=1, cutoff=0.7)]
     similar += [name for name in known if name.rpartition(".")[2] == spelt[-1]]  # right key, wrong section
-    similar += get_close_matches(dotted, known, n=1)
+    if not similar and depth:  # a key that another project writes without a section, or in another one
+        if spelt[-1] in ALIASES:
+            similar = list(ALIASES[spelt[-1]].keys)
+        elif instead := advice(spelt[-1]):
+            return _UnknownKeyError(spelt, f"unknown key {dotted}; {instead}")
+    similar += get_close_matches(dotted, known, n=1, cutoff=_NEAR)
     hint = f"did you mean {similar[0]}?" if similar else f"known here: {', '.join(siblings or SECTIONS)}"
     return _UnknownKeyError(spelt, f"unknown key {dotted}; {hint}")
 

@@ -7,6 +7,7 @@ formulas, sources and differences from the papers. Imports no torch.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,4 +88,6 @@ def canonical(name: str) -> str:
         return plain
     if plain in REFUSED:
         raise ValueError(f"{name!r} is not offered: {REFUSED[plain]}")
-    raise ValueError(f"unknown algorithm {name!r}; known are {', '.join(sorted(PRESETS))}")
+    near = difflib.get_close_matches(plain, [*PRESETS, *ALIASES], n=1)
+    hint = f"did you mean {ALIASES.get(near[0], near[0])}? " if near else ""
+    raise ValueError(f"unknown algorithm {name!r}; {hint}known are {', '.join(sorted(PRESETS))}")

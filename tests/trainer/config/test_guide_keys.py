@@ -239,6 +239,12 @@ trainer.logger: metrics.jsonl
 trainer.project_name: run.id
 trainer.test_freq=5: data.eval
 context_length: rollout.max_new_tokens
+trainer.save_freq=-1: trainer.checkpoint_every
+trainer.experiment_name=GSM8K_exp.1: such as gsm8k-exp-1
+beta=0.04: algorithm.kl_coefficient
+rollout.n=8: rollout.group_size
+model.name=m: model.path
+stop_strings: stop token
 num_gpus: trainer.num_ranks
 """
 
@@ -273,6 +279,30 @@ def test_a_key_with_another_meaning_is_refused_with_the_right_one(line: str) -> 
         load(TrainerSettings, overrides=["model.path=m", key if "=" in key else f"{key}=1"])
     assert piece in str(caught.value)
     assert "did you mean" not in str(caught.value)
+
+
+def test_verls_never_is_an_evaluation_at_both_ends() -> None:
+    """`trainer.test_freq = -1` evaluates at no step in between."""
+    given = ["model.path=m", "data.eval=e.jsonl", "trainer.test_freq=-1"]
+    assert load(TrainerSettings, overrides=given).settings.eval.every == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "hint"),
+    [
+        ("trainer.save_steps=5", "did you mean trainer.checkpoint_every?"),
+        ("trainer.learning_rate=1e-4", "did you mean trainer.lr?"),
+        ("trainer.num_epochs=1", "the length of a run is set in optimizer steps: trainer.steps"),
+        ("rollout.num_generations=8", "did you mean rollout.group_size?"),
+        ('rollout.stop=["x"]', "a completion ends at a stop token of the model"),
+        ("rollout.colour=red", "known here: rollout.group_size, rollout.groups_per_step"),
+        ("rollout.temprature=1.0", "did you mean rollout.temperature?"),
+    ],
+)
+def test_a_foreign_key_in_a_section_is_answered_as_without_one(written: str, hint: str) -> None:
+    """What another project writes elsewhere, or without a section, is not taken for a misspelt key that looks alike."""
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        load(TrainerSettings, overrides=["model.path=m", written])
 
 
 def test_a_setting_that_is_given_under_two_names_is_refused() -> None:
