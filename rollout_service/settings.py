@@ -195,6 +195,10 @@ class WorkerSettings(Section):
             ) from None
 
 
+def _default(section: Section, key: str) -> Any:
+    return type(section).model_fields[key].get_default(call_default_factory=True)
+
+
 class RolloutSettings(Section):
     """The sections of a run file that the rollout worker reads."""
 
@@ -204,6 +208,18 @@ class RolloutSettings(Section):
     worker: WorkerSettings = WorkerSettings()  # pyright: ignore[reportCallIssue]
     sglang: SglangSettings = SglangSettings()  # pyright: ignore[reportCallIssue]
     vllm: VllmSettings = VllmSettings()  # pyright: ignore[reportCallIssue]
+
+    @model_validator(mode="after")
+    def _only_the_chosen_engine_has_options(self) -> RolloutSettings:
+        own = self.worker.kind.section
+        for name, section in (("sglang", self.sglang), ("vllm", self.vllm)):
+            changed = sorted(key for key in section.model_fields_set if getattr(section, key) != _default(section, key))
+            if changed and name != own:
+                raise ValueError(
+                    f"{name}.{changed[0]} does nothing with worker.engine = {self.worker.engine}; "
+                    f'set worker.engine = "{name}", or leave it out'
+                )
+        return self
 
     @property
     def cache_dir(self) -> Path:

@@ -82,7 +82,7 @@ def show(*arguments: Raw) -> None:
     Example:  penstock config show run.toml trainer.lr=1e-6
     Then:     penstock train run.toml
     """
-    launch.replace_process(launch.module("penstock.trainer", "config", *arguments))
+    launch.replace_process(launch.module("penstock.deploy.config_show", *arguments))
 
 
 @data.command

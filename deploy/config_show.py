@@ -1,0 +1,74 @@
+"""`penstock config show run.toml`: every setting of trainer, rollout worker and reward service, with its origin.
+
+python -m penstock.deploy.config_show [RUN.TOML] [SECTION.KEY=VALUE ...] [--json]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from penstock.protocol.config.run_file import Loaded, config_document, format_config, load, split_arguments
+from penstock.protocol.errors import ConfigError
+from penstock.reward_service.settings import RewardSettings
+from penstock.rollout_service.settings import RolloutSettings
+from penstock.trainer.settings import TrainerSettings
+
+SERVICES: tuple[type[BaseModel], ...] = (TrainerSettings, RolloutSettings, RewardSettings)
+_ERROR = 2  # exit code of settings that are refused
+
+
+def load_all(files: Sequence[Path], overrides: Sequence[str], environ: Mapping[str, str]) -> list[Loaded[Any]]:
+    """Return the settings of every service; raises ConfigError that lists the errors of all of them, each once."""
+    loaded, problems = [], []
+    for service in SERVICES:
+        try:
+            loaded.append(load(service, files=files, overrides=overrides, environ=environ))
+        except ConfigError as err:
+            problems += str(err).splitlines()
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return loaded
+
+
+def as_text(services: Sequence[Loaded[Any]]) -> str:
+    """Return one line for each setting; a section that several services read is shown once."""
+    lines: dict[str, str] = {}
+    for loaded in services:
+        for line in format_config(loaded).splitlines(keepends=True):
+            lines.setdefault(line.partition(" = ")[0], line)
+    return "".join(lines.values())
+
+
+def as_document(services: Sequence[Loaded[Any]]) -> dict[str, Any]:
+    """Return the settings by section and key, and their origins by dotted key."""
+    merged: dict[str, Any] = {"settings": {}, "origins": {}}
+    for loaded in services:
+        document = config_document(loaded)
+        for section, values in document["settings"].items():
+            merged["settings"][section] = values | merged["settings"].get(section, {})
+        merged["origins"] = document["origins"] | merged["origins"]
+    return merged
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the settings; returns 2 for settings that a service refuses, after the reason on stderr."""
+    files, overrides = split_arguments([argument for argument in arguments if argument != "--json"])
+    try:
+        services = load_all(files, overrides, os.environ)
+    except ConfigError as err:
+        sys.stderr.write(f"{err}\n")
+        return _ERROR
+    text = json.dumps(as_document(services)) + "\n" if "--json" in arguments else as_text(services)
+    sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
