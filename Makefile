@@ -10,7 +10,7 @@ FUZZ_S  ?= 600
 export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile every module again
 
-.PHONY: bench-plane wheel-test test-vllm test-secrets
+.PHONY: bench-plane wheel-test test-vllm test-secrets mutation-proof
 .PHONY: quickstart test chaos test-sglang sglang-env check setup clean bench-quickstart bench-staleness
 .PHONY: fuzz-ring bench-replay bench-patches fuzz-patches bench-sandbox bench-reward test-faults fuzz soak bench-idle
 
@@ -26,6 +26,9 @@ test-faults: $(STAMP)  ## exactly-once tests with thousands of generated failure
 
 test-secrets: $(STAMP)  ## plant words as secrets in a small run and look for them in all that it leaves (a minute)
 	PENSTOCK_TEST_SECRETS=1 $(BIN)/python -m pytest --timeout 300 tests/system/test_secrets_left.py
+
+mutation-proof: $(STAMP)  ## remove each guard of docs/security.md in a copy of the tree: a test must fail (a quarter of an hour)
+	$(BIN)/python -m tests.mutation.prove --write docs/security.md
 
 fuzz: $(STAMP)  ## property tests and the reward API fuzzer with 40 times as many examples, new in each run (an hour)
 	PENSTOCK_TEST_EXAMPLES=40 $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --timeout 3600

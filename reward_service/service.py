@@ -130,6 +130,7 @@ async def run(settings: RewardSettings) -> None:
             access=section.access(),
             hosts=(section.host,),
             max_request_bytes=section.max_request_bytes,
+            max_requests_bytes=section.max_requests_bytes,
         )
         _report_port(bound, section.port_file, section.host)
 
@@ -152,7 +153,13 @@ def _sandboxes(
     if sandbox.kind is None:
         return None
     limits = Limits(cpu_s=section.code_cpu_s, memory_bytes=section.code_memory_mb * 1024**2)
-    pool = SandboxPool(Launch(sandbox.kind), section.code_workers, limits, stop_early=section.code_score == "all")
+    pool = SandboxPool(
+        Launch(sandbox.kind),
+        section.code_workers,
+        limits,
+        stop_early=section.code_score == "all",
+        group_cpu_s=section.code_group_cpu_s,
+    )
     connections.push_async_callback(pool.close)
     return pool
 

@@ -81,6 +81,11 @@ class RewardServiceSection(Section):
     max_request_bytes: int = Field(
         default=16 * 1024 * 1024, ge=1024, description="Longest request to the HTTP API that is read, in bytes."
     )
+    max_requests_bytes: int = Field(
+        default=128 * 1024 * 1024,
+        ge=1024,
+        description="Bytes of the bodies that the HTTP API holds at a time; a request beyond it is answered 503 with Retry-After.",
+    )
     math_workers: int = Field(
         default=2, ge=1, le=256, description="Grader processes of the math reward, started on first use."
     )
@@ -109,6 +114,13 @@ class RewardServiceSection(Section):
         ge=1,
         le=600,
         description="CPU seconds a program may use for one test; six times that by wall clock.",
+    )
+    code_group_cpu_s: float = Field(
+        default=600.0,
+        ge=1,
+        le=86_400,
+        description="CPU seconds for the programs of one group together, in equal parts and at least code_cpu_s each; "
+        "tests that a program has not reached by then count as failed. Keeps one group from occupying the sandboxes for hours.",
     )
     code_memory_mb: int = Field(default=1024, ge=64, le=65536, description="Address space of a program, in MiB.")
     code_score: Literal["share", "all"] = Field(

@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +23,7 @@ import pytest
 from penstock.deploy.servers import NatsServer, S3Server
 
 BUCKET = "penstock"
+_SECRETS = tempfile.TemporaryDirectory(prefix="penstock-test-secrets-")
 
 
 def require_package(program: str, package: str) -> None:
@@ -51,6 +55,15 @@ def start_s3(folder: Path) -> S3Server:
     server = S3Server(folder / "s3", log=folder / "s3.log")
     server.start()
     return server
+
+
+@functools.cache
+def secret_file(secret: str) -> Path:
+    """Return a file that contains a secret, as ``nats.password_file`` names one; it is removed when this process exits."""
+    file = Path(_SECRETS.name) / secrets.token_hex(8)
+    file.touch(mode=0o600)
+    file.write_text(secret)
+    return file
 
 
 def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:

@@ -25,6 +25,8 @@ from pydantic_core import to_jsonable_python
 from penstock.protocol.config.config_aliases import ALIASES
 from penstock.protocol.config.foreign_config import REFUSED, advice, value_advice
 from penstock.protocol.config.sources import (
+    ENVIRONMENT_PREFIX,
+    OVERRIDE,
     Given,
     KeyPath,
     from_environment,
@@ -100,7 +102,7 @@ def load(
     """Build one service's settings from its sections of the run file.
 
     ``overrides`` are ``a.b=c``, ``--a.b=c`` or ``--a.b``, ``c``, in snake or kebab case. Sections of
-    other services are ignored. Raises ConfigError that lists every error.
+    other services are ignored. A secret among the overrides is refused. Raises ConfigError that lists every error.
     """
     problems: list[str] = []
     given = [*from_files(files, problems), *from_environment(environ or {}), *from_overrides(overrides, problems)]
@@ -229,6 +231,13 @@ def _choose(settings_class: type[BaseModel], one: Given, chosen: dict[KeyPath, G
     members, table = _members(annotation), _table(annotation)
     if one.value == {} and table is not None:
         return
+    if one.source == OVERRIDE and one.value not in ("", *_NOTHING) and is_secret(settings_class, path):
+        dotted, variable = ".".join(path), ENVIRONMENT_PREFIX + "__".join(path).upper()
+        raise _UnknownKeyError(
+            path,
+            f"{dotted} is refused on the command line, which every user of this machine can read (ps); set "
+            f"{dotted}_file = FILE, or the environment variable {variable}",
+        )
     value = one.value
     if one.text is not None and not isinstance(value, (str, list)) and _is_text_only(members):
         value = one.text  # a run named 7, a password of digits

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ENVIRONMENT_PREFIX = "PENSTOCK_"
+OVERRIDE = "override"  # the origin of a value from the command line
 
 MAX_FILE_BYTES = 4 * 1024**2
 _LINES_BUDGET = 4 * 1024**2  # characters that are parsed to find the lines of keys
@@ -116,7 +117,7 @@ def from_overrides(overrides: Sequence[str], problems: list[str]) -> Iterator[Gi
             problems.append(f"override {token!r}: expected section.key=value or --section.key value")
             continue
         for extra, value in leaves(scalar(text)):
-            yield Given(path + extra, value, "override", None if extra else text)
+            yield Given(path + extra, value, OVERRIDE, None if extra else text)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:

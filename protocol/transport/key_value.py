@@ -62,6 +62,11 @@ class KeyValue:
             raise refusal(err, f"bucket {bucket}", connection.url) from None
         return cls(connection, bucket, store)
 
+    @property
+    def num_transitions(self) -> int:
+        """How often the connection was lost or restored; a read that is retried shows an outage only here."""
+        return self._connection.num_transitions
+
     def get(self, key: str) -> Pending[Entry | None]:
         """Read a key; None when it does not exist."""
         return self._read(lambda: self._get(key), f"read {self.bucket}/{key}")

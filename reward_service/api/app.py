@@ -35,7 +35,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         408: "The request did not arrive in time.",
         413: "The body is longer than reward_service.max_request_bytes.",
         422: "A value breaks a rule.",
-        503: "NATS is unreachable, or all connections are in use.",
+        503: "NATS is unreachable, all connections are in use, or the bodies of other requests fill the memory for them.",
         508: "A reward service called this API as an endpoint.",
     }.items()
 }
@@ -56,11 +56,13 @@ class ApiContext:
     num_held: Callable[[], int]
 
 
-def build(context: ApiContext, *, access: Access, hosts: Sequence[str] = (), max_request_bytes: int) -> FastAPI:
+def build(
+    context: ApiContext, *, access: Access, hosts: Sequence[str] = (), max_request_bytes: int, max_requests_bytes: int
+) -> FastAPI:
     """Return the app. Without tokens the Host header must name this machine or one of ``hosts``."""
     app = FastAPI(title="Penstock reward service", version="1", responses=_REFUSALS)
     app.router.route_class = StrictRoute
-    app.add_middleware(BodyLimit, max_bytes=max_request_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_request_bytes, max_total_bytes=max_requests_bytes)
     app.add_middleware(AccessGate, access=access, hosts=hosts)  # the last one is the first that sees a request
     _answer_errors(app)
     _health(app, context, needs(Role.READ))

@@ -17,7 +17,7 @@ from penstock.reward_service.sandbox.tests_of_row import Tests
 
 NAME = "code"
 
-Grade = Callable[[str, Tests], Awaitable[Graded]]
+Grade = Callable[[str, Tests, int], Awaitable[Graded]]  # program, tests, how many programs share the group's time
 
 
 async def judge(
@@ -29,10 +29,8 @@ async def judge(
     """
     tests = tests_of_row.read(truth, extra)
     programs = [answers.program(completion) for completion in completions]
-    known: dict[str, Graded] = {}
-    for program in programs:
-        if program is not None and program not in known:
-            known[program] = await grade(program, tests)
+    different = dict.fromkeys(program for program in programs if program is not None)
+    known = {program: await grade(program, tests, len(different)) for program in different}
     return [
         _verdict(known[program], all_or_nothing=all_or_nothing) if program is not None else _without()
         for program in programs

@@ -5,13 +5,16 @@
 - the sandbox, the machine, a SIGKILL from another process: SandboxFailed, never a verdict.
 
 Every stdin and function test runs in a process of its own; expected results never enter the sandbox.
-After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds.
+After a timeout the remaining tests count as failed, so that a program uses up one time limit and not hundreds; so do
+those that are left when a program has used up its part of its group's time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from dataclasses import dataclass, field
 
 from penstock.reward_service.errors import SandboxFailed
@@ -46,16 +49,32 @@ class Slot:
         self.tests.kill()
 
 
-def grade(slot: Slot, program: str, tests: Tests, limits: Limits, *, stop_early: bool) -> Graded:
-    """Run all tests, or with ``stop_early`` up to the first failure. Raises SandboxFailed, BadGroundTruth."""
+def grade(
+    slot: Slot, program: str, tests: Tests, limits: Limits, *, stop_early: bool, budget_s: float = math.inf
+) -> Graded:
+    """Run all tests, or with ``stop_early`` up to the first failure. Raises SandboxFailed, BadGroundTruth.
+
+    ``budget_s`` is the time that the tests of the program may take together, in CPU seconds; a wall second that it
+    waits counts as it does for one test. A program that needs more fails as at the limit of one test.
+    """
     if isinstance(tests, Assertions):
         proof = slot.proofs.of(slot.tests, tests, limits)
         return test_code.grade(slot.programs, slot.tests, program, tests, proof, limits)
     passed, total, first, detail = 0, _count(tests), None, ""
+    cpu_s, began = 0.0, time.monotonic()
     for place in range(total):
         if slot.stopped.is_set():
             raise SandboxFailed("the grading of a program was stopped")
+        if max(cpu_s, (time.monotonic() - began) / limits.wall_factor) >= budget_s:
+            reason = Reason.CPU_TIME if cpu_s >= budget_s else Reason.WALL_TIME
+            return Graded(
+                passed,
+                total,
+                first or reason,
+                detail or f"test {place}: the time for all tests, {budget_s:.0f} s, was used up",
+            )
         run = _one(slot, program, tests, place, limits)
+        cpu_s += run.cpu_s
         reason = failure(run, limits)
         if reason is None and not _right(run, tests, place):
             reason = Reason.WRONG

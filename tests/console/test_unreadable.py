@@ -37,6 +37,7 @@ from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from tests.console.record import recorded_run as recorded
 from tests.console.record.test_audit_checks import chapters
+from tests.servers import secret_file
 
 INF, NAN = float("inf"), float("nan")
 VALUES: list[Any] = [
@@ -70,8 +71,8 @@ FIELDS = {
 
 
 def connection(nats_settings: NatsSettings, s3: S3Settings) -> list[str]:
-    return [f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password={nats_settings.secret()}",
-            f"s3.endpoint={s3.endpoint}", f"s3.access_key={s3.access_key}", f"s3.secret_key={s3.secret()}"]  # fmt: skip
+    return [f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password_file={secret_file(nats_settings.secret())}",
+            f"s3.endpoint={s3.endpoint}", f"s3.access_key={s3.access_key}", f"s3.secret_key_file={secret_file(s3.secret())}"]  # fmt: skip
 
 
 def publish_bytes(settings: NatsSettings, messages: list[tuple[str, bytes]]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.groups import make_task_issued
+from tests.servers import secret_file
 
 from penstock.deploy import bootstrap as command
 from penstock.deploy.bootstrap import bootstrap, delete_run
@@ -60,10 +61,10 @@ def arguments(nats: NatsSettings, s3: S3Settings) -> list[str]:
     return [
         f"nats.url={nats.url}",
         f"nats.user={nats.user}",
-        f"--nats.password={nats.password}",
+        f"--nats.password_file={secret_file(nats.secret())}",
         f"s3.endpoint={s3.endpoint}",
         f"s3.access_key={s3.access_key}",
-        *("--s3.secret-key", s3.secret_key),
+        *("--s3.secret-key-file", str(secret_file(s3.secret()))),
     ]
 
 
@@ -93,7 +94,7 @@ def test_the_command_reports_errors_in_one_line(
     for extra, text in (
         (["--run", run_id, *where, "nats.ulr=x"], "did you mean nats.url?"),
         (["--run", "A.B", *where], "run id 'A.B'"),
-        (["--run", run_id, *where, "nats.password=wrong"], "refused user penstock"),
+        (["--run", run_id, *where, f"nats.password_file={secret_file('wrong')}"], "refused user penstock"),
     ):
         assert command.main(extra) == 1
         assert text in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.deploy.processes import processes_of
-from tests.servers import require, wait_for
+from tests.servers import require, secret_file, wait_for
 
 from penstock.deploy import quickstart_task
 from penstock.deploy.local_run import REWARD, LocalRun, adapter_overrides, endpoint_name, worker_name
@@ -91,8 +91,10 @@ def test_services_use_the_servers_that_the_run_file_names(
 ) -> None:
     """With NATS and S3 given, none are started, and the run's streams are created there."""
     where = [
-        *(f"nats.{key}={getattr(nats_settings, key)}" for key in ("url", "user", "password")),
-        *(f"s3.{key}={getattr(s3_settings, key)}" for key in ("endpoint", "access_key", "secret_key")),
+        *(f"nats.{key}={getattr(nats_settings, key)}" for key in ("url", "user")),
+        f"nats.password_file={secret_file(nats_settings.secret())}",
+        *(f"s3.{key}={getattr(s3_settings, key)}" for key in ("endpoint", "access_key")),
+        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
     ]
     with LocalRun([str(run_file), *where], num_workers=1) as run:
         run.start_services()

@@ -19,7 +19,7 @@ from penstock.protocol.transport.bus import Bus
 from tests.groups import make_task
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
 from tests.rollout_service.trainer_side import TrainerSide, attached, worker_process
-from tests.servers import wait_for
+from tests.servers import secret_file, wait_for
 
 StartWorker = Callable[..., Child]
 Row = dict[str, Any]
@@ -242,8 +242,8 @@ def test_a_run_that_was_not_bootstrapped_is_named(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("nats.password=wrong", "refused user penstock"),
-        ("s3.secret_key=wrong", "check s3.access_key and s3.secret_key"),
+        ("nats.password_file=WRONG", "refused user penstock"),
+        ("s3.secret_key_file=WRONG", "check s3.access_key and s3.secret_key"),
         ("s3.bucket=elsewhere", "no bucket 'elsewhere'"),
         ("worker.engin=embedded", "did you mean worker.engine?"),
         ("worker.engine_url=", "needs worker.engine_url"),
@@ -254,4 +254,5 @@ def test_a_run_that_was_not_bootstrapped_is_named(
 )
 def test_wrong_settings_are_named(start_worker: StartWorker, faulty_engine: FaultyEngine, override: str, words: str):
     """The worker exits with status 1 and an error that names the setting."""
+    override = override.replace("WRONG", str(secret_file("wrong")))
     assert words in log_of_failed(start_worker("w0", *attached(faulty_engine), override))

@@ -40,7 +40,7 @@ from penstock.protocol.weights.manifest import VersionManifest
 from penstock.protocol.weights.version_reader import WeightReader
 from penstock.trainer.publishing.snapshot import AdapterBase
 from tests.rollout_service.engines.faulty_engine import FaultyEngine
-from tests.servers import wait_for
+from tests.servers import secret_file, wait_for
 from tests.weights_source import WeightsSource, adapter_base
 
 ADAPTER = AdapterConfig(r=4, lora_alpha=8.0, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -193,8 +193,12 @@ def worker_process(
     command = [
         *(sys.executable, "-m", "penstock.rollout_service"),
         *(f"run.id={run_id}", f"run.dir={folder}", f"worker.id={worker_id}", "worker.retry_delay_s=0.05"),
-        *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password={nats.password}"),
-        *(f"s3.endpoint={s3.endpoint}", f"s3.access_key={s3.access_key}", f"s3.secret_key={s3.secret_key}"),
+        *(f"nats.url={nats.url}", f"nats.user={nats.user}", f"nats.password_file={secret_file(nats.secret())}"),
+        *(
+            f"s3.endpoint={s3.endpoint}",
+            f"s3.access_key={s3.access_key}",
+            f"s3.secret_key_file={secret_file(s3.secret())}",
+        ),
         *overrides,
     ]
     child = Child(f"worker {worker_id}", command, log=folder / f"{worker_id}.log")

@@ -242,9 +242,16 @@ def acquire(
         since=clock(),
         ttl_s=ttl_s,
     )
+    num_transitions = state.num_transitions
     while True:
         try:
             entry = state.get(streams.LEASE_KEY).wait()
+            if state.num_transitions != num_transitions:  # the read was retried until NATS answered again
+                num_transitions = state.num_transitions
+                log.warning(
+                    "NATS was unreachable while the lease was awaited; its time to expire starts again", run_id=run_id
+                )
+                watched = None  # the holder could not renew either
             found = None if entry is None else decode(entry.value, Lease)
             if entry is not None and found is not None and found.holder == mine.holder:
                 return _begin(state, found, entry.revision)  # the answer to this trainer's swap was lost

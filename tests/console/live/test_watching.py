@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 from tests.console.record import recorded_run as recorded
+from tests.servers import secret_file
 
 from penstock.console.live.panel import LivePanel
 from penstock.console.live.run_view import RunView
@@ -214,7 +215,7 @@ def test_watch_ends_with_the_run_and_prints_one_json_object(
     command += [
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
-        f"nats.password={nats_settings.secret()}",
+        f"nats.password_file={secret_file(nats_settings.secret())}",
     ]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 0, answer.stderr

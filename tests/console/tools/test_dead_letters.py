@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.console.cli.test_command import penstock
 from tests.groups import make_generated, make_group, make_scored, make_task, make_task_issued
+from tests.servers import secret_file
 
 from penstock.console.tools.resending import Letter, RunProgress, content, refusal, resent
 from penstock.protocol import blob_keys, group_pack, streams, subjects
@@ -95,9 +96,9 @@ def test_a_usable_letter_is_not_refused():
 def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
     """The arguments with the addresses of NATS and S3."""
     return [
-        f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password={nats_settings.secret()}",
+        f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}", f"nats.password_file={secret_file(nats_settings.secret())}",
         f"s3.endpoint={s3_settings.endpoint}", f"s3.bucket={s3_settings.bucket}",
-        f"s3.access_key={s3_settings.access_key}", f"s3.secret_key={s3_settings.secret()}",
+        f"s3.access_key={s3_settings.access_key}", f"s3.secret_key_file={secret_file(s3_settings.secret())}",
     ]  # fmt: skip
 
 

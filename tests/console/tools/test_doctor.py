@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.console.cli.test_command import penstock
+from tests.servers import secret_file
 
 from penstock.console.tools import checks
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -35,8 +36,8 @@ def test_json_is_one_object_and_agrees_with_the_exit_code(tmp_path: Path):
 def test_services_that_answer_are_ok(tmp_path: Path, nats_settings: NatsSettings, s3_settings: S3Settings):
     """Configured servers are contacted with the configured credentials."""
     arguments = [f"nats.url={nats_settings.url}", f"nats.user={nats_settings.user}"]
-    arguments += [f"nats.password={nats_settings.secret()}", f"s3.endpoint={s3_settings.endpoint}"]
-    arguments += [f"s3.access_key={s3_settings.access_key}", f"s3.secret_key={s3_settings.secret()}"]
+    arguments += [f"nats.password_file={secret_file(nats_settings.secret())}", f"s3.endpoint={s3_settings.endpoint}"]
+    arguments += [f"s3.access_key={s3_settings.access_key}", f"s3.secret_key_file={secret_file(s3_settings.secret())}"]
     arguments += [f"s3.bucket={s3_settings.bucket}"]
     found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
     assert found["NATS"]["level"] == found["S3"]["level"] == "ok"
@@ -57,7 +58,7 @@ def test_unreachable_servers_are_failures_with_a_fix(tmp_path: Path):
 
 def test_wrong_credentials_are_distinguished_from_an_unreachable_server(tmp_path: Path, nats_settings: NatsSettings):
     """A refusal by NATS is reported as such."""
-    arguments = [f"nats.url={nats_settings.url}", "nats.user=nobody", "nats.password=wrong"]
+    arguments = [f"nats.url={nats_settings.url}", "nats.user=nobody", f"nats.password_file={secret_file('wrong')}"]
     found = findings(penstock("doctor", "--json", *arguments, cwd=tmp_path).stdout)
     assert found["NATS"]["level"] == "fail"
     assert "refused user nobody" in found["NATS"]["detail"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.console.cli.test_command import penstock
+from tests.servers import secret_file
 
 from penstock.console.tools.removal import find_holdings, remove_holdings
 from penstock.deploy.bootstrap import bootstrap, delete_run
@@ -26,11 +27,11 @@ def typed(nats_settings: NatsSettings, s3_settings: S3Settings) -> list[str]:
     return [
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
-        f"nats.password={nats_settings.secret()}",
+        f"nats.password_file={secret_file(nats_settings.secret())}",
         f"s3.endpoint={s3_settings.endpoint}",
         f"s3.bucket={s3_settings.bucket}",
         f"s3.access_key={s3_settings.access_key}",
-        f"s3.secret_key={s3_settings.secret()}",
+        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
     ]
 
 

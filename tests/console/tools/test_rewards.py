@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.console.cli.test_command import penstock
 from tests.reward_service.processes import Service
+from tests.servers import secret_file
 
 from penstock.protocol import subjects
 from penstock.protocol.config.connection import NatsSettings, S3Settings
@@ -130,7 +131,7 @@ def test_the_errors_of_a_run_are_listed_by_reason(
     where = (
         f"nats.url={nats_settings.url}",
         f"nats.user={nats_settings.user}",
-        f"nats.password={nats_settings.secret()}",
+        f"nats.password_file={secret_file(nats_settings.secret())}",
     )
     asked = ("reward", "errors", run_streams, *where)
     none = penstock(*asked, cwd=tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.servers import secret_file
 from tests.weights_source import WeightsSource, adapter_base
 from transformers import AutoModelForCausalLM
 
@@ -38,10 +39,10 @@ def arguments(nats_settings: NatsSettings, s3_settings: S3Settings, run_streams:
         *(
             f"nats.url={nats_settings.url}",
             f"nats.user={nats_settings.user}",
-            f"nats.password={nats_settings.password}",
+            f"nats.password_file={secret_file(nats_settings.secret())}",
         ),
         *(f"s3.endpoint={s3_settings.endpoint}", f"s3.access_key={s3_settings.access_key}"),
-        f"s3.secret_key={s3_settings.secret_key}",
+        f"s3.secret_key_file={secret_file(s3_settings.secret())}",
     ]
 
 

@@ -261,11 +261,27 @@ def test_environment_of_others_is_ignored():
 
 def test_secrets_are_masked_everywhere():
     """No text of the loader contains a secret, whether valid or not."""
-    loaded = load(Everything, overrides=["trainer.steps=1", "nats.password=hunter2"])
+    environ = {"PENSTOCK_NATS__PASSWORD": "hunter2"}
+    loaded = load(Everything, overrides=["trainer.steps=1"], environ=environ)
     assert "hunter2" not in format_config(loaded)
     assert "hunter2" not in str(config_document(loaded))
     assert config_document(loaded)["settings"]["nats"]["password"] == "********"
-    assert "hunter2" not in refused(None, "trainer.steps=1", 'nats.password=["hunter2"]')[0]
+    wrong = {"PENSTOCK_NATS__PASSWORD": '["hunter2"]'}
+    assert "hunter2" not in refused(None, "trainer.steps=1", environ=wrong)[0]
+
+
+@pytest.mark.parametrize(
+    "given", ["nats.password=x1", "--nats.password x1", "nats={password = 'x1'}", 'nats.password=["x1"]']
+)
+def test_a_secret_on_the_command_line_is_refused(given: str, tmp_path: Path):
+    """Other users see it there (ps); the error names the file and the variable to use, and not the secret."""
+    [problem, *_] = refused(None, "trainer.steps=1", *given.split(" ", 1 if given.startswith("--") else 0))
+    assert "nats.password is refused on the command line" in problem
+    assert "nats.password_file = FILE, or the environment variable PENSTOCK_NATS__PASSWORD" in problem
+    assert "x1" not in problem
+    file = write(tmp_path, "[nats]\npassword = 'x1'\n")
+    assert load(Everything, files=[file], overrides=["trainer.steps=1"]).settings.nats.password == "x1"
+    assert load(Everything, files=[file], overrides=["trainer.steps=1", "nats.password="]).settings.nats.password == ""
 
 
 def test_shown_config_reads_back_as_itself(tmp_path: Path):

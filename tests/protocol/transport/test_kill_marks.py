@@ -69,3 +69,15 @@ def test_returns_and_one_killed_reader_quarantine_nothing(bus: Bus, run: str, na
     again.ack().wait()
     marks = bus.key_value(streams.scoring_bucket(run).bucket).wait()
     wait_for(lambda: not marks.entries("started.").wait(), "the mark to be deleted")
+
+
+def test_a_message_of_another_run_is_a_dead_letter(bus: Bus, run: str) -> None:
+    """A fact that names another run than its stream does not reach the reader."""
+    letters: list[DeadLetter] = []
+    bus.tail(f"{run}-dead", subjects.dead(run), DeadLetter, letters.append, from_start=True).wait()
+    foreign = make_task_issued(f"{run}x", "p2", [make_task("e0.p2.a0")])
+    bus.publish(subjects.tasks(run, "train"), foreign, msg_id="p2").wait()
+    inbox, found = _inbox(bus, run), list[Delivery[TaskIssued]]()
+    wait_for(lambda: found.extend(inbox.fetch(2, 0.2).wait()) or letters or len(found) > 1, "the dead letter", 15.0)
+    assert [delivery.fact.run_id for delivery in found] == [run]
+    assert [letter.reason for letter in letters] == ["MalformedFact"]

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,12 +20,13 @@ from tests.servers import wait_for
 
 from penstock.reward_service.errors import BadGroundTruth, SandboxFailed
 from penstock.reward_service.rewards import code
-from penstock.reward_service.sandbox import answers, canary, tests_of_row
-from penstock.reward_service.sandbox.grade import Reason
+from penstock.reward_service.sandbox import answers, canary, grade, tests_of_row
+from penstock.reward_service.sandbox import pool as sandbox_pool
+from penstock.reward_service.sandbox.grade import Graded, Reason
 from penstock.reward_service.sandbox.pool import SandboxPool
 from penstock.reward_service.sandbox.tests_of_row import Assertions, FunctionTests, StdinTests
 from penstock.reward_service.sandbox.zygote_command import Kind, Launch
-from penstock.reward_service.sandbox.zygote_process import Limits
+from penstock.reward_service.sandbox.zygote_process import Limits, Run
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 DOUBLE = StdinTests(("1", "2", "3"), ("2", "4", "6"))
@@ -355,3 +358,44 @@ def _is_sleeping_program(pid: int) -> bool:
     except OSError:
         return False
     return "Seccomp:\t2" in status and "State:\tS" in status
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "wall_s", "budget_s", "passed", "reason"),
+    [(0.4, 0.0, 1.0, 3, Reason.CPU_TIME), (0.0, 2.4, 1.0, 3, Reason.WALL_TIME), (0.4, 2.4, 1.21, 4, Reason.CPU_TIME),
+     (0.9, 5.0, 1e9, 9, None)],
+)  # fmt: skip
+def test_a_program_that_uses_up_its_part_of_the_groups_time_fails_the_tests_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, cpu_s: float, wall_s: float, budget_s: float, passed: int, reason: Reason | None
+) -> None:
+    """Each test is within its own limit; all together are not, by CPU time or by waiting. Without a budget all are run."""
+    now = [0.0]
+
+    def one(*_: object) -> Run:
+        now[0] += wall_s
+        return Run(status=0, cpu_s=cpu_s, output=bytearray(b"2"))
+
+    monkeypatch.setattr(grade, "_one", one)
+    monkeypatch.setattr(grade.time, "monotonic", lambda: now[0])
+    slot = cast("grade.Slot", SimpleNamespace(stopped=threading.Event()))
+    tests = StdinTests(("1",) * 9, ("2",) * 9)
+    found = grade.grade(slot, "", tests, LIMITS, stop_early=False, budget_s=budget_s)
+    assert (found.passed, found.total, found.reason) == (passed, 9, reason)
+
+
+async def test_the_programs_of_a_group_have_equal_parts_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal programs count once; each part is at least the limit of one test, so that no other program takes it away."""
+    budgets: list[float] = []
+
+    def note(*_: object, budget_s: float, **__: object) -> Graded:
+        budgets.append(budget_s)
+        return Graded(1, 1)
+
+    monkeypatch.setattr(sandbox_pool, "grade", note)
+    pool = SandboxPool(Launch(Kind.LANDLOCK), 1, LIMITS, group_cpu_s=3.0)
+    for completions in ("a", "ab", "abab", "abcdefgh"):
+        await code.judge(
+            tuple(completions), {"inputs": ["1"], "outputs": ["1"]}, None, pool.grade, all_or_nothing=False
+        )
+    await pool.close()
+    assert budgets == [3.0, 1.5, 1.5, 1.5, 1.5, *[1.0] * 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 
 from penstock.reward_service.errors import BadGroundTruth
-from penstock.reward_service.sandbox import canary, tests_of_row
+from penstock.reward_service.sandbox import canary, test_code, tests_of_row
 from penstock.reward_service.sandbox.grade import Graded, Reason, Slot, grade
+from penstock.reward_service.sandbox.test_code import Proof
 from penstock.reward_service.sandbox.zygote_command import Launch
-from penstock.reward_service.sandbox.zygote_process import Limits, Zygote
+from penstock.reward_service.sandbox.zygote_process import Limits, Run, Zygote
 
 LIMITS = Limits(cpu_s=1.0, memory_bytes=256 * 1024**2)
 ADD = "def add(a, b): return a + b"
@@ -224,3 +226,19 @@ def test_what_a_programs_answer_exhausts_is_its_failure(slot: Slot, name: str) -
     program, tests, reasons = EXHAUSTING[name]
     graded = run(slot, program, tests + "\nassert f(3) == 3")
     assert (graded.passed, graded.reason in reasons) == (0, True), graded
+
+
+def test_tests_that_were_not_reached_are_counted() -> None:
+    """A test program that is cut short has as many tests as it announced; a piece that was not reached has one."""
+    cut = [{"place": 0, "planned": 3}, {"test": 0, "ok": True}]
+    assert test_code._num_tests(cut, 1) == (3,)
+    assert test_code._num_tests(cut, 2) == (3, 1)
+    assert test_code._num_tests([*cut, *cut[1:] * 4], 1) == (5,), "more were reported than announced"
+    assert test_code._num_tests([{"place": 0, "planned": 0}], 1) == (0,)
+    served, tested = (
+        Run(status=0),
+        Run(status=0, answer=bytearray(b"".join(json.dumps(m).encode() + b"\n" for m in cut))),
+    )
+    tested.answer += b'{"done": true}\n'
+    graded = test_code._verdict(served, tested, Proof("", (3,), has_finished=True), LIMITS)
+    assert (graded.passed, graded.total, graded.reason) == (1, 3, Reason.WRONG)

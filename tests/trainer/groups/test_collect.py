@@ -54,8 +54,18 @@ V0, V1, V2 = PolicyVersion(0), PolicyVersion(1), PolicyVersion(2)
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptSet:
     """Forty prompts of the quickstart's task."""
     folder = tmp_path_factory.mktemp("data")
+    write_prompts(folder)
+    return read_prompts(folder)
+
+
+def write_prompts(folder: Path) -> None:
+    """Write what `read_prompts` reads."""
     write_model(folder / "model", seed=0)
     write_data(folder, seed=0, num_sft=1, num_train=40, num_eval=1)
+
+
+def read_prompts(folder: Path) -> PromptSet:
+    """Forty prompts of the quickstart's task."""
     return PromptSet.open(
         [folder / "train.jsonl"],
         data=DataSettings(),

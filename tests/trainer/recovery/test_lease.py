@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import structlog
 from tests.servers import wait_for
 
 from penstock.deploy.servers import NatsServer
@@ -107,6 +109,29 @@ def test_an_outage_during_the_watch_starts_it_again(own_nats: Callable[[], NatsS
             wait_for(lambda: watch._unchanged is None or watch._unchanged.since > restarted, "a new beginning")
             wait_for(lambda: watch._unchanged is not None, "another look")
             assert watch.end() is not None
+
+
+def test_a_short_outage_while_a_lease_is_awaited_is_logged_and_does_not_count(
+    own_nats: Callable[[], NatsServer],
+) -> None:
+    """Reads are retried, so nothing fails; the log names the outage, and the holder gets its whole time after it."""
+    server = own_nats()
+    with Bus.connect(server.settings, name="test") as bus:
+        bus.ensure_bucket(streams.state_bucket("r")).wait()
+        state = bus.key_value(streams.state_bucket("r").bucket).wait()
+        take(state, ttl_s=1.2)  # killed: it is not renewed
+        with structlog.testing.capture_logs() as logs, ThreadPoolExecutor(1) as other:
+            acquired = other.submit(take, state)
+            wait_for(lambda: any("held by another" in line["event"] for line in logs), "the first look at the lease")
+            server.kill()
+            time.sleep(1.0)
+            server.restart()
+            began = time.monotonic()
+            assert acquired.result(30.0).epoch == 2
+        assert time.monotonic() - began > 1.0
+        assert [line["log_level"] for line in logs if "NATS was unreachable while the lease" in line["event"]] == [
+            "warning"
+        ]
 
 
 def test_a_watch_of_an_unreachable_server_knows_nothing(nats_settings: NatsSettings) -> None:

@@ -1,0 +1,137 @@
+"""Each check of a request and of an endpoint's URL refuses on its own, for its own reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Message
+
+from penstock.reward_service.api import app as api
+from penstock.reward_service.api.access_gate import AccessGate
+from penstock.reward_service.endpoints import strict_json
+from penstock.reward_service.endpoints.access import Access, Role
+from penstock.reward_service.endpoints.endpoint_http import EndpointHttp
+from penstock.reward_service.endpoints.target_policy import TargetPolicy
+from penstock.reward_service.errors import EndpointRefused
+
+TOKEN = ("a", Role.ADMIN, "right-0123456789abcdef")
+RIGHT = ("authorization", f"Bearer {TOKEN[2]}")
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://[::1", "is not a URL"),
+        ("http://127.0.0.1:x/", "is not a URL"),
+        ("http://user@127.0.0.1/", "no user name or password"),
+        ("http://:@127.0.0.1/", "no user name or password"),
+        ("ftp://127.0.0.1/", "only http:// and https://"),
+        ("http:///x", "has no host"),
+        ("http://127.0.0.1:0/", "has no host"),
+        ("http://127.0.0.1\\.8.8.8.8/", "its host must be a name or an address"),
+        ("http://\u2603.example/", "its host must be a name or an address"),
+        ("http://127.0.0.1/\u2603", "its host must be a name or an address"),
+        ("http://-a/", "its host must be a name or an address"),
+        (f"http://{'a.' * 130}com/", "its host must be a name or an address"),
+        ("http://[fe80::1%25eth0]/", "its host must be a name or an address"),
+        ("http://127.0.0.1/#x", "a fragment"),
+        ("http://xn--/", "is not a URL"),
+        ("http://169.254.169.254/", "are never called"),
+        ("http://8.8.8.8/", "allowed_targets"),
+    ],
+)
+async def test_a_url_is_refused_for_its_own_reason(url: str, reason: str) -> None:
+    """The reason names the rule, so that no later rule hides that one is missing."""
+    http = EndpointHttp(TargetPolicy(["127.0.0.0/8"]), max_response_bytes=1)
+    with pytest.raises(EndpointRefused, match=reason):
+        await http.check(url)
+    await http.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": "Bearer wrong"}, 401),
+        ({}, 401),
+        ({"authorization": "Basic right-0123456789abcdef"}, 401),
+        ({"authorization": "Bearer right-0123456789abcdef"}, 413),
+    ],
+)
+async def test_the_token_is_checked_before_anything_of_the_body(headers: dict[str, str], status: int) -> None:
+    """A stranger whose body is too long is told that a token is missing, and no byte of the body is asked for."""
+    app = api.build(
+        cast("api.ApiContext", SimpleNamespace(registry=None, client=None, reward_registry=None)),
+        access=Access([("a", Role.ADMIN, "right-0123456789abcdef")]),
+        max_request_bytes=1024,
+        max_requests_bytes=4096,
+    )
+    asked, sent = list[int](), list[Message]()
+
+    async def receive() -> Message:
+        asked.append(1)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    given = {"host": "x", "content-length": "2000", **headers}
+    raw = [(name.encode(), value.encode()) for name, value in given.items()]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": "/v1/score",
+             "raw_path": b"/v1/score", "query_string": b"", "headers": raw, "server": ("x", 1), "client": ("y", 2), "root_path": ""}  # fmt: skip
+    await app(scope, receive, send)
+    assert sent[0]["status"] == status
+    assert bool(asked) is (status == 413)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"a": 1, "a": 2}', "has the key 'a' twice"),
+        (b'{"x": {"a": 1, "\\u0061": 2}}', "has the key 'a' twice"),
+        (b"[NaN]", "NaN is no JSON number"),
+        (b"[-Infinity]", "Infinity is no JSON number"),
+        ('{"a": 1}'.encode("utf-16"), "it is not UTF-8"),
+        (b'{"\\ud800": 1}', "half of a surrogate pair"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"1" * 5000, "too many digits"),
+        (b"{} {}", "it is not JSON"),
+    ],
+)
+def test_json_has_one_reading(body: bytes, reason: str) -> None:
+    """Whatever two parsers could read differently is refused for its own reason."""
+    with pytest.raises(strict_json.AmbiguousJson, match=reason):
+        strict_json.loads(body)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "headers", "status"),
+    [
+        ((), [("host", "localhost:80")], 404),
+        ((), [("host", "evil.example")], 403),
+        ((TOKEN,), [("host", "evil.example"), RIGHT], 404),
+        ((TOKEN,), [RIGHT, ("penstock-endpoint-call", "1")], 508),
+        ((TOKEN,), [RIGHT, ("x", "a" * 40_000)], 431),
+        ((TOKEN,), [RIGHT, ("content-length", "2"), ("transfer-encoding", "chunked")], 400),
+        ((TOKEN,), [RIGHT, RIGHT], 400),
+        ((TOKEN,), [RIGHT, ("host", "a"), ("host", "b")], 400),
+    ],
+)
+async def test_headers_are_checked_one_by_one(
+    tokens: tuple[tuple[str, Role, str], ...], headers: list[tuple[str, str]], status: int
+) -> None:
+    """Each rule about headers has a status of its own; a request that keeps all of them reaches the app."""
+    gate = AccessGate(PlainTextResponse("not here", 404), Access(tokens), ())
+    sent = list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("the body is not read")
+
+    raw = [(name.encode(), value.encode()) for name, value in headers]
+    await gate({"type": "http", "path": "/v1/x", "raw_path": b"/v1/x", "headers": raw}, receive, send)
+    assert sent[0]["status"] == status
