@@ -42,7 +42,7 @@ def test_every_section_is_shown_once_with_its_origins(capsys: pytest.CaptureFixt
             ["sglang.tp_size=4"],
             'sglang.tp_size does nothing with worker.engine = embedded; set worker.engine = "sglang"',
         ),
-        (["vllm.port=1", "worker.engine=sglang"], "vllm.port does nothing with worker.engine = sglang"),
+        (["vllm.max_num_seqs=1", "worker.engine=sglang"], "vllm.max_num_seqs does nothing with worker.engine = sglang"),
     ],
 )
 def test_a_mistake_in_any_section_is_answered_once(
