@@ -22,6 +22,7 @@ from penstock.console.record.step_checks import ReportedSteps, check_steps
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.servers import NatsServer, S3Server
 from penstock.protocol import streams
+from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import LineageChapter, RecordedStep
 from penstock.protocol.record.step_digest import MAX_LISTED
 from penstock.protocol.transport.blobs import Blobs
@@ -324,6 +325,47 @@ def test_a_record_that_only_the_object_store_was_forged_in(run: MadeRun, tmp_pat
     for result in results:
         assert {("record altered", ""), ("differs from its report", trained(2)[1])} == found(result)
         assert run.objects["chapter 4"] in text_of(result)
+
+
+def test_a_forged_chapter_names_what_it_must_not(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that comes later ends the reading, as does an object that grew; a chapter of another run is named."""
+    key = run.objects["chapter 1"]
+    data = run.blobs.get_unverified(key)
+    first = run.chapters[0]
+    cases = {
+        "chapter 4 is chapter 4, and chapter 1 names it as its parent": {"parent": run.state.record},
+        f"{key} is a chapter of run other": {"run_id": "other"},
+    }
+    for expected, update in cases.items():
+        run.blobs.put(key, made_run.encode_unbounded(first.model_copy(update=update)))
+        try:
+            result = run.audit()
+        finally:
+            run.blobs.put(key, data)
+        assert expected.replace("chapter 4 is", f"{run.objects['chapter 4']} is") in text_of(result)
+    run.blobs.put(key, data + bytes(2**21))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(run.blobs, "get_unverified", pytest.fail)
+            assert key in text_of(run.audit())
+    finally:
+        run.blobs.put(key, data)
+
+
+@pytest.mark.parametrize("key", ["x", "runs/../groups/x", "runs/a/b/groups/x", "runs/\x00/groups/x", "/" * 300])
+def test_a_recorded_pack_of_any_key_is_reported(run: MadeRun, key: str) -> None:
+    """Keys that no pack has are missing objects, in steps and among the dropped groups; a number beyond the list is unclear."""
+    hostile = BlobRef(key=key, size_bytes=1, sha256="0" * 64)
+    undo = forge(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (hostile,)})))
+    try:
+        assert ("pack missing", trained(2)[0]) in found(run.audit())
+    finally:
+        undo()
+    undo = forge(run, lambda c: [c[0], c[1].model_copy(update={"closed_packs": (hostile,)}), *c[2:]])
+    try:
+        assert {("pack unclear", EVALUATED)} == found(run.audit())
+    finally:
+        undo()
 
 
 def test_a_forged_checkpoint_one_ahead_of_nats(run: MadeRun) -> None:
