@@ -21,7 +21,7 @@ from penstock.console.record.reported_steps import from_events
 from penstock.console.record.step_checks import ReportedSteps, check_steps
 from penstock.deploy.bootstrap import bootstrap, delete_run
 from penstock.deploy.servers import NatsServer, S3Server
-from penstock.protocol import streams
+from penstock.protocol import blob_keys, streams
 from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import LineageChapter, RecordedStep
 from penstock.protocol.record.step_digest import MAX_LISTED
@@ -353,14 +353,17 @@ def test_a_forged_chapter_names_what_it_must_not(run: MadeRun, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("key", ["x", "runs/../groups/x", "runs/a/b/groups/x", "runs/\x00/groups/x", "/" * 300])
-def test_a_recorded_pack_of_any_key_is_reported(run: MadeRun, key: str) -> None:
-    """Keys that no pack has are missing objects, in steps and among the dropped groups; a number beyond the list is unclear."""
+def test_a_recorded_pack_of_any_key_is_reported(run: MadeRun, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that no pack has are missing objects, and not asked for; a number beyond the list of packs is unclear."""
+    listed, list_objects = set[str](), run.blobs.list
+    monkeypatch.setattr(run.blobs, "list", lambda prefix: (listed.add(prefix), list_objects(prefix))[1])
     hostile = BlobRef(key=key, size_bytes=1, sha256="0" * 64)
     undo = forge(run, lambda c: with_step(c, 2, lambda s: s.model_copy(update={"packs": (hostile,)})))
     try:
         assert ("pack missing", trained(2)[0]) in found(run.audit())
     finally:
         undo()
+    assert listed == {blob_keys.groups_prefix(RUN)}
     undo = forge(run, lambda c: [c[0], c[1].model_copy(update={"closed_packs": (hostile,)}), *c[2:]])
     try:
         assert {("pack unclear", EVALUATED)} == found(run.audit())
