@@ -82,7 +82,7 @@ class Committer:
             totals=issued.totals,
             account=issued.entries.account,
             algorithm=self.planner.document(),
-            metrics_bytes=self.events.num_bytes,
+            metrics_bytes=self.events.sync(),
             record=record,
             chapter=chapter,
         )

@@ -11,6 +11,7 @@ import structlog
 
 from penstock.protocol.activity import Activity
 from penstock.protocol.record.checkpoint_state import CheckpointState
+from penstock.protocol.record.step_digest import STEP_DIGEST, group_digest, step_digest
 from penstock.protocol.versions import PolicyVersion, next_version
 from penstock.trainer import crash_points
 from penstock.trainer.algorithm.engine_check import EngineCheck
@@ -159,6 +160,9 @@ class Training:
         self.issuer.mark_trained(first_uses, ages, made=made, num_reused=num_reused)
         self.collector.mark_trained(ids)
         uses = {group_id: self.ledger.uses(group_id) for group_id in ids}
+        digests = [group_digest(group.scored, group.pack, uses[group.group_id]) for group in batch]
+        digest = step_digest(self.lease.epoch, self.num_steps_done, self.version, made, digests)
+        self._fields[STEP_DIGEST] = digest.model_dump()
         self.record_writer.add_step(self.num_steps_done, self.version, made, batch, skipped, uses)
         self.version = made
 

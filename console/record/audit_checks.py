@@ -5,7 +5,9 @@
 | the checkpoint's state.json  | the end of the record, the ledger, the totals, the outstanding groups             |
 | the three work queues        | every group in flight is in one of them (or dead, or not sent yet)                |
 | the dead letters             | every group dropped as dead has one                                               |
-| the object store             | every pack of a trained group is there, with its size and sha256                  |
+| the object store             | every pack of a trained group is there, with its size and sha256; packs of        |
+|                              | evaluated and dropped groups, unless retention has deleted them                   |
+| the trainer's step events    | rewards, packs and order of the groups of every step (`step_checks.py`)           |
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from penstock.console.record.record_fold import SPLITS, Breach, RecordFold
+from penstock.console.record.step_checks import ReportedSteps, check_steps
 from penstock.protocol.facts import Split
 from penstock.protocol.record.checkpoint_state import CheckpointState
 from penstock.protocol.record.lineage import LineageChapter
@@ -43,6 +46,7 @@ class AuditInputs:
     window: int | None = None  # smallest max_staleness of the run's sessions; None: unknown
     faults: Sequence[Breach] = ()  # found while reading
     unreadable: Mapping[str, Sequence[str]] = field(default_factory=dict)  # messages by kind: which, and why
+    reports: Sequence[ReportedSteps] = ()  # of the steps, by the trainer that made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,9 @@ def check_record(audit_inputs: AuditInputs) -> AuditResult:
     breaches += _too_many_uses(fold, audit_inputs.max_uses)
     breaches += _checkpoint_faults(fold, audit_inputs)
     breaches += _dead_faults(fold, audit_inputs)
-    for key, fault in _pack_faults(audit_inputs).items():
+    step_breaches, step_notes = check_steps(fold.steps, audit_inputs.reports)
+    breaches += step_breaches
+    for key, fault in _pack_faults(fold, audit_inputs).items():
         breaches += [Breach(f"pack {fault}", group_id, key) for group_id in fold.groups_of_pack.get(key, ())]
     tokens: Counter[str] = Counter()
     for stage in STAGES[1:]:
@@ -116,16 +122,19 @@ def check_record(audit_inputs: AuditInputs) -> AuditResult:
         splits=tuple(_line(split, fold, found, tokens) for split, found in locations.items()),
         moving=_moving(fold, audit_inputs),
         breaches=tuple(breaches),
-        notes=_notes(fold, audit_inputs),
+        notes=(*step_notes, *_notes(fold, audit_inputs)),
     )
 
 
-def _pack_faults(audit_inputs: AuditInputs) -> dict[str, str]:
-    """Return the faults of packs by key; a missing pack is no fault where packs may expire."""
+def _pack_faults(fold: RecordFold, audit_inputs: AuditInputs) -> dict[str, str]:
+    """Return the faults of packs by key; a missing pack is no fault where packs may expire.
+
+    Those that no step names always may: `retention.unused_packs_h` has no value that keeps them.
+    """
     return {
-        k: fault
-        for k, fault in audit_inputs.pack_faults.items()
-        if not (audit_inputs.packs_expire and fault == "missing")
+        key: fault
+        for key, fault in audit_inputs.pack_faults.items()
+        if fault != "missing" or (key in fold.used_packs and not audit_inputs.packs_expire)
     }
 
 
@@ -253,6 +262,10 @@ def _notes(fold: RecordFold, audit_inputs: AuditInputs) -> tuple[str, ...]:
     trained_and_dead = sorted(fold.accounts["train"].used.keys() & audit_inputs.dead.keys())
     if fold.last is None:
         notes.append("no checkpoint is committed yet: every group counts as issued after it")
+    if fold.without_pack:
+        notes.append(
+            f"the packs of {fold.without_pack} evaluated or dropped groups are not recorded (by an older build); not verified"
+        )
     if audit_inputs.state is None and fold.last is not None:
         notes.append(
             "the run's folder is not on this machine: the ledger and totals of the checkpoint were not checked"
@@ -262,8 +275,13 @@ def _notes(fold: RecordFold, audit_inputs: AuditInputs) -> tuple[str, ...]:
             f"duplicates of {len(trained_and_dead)} trained groups were dead-lettered "
             f"({', '.join(trained_and_dead[:3])}{'…' if len(trained_and_dead) > 3 else ''}); each was trained once"
         )
-    if num_expired := len(audit_inputs.pack_faults) - len(_pack_faults(audit_inputs)):
+    expired = audit_inputs.pack_faults.keys() - _pack_faults(fold, audit_inputs).keys()
+    if num_expired := len(expired & fold.used_packs):
         notes.append(f"{num_expired} packs were removed by retention.trained_packs_h: their steps cannot be replayed")
+    if num_expired := len(expired - fold.used_packs):
+        notes.append(
+            f"{num_expired} packs of evaluated or dropped groups are not stored any more (retention.unused_packs_h); not verified"
+        )
     for kind, found in audit_inputs.unreadable.items():
         shown = "; ".join(found[:_MOST_NOTED]) + ("; …" if len(found) > _MOST_NOTED else "")
         notes.append(f"{len(found)} {kind} cannot be read and are left out: {shown}")

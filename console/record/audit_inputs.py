@@ -16,14 +16,18 @@ from pydantic import BaseModel, Field, ValidationError
 
 from penstock.console.record.audit_checks import LETTERS, STAGES, AuditInputs
 from penstock.console.record.record_fold import Breach
+from penstock.console.record.reported_steps import from_events, from_metrics
+from penstock.console.record.stored_chapters import pointer_faults, read_chapters
 from penstock.protocol import blob_keys, streams
-from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, WireError
-from penstock.protocol.facts import BlobRef, DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, MalformedFact, MissingStream, WireError
+from penstock.protocol.facts import DeadLetter, GroupGenerated, GroupScored, TaskIssued, TaskList, decode
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState, committed
-from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter, chapters
+from penstock.protocol.record.lineage import CheckpointCommitted, LineageChapter
+from penstock.protocol.subjects import RUN_ID
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.transport.bus import Bus
 from penstock.protocol.transport.delivery import MAX_LETTER_IDS
+from penstock.protocol.transport.direct_get import StoredMessage
 
 _MAX_READS = 5  # of a run that commits faster than it can be read
 
@@ -93,29 +97,45 @@ def _read(
     unreadable: dict[str, list[str]] = {}
     state = _newest_state(root, pointer, faults)
     last = state.record if state else (pointer.record if pointer else None)
-    recorded = _chapters(last, blobs, faults)
-    waiting = {stage: _waiting(bus, blobs, run_id, stage, unreadable) for stage in STAGES}
-    letters = _letters(bus, run_id, unreadable)
+    recorded = read_chapters(run_id, last, blobs, faults)
+    faults += pointer_faults(recorded, state, pointer)
+    waiting = {stage: _waiting(bus, blobs, run_id, stage, unreadable, faults) for stage in STAGES}
+    letters = _letters(bus, run_id, unreadable, faults)
     window, max_uses, packs_expire = _limits(recorded, blobs, faults)
-    discarded = bus.stream_state(f"{run_id}-dead").wait().first_sequence > 1
     return AuditInputs(
         run_id=run_id,
         chapters=recorded,
         state=state,
         waiting=waiting,
         dead={group_id: letter.reason for letter in letters for group_id in letter.group_ids},
-        all_letters=not discarded and all(len(letter.group_ids) < MAX_LETTER_IDS for letter in letters),
+        all_letters=_has_all_letters(bus, run_id) and all(len(one.group_ids) < MAX_LETTER_IDS for one in letters),
         window=window,
         packs_expire=packs_expire,
         max_uses=max_uses,
         faults=tuple(faults),
         unreadable=unreadable,
+        reports=(from_events(run_id, bus), from_metrics(root.parent, state)),
     )
 
 
-def _letters(bus: Bus, run_id: str, unreadable: dict[str, list[str]]) -> list[DeadLetter]:
+def _messages(bus: Bus, run_id: str, stage: str, faults: list[Breach]) -> list[StoredMessage]:
+    try:
+        return bus.read_stream(f"{run_id}-{stage}").wait()
+    except MissingStream as err:
+        faults.append(Breach("stream missing", "", str(err)))
+        return []
+
+
+def _has_all_letters(bus: Bus, run_id: str) -> bool:
+    try:
+        return bus.stream_state(f"{run_id}-dead").wait().first_sequence <= 1
+    except MissingStream:  # `_letters` has reported it
+        return False
+
+
+def _letters(bus: Bus, run_id: str, unreadable: dict[str, list[str]], faults: list[Breach]) -> list[DeadLetter]:
     found = []
-    for message in bus.read_stream(f"{run_id}-dead").wait():
+    for message in _messages(bus, run_id, "dead", faults):
         try:
             found.append(decode(message.data, DeadLetter))
         except WireError as err:
@@ -149,21 +169,12 @@ def _newest_state(root: Path, pointer: CheckpointCommitted | None, faults: list[
     return state
 
 
-def _chapters(last: BlobRef | None, blobs: Blobs, faults: list[Breach]) -> list[LineageChapter]:
-    recorded: list[LineageChapter] = []
-    try:
-        recorded.extend(chapters(last, blobs.get))
-    except BlobMissing as err:
-        faults.append(Breach("record missing", "", str(err)))
-    except (BlobCorrupt, WireError) as err:
-        faults.append(Breach("record altered", "", str(err)))
-    return recorded[::-1]
-
-
-def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[str, list[str]]) -> dict[str, int]:
+def _waiting(
+    bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[str, list[str]], faults: list[Breach]
+) -> dict[str, int]:
     """Return the groups that a queue holds, with their sampled tokens; a message that does not decode is listed."""
     found: dict[str, int] = {}
-    for message in bus.read_stream(f"{run_id}-{stage}").wait():
+    for message in _messages(bus, run_id, stage, faults):
         try:
             match stage:
                 case "tasks":
@@ -184,8 +195,10 @@ def _waiting(bus: Bus, blobs: Blobs, run_id: str, stage: str, unreadable: dict[s
 
 
 def _pack_faults(run_id: str, blobs: Blobs, recorded: Iterable[LineageChapter], *, reads_packs: bool) -> dict[str, str]:
-    packs = {pack.key: pack for chapter in recorded for step in chapter.steps for pack in step.packs}
+    used = {pack.key: pack for chapter in recorded for step in chapter.steps for pack in step.packs}
+    packs = {pack.key: pack for chapter in recorded for pack in chapter.closed_packs} | used
     owners = {run_id, *(blob_keys.owner_of_pack(key) for key in packs)}  # a run may train on the input of another
+    owners = {owner for owner in owners if RUN_ID.fullmatch(owner)}
     stored = {f.key: f.size_bytes for owner in sorted(owners) for f in blobs.list(blob_keys.groups_prefix(owner))}
     faults = {key: "missing" for key in packs if key not in stored}
     faults |= {key: "altered" for key, pack in packs.items() if key in stored and stored[key] != pack.size_bytes}

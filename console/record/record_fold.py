@@ -12,9 +12,16 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from penstock.protocol.facts import BlobRef, Split
-from penstock.protocol.record.lineage import LineageChapter, RecordedStep, SplitTotals
+from penstock.protocol.record.lineage import (
+    DroppedGroup,
+    EvaluatedGroup,
+    LineageChapter,
+    RecordedStep,
+    SplitTotals,
+)
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+_NEVER_VERIFIED = frozenset({"unreadable", "quarantined"})  # reasons for which the trainer had no readable pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ class RecordFold:
         self.breaches: list[Breach] = []
         self.packs: dict[str, BlobRef] = {}
         self.groups_of_pack: dict[str, list[str]] = {}
+        self.used_packs: set[str] = set()  # keys of packs of trained groups; the others may expire
+        self.without_pack = 0  # evaluated and dropped groups whose pack is not recorded
         self.steps: list[RecordedStep] = []
         self.last: LineageChapter | None = None
         self._version: int | None = None
@@ -93,12 +102,29 @@ class RecordFold:
             self._close("eval", evaluated.group_id, where)
             account.used[evaluated.group_id] = where
             account.used_tokens += evaluated.num_tokens
+            self._fold_closed(chapter, evaluated)
         for drop in chapter.dropped:
             account = self.accounts[drop.split]
             self._close(drop.split, drop.group_id, where, drop.reason)
             account.dropped[drop.group_id] = drop.reason
             account.dropped_tokens[drop.reason] += drop.num_tokens
+            self._fold_closed(chapter, drop)
         self._compare(chapter, where)
+
+    def _fold_closed(self, chapter: LineageChapter, group: EvaluatedGroup | DroppedGroup) -> None:
+        """Add the pack of a group that is closed without being trained."""
+        if group.pack is None:
+            unread = isinstance(group, DroppedGroup) and (not group.num_tokens or group.reason in _NEVER_VERIFIED)
+            self.without_pack += not unread
+        else:
+            pack = chapter.closed_packs[group.pack] if group.pack < len(chapter.closed_packs) else None
+            self._add_pack(pack, group.group_id, f"chapter {chapter.number}")
+
+    def _add_pack(self, pack: BlobRef | None, group_id: str, where: str) -> None:
+        if pack is None or self.packs.setdefault(pack.key, pack) != pack:
+            self._breach("pack unclear", group_id, f"{where} names two packs for it, or none")
+        else:
+            self.groups_of_pack.setdefault(pack.key, []).append(group_id)
 
     def _reopen(self, chapter: LineageChapter) -> None:
         """Reopen groups whose dead letters were sent again."""
@@ -118,10 +144,8 @@ class RecordFold:
         account = self.accounts["train"]
         for group in step.groups:
             pack = step.packs[group.pack] if group.pack < len(step.packs) else None
-            if pack is None or self.packs.setdefault(pack.key, pack) != pack:
-                self._breach("pack unclear", group.group_id, f"step {step.step} names two packs for it, or none")
-            else:
-                self.groups_of_pack.setdefault(pack.key, []).append(group.group_id)
+            self._add_pack(pack, group.group_id, f"step {step.step}")
+            self.used_packs.update(() if pack is None else (pack.key,))
             self.uses[group.group_id] += 1
             if group.use > 1:
                 if group.use != self.uses[group.group_id]:

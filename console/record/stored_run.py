@@ -25,7 +25,7 @@ def replay(
     path = connections.find(arguments, environ).settings.run.dir / run / "config.json"
     try:
         ranks = int(json.loads(path.read_bytes())["settings"]["trainer"]["num_ranks"]) if path.is_file() else 1
-    except (ValueError, KeyError, TypeError) as err:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as err:
         raise ConfigError(f"{path} has no trainer.num_ranks ({type(err).__name__}: {err})") from None
     return launch.trainer(ranks, "replay", run, *arguments, *options, *(["--json"] if as_json else []))
 

@@ -84,19 +84,24 @@ class RecordedSession(Wire):
 
 
 class DroppedGroup(Wire):
-    """An issued group that was closed without being used; ``num_tokens`` is 0 when none are known."""
+    """An issued group that was closed without being used; ``num_tokens`` is 0 when none are known.
+
+    ``pack`` is the number of its pack in the chapter's ``closed_packs``; None: not recorded, or never verified.
+    """
 
     group_id: Identifier
     split: Split
     reason: Identifier
     num_tokens: Count
+    pack: Count | None = None
 
 
 class EvaluatedGroup(Wire):
-    """A held-out group that is part of an evaluation."""
+    """A held-out group that is part of an evaluation; ``pack`` as in `DroppedGroup`."""
 
     group_id: Identifier
     num_tokens: Count
+    pack: Count | None = None
 
 
 class SplitTotals(Wire):
@@ -140,6 +145,7 @@ class LineageChapter(Fact):
     revived: tuple[Identifier, ...] = ()  # training groups that an earlier chapter dropped by a dead letter: open again
     dropped: tuple[DroppedGroup, ...] = ()
     evaluated: tuple[EvaluatedGroup, ...] = ()
+    closed_packs: tuple[BlobRef, ...] = ()  # of dropped and evaluated groups; their retention is that of unused packs
     account: AccountState
 
 

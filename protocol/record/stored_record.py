@@ -50,7 +50,7 @@ class StoredRecord:
         Raises:
             BlobMissing, BlobCorrupt: A chapter is gone or altered.
             WireError: An object is no chapter.
-            RecordBroken: Chapters, steps or versions are not consecutive.
+            RecordBroken: Chapters, steps or versions are not consecutive, or a group has no pack.
         """
         record = cls(run_id, last, tuple(chapters(last, fetch))[::-1])
         record._check()
@@ -120,6 +120,11 @@ class StoredRecord:
                         f"{step.step} of epoch {step.epoch} on version {step.trained_version}"
                     )
                 version = step.made_version
+                unnamed = [group.group_id for group in step.groups if group.pack >= len(step.packs)]
+                if unnamed:
+                    raise RecordBroken(
+                        f"run {self.run_id}, chapter {number}: step {step.step} names no pack for group {unnamed[0]}"
+                    )
             if chapter.version != version:
                 raise RecordBroken(
                     f"run {self.run_id}: chapter {number} states that it ends with version {chapter.version}, its steps end "

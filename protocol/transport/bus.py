@@ -148,9 +148,10 @@ class Bus:
         """Return the number of messages and bytes of a stream; raises MissingStream."""
         return self._connection.call(stream_admin.stream_state(self._connection, stream), f"state of {stream}")
 
-    def read_stream(self, stream: str) -> Pending[list[StoredMessage]]:
-        """Read all messages of a stream without consuming them; raises MissingStream."""
-        return self._connection.call(direct_get.read_stream(self._connection, stream), f"read {stream}", _SCAN_S)
+    def read_stream(self, stream: str, subject: str = ">") -> Pending[list[StoredMessage]]:
+        """Read all messages of a stream, or those of a subject, without consuming them; raises MissingStream."""
+        reading = direct_get.read_stream(self._connection, stream, subject)
+        return self._connection.call(reading, f"read {stream}", _SCAN_S)
 
     def consumer_state(self, spec: ConsumerSpec) -> Pending[ConsumerState]:
         """Return how many messages wait for a consumer and how many its readers hold; raises MissingStream."""

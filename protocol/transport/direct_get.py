@@ -51,13 +51,13 @@ async def direct_get(connection: Connection, stream: str, request: dict[str, Any
             await sub.unsubscribe()
 
 
-async def read_stream(connection: Connection, stream: str) -> list[StoredMessage]:
-    """Return all messages of a stream, in order; raises MissingStream or BusUnreachable."""
+async def read_stream(connection: Connection, stream: str, subject: str = ">") -> list[StoredMessage]:
+    """Return all messages of a stream, or those of a subject, in order; raises MissingStream or BusUnreachable."""
     found: list[StoredMessage] = []
     while True:
         request = {
             "seq": found[-1].sequence + 1 if found else 1,
-            "next_by_subj": ">",
+            "next_by_subj": subject,
             "batch": _BATCH,
             "max_bytes": _BATCH_BYTES,
         }

@@ -40,10 +40,15 @@ class AlgorithmState:
             return state
         if document.get("schema_tag") != _STATE_TAG:
             raise CheckpointError(f"algorithm state: expected {_STATE_TAG}, got {document.get('schema_tag')!r}")
-        state.scaling = RunningMoments(**document["scaling"])
-        state.norm = RunningMoments(**document["norm"])
-        if settings.kl_target is not None:
-            state.kl.coefficient = float(document["kl_coefficient"])
+        try:
+            state.scaling = RunningMoments(**document["scaling"])
+            state.norm = RunningMoments(**document["norm"])
+            if settings.kl_target is not None:
+                state.kl.coefficient = float(document["kl_coefficient"])
+        except (KeyError, TypeError, ValueError) as err:
+            raise CheckpointError(
+                f"algorithm state: {type(err).__name__}: {err}; the checkpoint's state.json was changed, restore it"
+            ) from None
         return state
 
     def to_document(self) -> dict[str, Any]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import structlog
 
 from penstock.protocol import blob_keys, streams, subjects
-from penstock.protocol.facts import DeadLetter, GroupScored, Sampling, ScoredGroup
+from penstock.protocol.facts import BlobRef, DeadLetter, GroupScored, Sampling, ScoredGroup
 from penstock.protocol.trace_context import new_trace
 from penstock.protocol.transport.delivery import Delivery
 from penstock.protocol.transport.inbox import Inbox
@@ -49,6 +48,7 @@ class _Evaluation:
     waiting_for: set[str]
     is_issued: bool = False
     groups: dict[str, ScoredGroup] = field(default_factory=dict)
+    packs: dict[str, BlobRef] = field(default_factory=dict)  # of these groups, for the record
     failure: str = ""
     is_closed: bool = False  # its result is reported and its groups are closed in the accounting
 
@@ -267,9 +267,9 @@ class Evaluator:
         with self._changed:
             self._held[delivery.sequence] = delivery
             for group in delivery.fact.groups:
-                self._accept(group)
+                self._accept(group, delivery.fact.pack)
 
-    def _accept(self, group: ScoredGroup) -> None:
+    def _accept(self, group: ScoredGroup, pack: BlobRef) -> None:
         summary = group.generated
         for evaluation in self._evaluations.values():
             if summary.group_id in evaluation.waiting_for and not evaluation.is_closed:
@@ -281,6 +281,7 @@ class Evaluator:
                     return
                 evaluation.waiting_for.discard(summary.group_id)
                 evaluation.groups[summary.group_id] = group
+                evaluation.packs[summary.group_id] = pack
                 return
         self._accounting.refuse("eval", Drop(summary.group_id, DropReason.DUPLICATE, claimed_tokens(group)))
 
@@ -297,22 +298,26 @@ class Evaluator:
         if evaluation.failure:
             self.num_failed += 1
             log.warning("evaluation failed", policy_version=evaluation.version, reason=evaluation.failure)
-            self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation.groups)
+            self._abandon({*evaluation.waiting_for, *evaluation.groups}, evaluation)
             self._on_end(LostEvaluation(evaluation.version, evaluation.step, evaluation.failure))
         else:
             groups = list(evaluation.groups.values())
             self._on_end(summarise(groups, step=evaluation.step, version=evaluation.version, eval_s=elapsed_s))
-            self._accounting.use("eval", {group.generated.group_id: claimed_tokens(group) for group in groups})
+            tokens = {group.generated.group_id: claimed_tokens(group) for group in groups}
+            self._accounting.use("eval", tokens, evaluation.packs)
         self._publisher.unpin(evaluation.version)
         with self._changed:
             evaluation.groups.clear()
+            evaluation.packs.clear()
             evaluation.is_closed = True
             self._changed.notify_all()
 
-    def _abandon(self, group_ids: Iterable[str], arrived: Mapping[str, ScoredGroup] = MappingProxyType({})) -> None:
+    def _abandon(self, group_ids: Iterable[str], evaluation: _Evaluation | None = None) -> None:
         for group_id in sorted(group_ids):
-            group = arrived.get(group_id)
-            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, claimed_tokens(group) if group else 0))
+            group = evaluation.groups.get(group_id) if evaluation else None
+            pack = evaluation.packs.get(group_id) if evaluation else None
+            num_tokens = claimed_tokens(group) if group else 0
+            self._accounting.drop("eval", Drop(group_id, DropReason.ABANDONED, num_tokens, pack))
 
     # ── on the bus's thread ───────────────────────────────────────────────────────────────────
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import get_args
 
-from penstock.protocol.facts import Split
+from penstock.protocol.facts import BlobRef, Split
 from penstock.protocol.record.lineage import AccountState, DroppedGroup, EvaluatedGroup, SplitTotals
 from penstock.trainer.groups.drops import Drop, DropReason
 
@@ -25,6 +26,7 @@ class Entries:
     reopened: tuple[str, ...]  # stored in the chapter as ``revived``
     dropped: tuple[DroppedGroup, ...]
     evaluated: tuple[EvaluatedGroup, ...]
+    closed_packs: tuple[BlobRef, ...]  # of the dropped and evaluated groups, which hold their numbers
     account: AccountState
 
     @property
@@ -39,8 +41,8 @@ class _SplitAccount:
     in_flight: set[str]
     issued: list[str] = field(default_factory=list)  # this and the following: since the last entries
     reopened: list[str] = field(default_factory=list)
-    dropped: list[DroppedGroup] = field(default_factory=list)
-    evaluated: list[EvaluatedGroup] = field(default_factory=list)
+    dropped: list[Drop] = field(default_factory=list)
+    evaluated: list[tuple[EvaluatedGroup, BlobRef | None]] = field(default_factory=list)
 
 
 class Accounting:
@@ -78,14 +80,21 @@ class Accounting:
             issued = account.totals.issued + len(account.issued) - before
             account.totals = account.totals.model_copy(update={"issued": issued})
 
-    def use(self, split: Split, tokens: Mapping[str, int]) -> None:
-        """Close groups that were trained or evaluated; ``tokens`` are sampled tokens by id."""
+    def use(self, split: Split, tokens: Mapping[str, int], packs: Mapping[str, BlobRef] = MappingProxyType({})) -> None:
+        """Close groups that were trained or evaluated.
+
+        Args:
+            split: Of all of them.
+            tokens: Sampled tokens by id.
+            packs: The packs of evaluated groups by id; those of trained groups are recorded with their step.
+        """
         with self._lock:
             account = self._splits[split]
             for group_id, num_tokens in tokens.items():
                 self._close(account, group_id)
                 if split == "eval":
-                    account.evaluated.append(EvaluatedGroup(group_id=group_id, num_tokens=num_tokens))
+                    evaluated = EvaluatedGroup(group_id=group_id, num_tokens=num_tokens)
+                    account.evaluated.append((evaluated, packs.get(group_id)))
             totals = account.totals
             account.totals = totals.model_copy(
                 update={"used": totals.used + len(tokens), "used_tokens": totals.used_tokens + sum(tokens.values())}
@@ -97,7 +106,7 @@ class Accounting:
             account = self._splits[split]
             self._close(account, drop.group_id)
             reason, tokens = str(drop.reason), drop.num_tokens
-            account.dropped.append(DroppedGroup(group_id=drop.group_id, split=split, reason=reason, num_tokens=tokens))
+            account.dropped.append(drop)
             totals = account.totals
             account.totals = totals.model_copy(
                 update={
@@ -139,11 +148,25 @@ class Accounting:
             splits = self._splits
             issued: dict[Split, tuple[str, ...]] = {s: tuple(a.issued) for s, a in splits.items() if a.issued}
             in_flight: dict[Split, tuple[str, ...]] = {s: tuple(sorted(a.in_flight)) for s, a in splits.items()}
+            packs = _PackNumbers()
             entries = Entries(
                 issued=issued,
                 reopened=tuple(splits["train"].reopened),
-                dropped=tuple(drop for account in splits.values() for drop in account.dropped),
-                evaluated=tuple(splits["eval"].evaluated),
+                dropped=tuple(
+                    DroppedGroup(
+                        group_id=drop.group_id,
+                        split=split,
+                        reason=str(drop.reason),
+                        num_tokens=drop.num_tokens,
+                        pack=packs.number(drop.pack),
+                    )
+                    for split, account in splits.items()
+                    for drop in account.dropped
+                ),
+                evaluated=tuple(
+                    group.model_copy(update={"pack": packs.number(pack)}) for group, pack in splits["eval"].evaluated
+                ),
+                closed_packs=packs.listed(),
                 account=AccountState(totals={split: self._totals(split) for split in splits}, in_flight=in_flight),
             )
             for account in splits.values():
@@ -159,6 +182,19 @@ class Accounting:
         if group_id not in account.in_flight:
             raise ValueError(f"group {group_id} is not in flight; it was closed before, or never issued")
         account.in_flight.discard(group_id)
+
+
+class _PackNumbers:
+    """Numbers the packs of one chapter in the order in which they are named."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[BlobRef, int] = {}
+
+    def number(self, pack: BlobRef | None) -> int | None:
+        return None if pack is None else self._numbers.setdefault(pack, len(self._numbers))
+
+    def listed(self) -> tuple[BlobRef, ...]:
+        return tuple(self._numbers)
 
 
 def _plus(counts: Mapping[str, int], reason: str, number: int) -> dict[str, int]:

@@ -168,7 +168,7 @@ class Batcher:
 
     @staticmethod
     def _drop(group: ReadyGroup, reason: DropReason) -> Drop:
-        return Drop(group.group_id, reason, group.num_tokens)
+        return Drop(group.group_id, reason, group.num_tokens, group.pack)
 
 
 def _age(group: ReadyGroup) -> int:

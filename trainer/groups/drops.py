@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.protocol.facts import ScoredGroup
+from penstock.protocol.facts import BlobRef, ScoredGroup
 
 MAX_CLAIMED_TOKENS = 2**32  # 4096 trajectories of 1,000,000 tokens: no group is larger
 
@@ -29,11 +29,12 @@ class DropReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """One group that is not trained on."""
+    """One group that is not trained on; ``pack`` is set if its pack was read and verified."""
 
     group_id: str
     reason: DropReason
     num_tokens: int
+    pack: BlobRef | None = None
 
 
 def claimed_tokens(scored: ScoredGroup) -> int:

@@ -79,7 +79,7 @@ class StoredGroups:
             if reason is None:
                 taken.append((group, pack))
             else:
-                drops.append(Drop(group.group_id, reason, group.num_tokens))
+                drops.append(Drop(group.group_id, reason, group.num_tokens, pack))
         return taken, drops
 
     def _reason(self, group: RecordedGroup) -> DropReason | None:

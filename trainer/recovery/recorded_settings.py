@@ -44,7 +44,7 @@ def read_settings(document: bytes, *, where: str) -> tuple[TrainerSettings, Flat
             f"{where}: these settings are not valid in this build: {key or 'settings'}: {first['msg']}; "
             "replay with the version of penstock that made the run"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ConfigError(
             f"{where} does not hold the settings of a run ({type(err).__name__}: {err}); restore the file"
         ) from None

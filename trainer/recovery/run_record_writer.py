@@ -148,6 +148,7 @@ class RunRecordWriter:
             revived=entries.reopened,
             dropped=entries.dropped,
             evaluated=entries.evaluated,
+            closed_packs=entries.closed_packs,
             account=entries.account,
         )
         key = blob_keys.lineage_chapter(self._run_id, chapter.number, self._epoch, secrets.token_hex(4))

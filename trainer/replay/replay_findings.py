@@ -26,7 +26,7 @@ def config_findings(path: Path, recorded: Flat) -> list[str]:
         return []
     try:
         here = flat(json.loads(path.read_bytes())["settings"])
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         return [f"{path} does not hold the settings of a run ({type(err).__name__}: {err})"]
     return [f"{path}: {line}" for line in differences(recorded, here, ignoring={"run.dir"})]
 
@@ -65,12 +65,16 @@ def _groups_of(key: str, steps: Sequence[RecordedStep]) -> str:
 
 
 def figure_differences(metrics: Path, step: int | None, replayed: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return one line for every figure of a step that differs in ``metrics.jsonl``; none if it has no such step."""
+    """Return one line for every figure of a step that differs in ``metrics.jsonl``; none if it has no such step.
+
+    A file that cannot be read has none: it only explains a difference, and an audit reports its damage.
+    """
     try:
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ()
-    recorded = next((row for row in rows if row.get("kind") == "step" and row.get("step") == step), {})
+    steps = [row for row in rows if isinstance(row, dict) and row.get("kind") == "step"]
+    recorded = next((row for row in steps if row.get("step") == step), {})
     return tuple(
         f"{name}: recorded {recorded[name]}, replayed {value}"
         for name, value in replayed.items()

@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 
-from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError
-from penstock.protocol.record.checkpoint_state import committed
+from penstock.protocol.errors import BlobCorrupt, BlobMissing, ConfigError, PackError, RecordBroken
+from penstock.protocol.record.checkpoint_state import STATE_FILE, committed
 from penstock.protocol.record.lineage import RecordedSession, RecordedStep
 from penstock.protocol.record.stored_record import StoredRecord
 from penstock.protocol.transport.blobs import Blobs
 from penstock.trainer.commit import CHECKPOINTS
+from penstock.trainer.errors import CheckpointError
 from penstock.trainer.groups.stored_groups import ready_groups
 from penstock.trainer.learner.build_rank_group import build_rank_group
 from penstock.trainer.learner.planning import Planner, learn
@@ -41,6 +42,8 @@ from penstock.trainer.recovery.recorded_settings import read_settings, what_step
 from penstock.trainer.replay.replay_findings import config_findings, drift, figure_differences, missing_packs
 from penstock.trainer.replay.replay_verdict import Difference, Verdict
 from penstock.trainer.settings import TrainerSettings
+
+_MAX_THREADS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,10 @@ class Replay:
                 what = (state.version, state.step, folder, state.algorithm, state.weights_digest, state.weights_dtype)
                 start = _Start(*what, state.weights_are == "adapter", f"the checkpoint {folder.name}")
         if start.folder is not None:
+            if start.dtype not in ("", "as-trained") and not isinstance(getattr(torch, start.dtype, None), torch.dtype):
+                raise CheckpointError(
+                    f"{start.folder / STATE_FILE}: weights_dtype is {start.dtype[:40]!r}, expected a dtype of torch; restore the file"
+                )
             verify_files(start.folder, dict(stored)[start.folder])
         self.verdict.began_with, self.verdict.began_from = start.version, start.description
         return start
@@ -200,7 +207,7 @@ class Replay:
         order = {
             "settings": self._documents[session.config.key].decode(),
             "model": str(self._wanted.model.absolute()) if self._wanted.model else None,
-            "threads": int(session.environment.get(environment_fingerprint.THREADS, torch.get_num_threads())),
+            "threads": _num_threads(session),
         }
         self._rank_group = _build_by_order(self._ranks.broadcast(order), self._ranks, self._blobs)
         if checkpoint is not None:
@@ -231,6 +238,15 @@ class Replay:
         ):
             if line not in self.verdict.environment_differences:
                 self.verdict.environment_differences.append(line)
+
+
+def _num_threads(session: RecordedSession) -> int:
+    recorded = session.environment.get(environment_fingerprint.THREADS, str(torch.get_num_threads()))
+    if not (recorded.isascii() and recorded.isdigit() and len(recorded) < 6 and 0 < int(recorded) <= _MAX_THREADS):
+        raise RecordBroken(
+            f"the session of epoch {session.epoch} records {recorded[:40]!r} threads, expected 1 to {_MAX_THREADS}; restore the record"
+        )
+    return int(recorded)
 
 
 def follow(ranks: Ranks, blobs: Blobs) -> None:

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 from collections import deque
@@ -53,10 +54,10 @@ class EventWriter:
         self._unconfirmed: deque[Pending[Receipt]] = deque()
         self._file = (folder / "metrics.jsonl").open("ab")
 
-    @property
-    def num_bytes(self) -> int:
-        """Length of metrics.jsonl."""
+    def sync(self) -> int:
+        """Write metrics.jsonl to the disk and return its length: a checkpoint covers these bytes, and an audit reads them."""
         with self._lock:
+            os.fsync(self._file.fileno())
             return self._file.tell()
 
     def rewind(self, num_bytes: int) -> None:

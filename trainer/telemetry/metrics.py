@@ -34,6 +34,7 @@
 | `completion_tokens_mean`   | tokens   | per trajectory; `truncated_share` of them hit max_new_tokens       |
 | `tokens_trained`           | tokens   | sampled tokens of this step                                        |
 | `reused_groups`            | groups   | of this step, trained before: `algorithm.max_trained_count`        |
+| `groups_digest`            | sha256   | what was trained, for an audit: `protocol/record/step_digest.py`   |
 | `groups`                   | groups   | issued, scored, trained, reused, dropped by reason, of the run     |
 | `wait_s`, `step_s`         | s        | wait for the batch; plan, forward, backward and update             |
 | `publish_s`                | s        | of the newest publication, which runs in parallel                  |

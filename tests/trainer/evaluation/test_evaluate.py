@@ -100,6 +100,9 @@ def test_an_evaluation_is_sampled_by_its_version_and_summarised(scene: Scene) ->
     assert result.accuracy == pytest.approx(0.25)
     assert result.reward_mean == pytest.approx(0.375)
     assert result.pass_at == {1: pytest.approx(0.25), 2: pytest.approx(0.5)}
+    entries = scene.accounting.take_entries()
+    assert {group.pack for group in entries.evaluated} == set(range(len(entries.closed_packs)))
+    assert all(scene.connections.blobs.get(pack) for pack in entries.closed_packs)
 
 
 def test_an_answer_of_another_version_is_refused(scene: Scene) -> None:

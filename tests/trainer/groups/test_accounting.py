@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.protocol.facts import BlobRef
 from penstock.protocol.record.lineage import SplitTotals
 from penstock.trainer.groups.accounting import Accounting
 from penstock.trainer.groups.drops import Drop, DropReason
@@ -32,6 +33,22 @@ def test_entries_hold_what_happened_since_the_previous_ones():
     )  # fmt: skip
     assert second.account.in_flight == {"train": ("c",), "eval": ()}
     assert resumed.take_entries().is_empty
+
+
+def test_entries_hold_the_packs_of_dropped_and_evaluated_groups():
+    """Each pack is listed once, and the groups hold its number; one that was not verified has none."""
+    one, two = (BlobRef(key=key, size_bytes=1, sha256="0" * 64) for key in ("one", "two"))
+    accounting = Accounting()
+    accounting.issue("train", ["a", "b", "c"])
+    accounting.issue("eval", ["x", "y"])
+    for group_id, pack in (("a", two), ("b", None), ("c", two)):
+        accounting.drop("train", Drop(group_id, DropReason.STALE, 1, pack))
+    accounting.use("eval", {"x": 1, "y": 1}, {"x": one, "y": two})
+    entries = accounting.take_entries()
+    packs = [None if group.pack is None else entries.closed_packs[group.pack] for group in entries.dropped]
+    assert packs == [two, None, two]
+    assert [entries.closed_packs[group.pack or 0] for group in entries.evaluated] == [one, two]
+    assert len(entries.closed_packs) == 2
 
 
 def test_an_inconsistent_change_is_an_error_at_once():

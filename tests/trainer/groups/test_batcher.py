@@ -50,6 +50,7 @@ def test_staleness_is_measured_at_the_time_of_use() -> None:
     assert [g.group_id for g in batch] == ["e0.p2.a0"]
     assert [(d.group_id, d.reason) for d in drops] == [("e0.p1.a0", DropReason.STALE)]
     assert drops[0].num_tokens == ready(1, 0).num_tokens > 0
+    assert drops[0].pack == ready(1, 0).pack
 
 
 def test_samples_of_a_version_not_reached_are_dropped() -> None:

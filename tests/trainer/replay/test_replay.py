@@ -28,6 +28,17 @@ def test_every_version_is_identical(run: StoredRun) -> None:
     assert set(verdict["same"]) == {s.made_version for s in record.steps} | {life.version for life in record.sessions}
 
 
+def test_the_record_agrees_with_the_report_of_every_step(run: StoredRun) -> None:
+    """Through a crash, second uses and changed settings, an audit finds each step's digest in its event and metrics."""
+    audit = json.loads(run.console("audit", "--json"))
+    assert audit["breaches"] == []
+    assert audit["notes"] == []
+    assert any(group.use > 1 for step in run.record.steps for group in step.groups)
+    dropped = [drop for chapter in run.record.chapters for drop in chapter.dropped if drop.reason == "no_signal"]
+    assert dropped
+    assert all(drop.pack is not None for drop in dropped)
+
+
 def test_a_version_is_traced_back_to_the_first(run: StoredRun) -> None:
     """`lineage` shows its groups with prompts, rewards and scorers, and every version before it."""
     record = run.record
