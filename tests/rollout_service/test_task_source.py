@@ -88,7 +88,7 @@ async def test_an_idle_worker_asks_once_in_a_period_and_still_gets_its_pack() ->
 @pytest.mark.usefixtures("_quick")
 async def test_a_pausing_worker_stops_at_once_and_asks_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop ends the pause; no request follows that could take a pack from another worker."""
-    monkeypatch.setattr(task_source, "_IDLE_SHARE", 1e6)
+    monkeypatch.setattr(task_source, "_IDLE_SHARE", 1e12)
     inboxes = {"eval": _Inbox(), "train": _Inbox()}
     source, _, stop = _source(inboxes, 3600.0)
     taking = asyncio.ensure_future(source.take())
