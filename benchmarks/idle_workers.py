@@ -3,7 +3,7 @@
     python -m benchmarks.idle_workers
     python -m benchmarks.idle_workers --workers 200 1000 --seconds 60 --json idle_workers.json
 
-Each worker is simulated by the parts that a worker has beside its engine: the long pulls of `TaskSource`, two tails of
+Each worker is simulated by the parts that a worker has beside its engine: the requests of `TaskSource`, two tails of
 the weights stream, and the `HeartbeatWriter`. Ten of them share a connection, because all run in one Python process. While they wait, one task a second is
 issued, which one of them takes and acknowledges. The busy disk is four processes that write 4 MiB and
 sync, without end, on the disk of the NATS store.
@@ -139,7 +139,7 @@ class Idle:
         await bus.tail(weights, subjects.weights_applied(_RUN), WeightsApplied, lambda _: None)
         engine: Any = Engine()
         engine.ready.set()
-        source = TaskSource(inboxes, engine, asyncio.Event())  # type: ignore[arg-type]
+        source = TaskSource(inboxes, engine, asyncio.Event(), period_s=lambda: writer.period_s)  # type: ignore[arg-type]
         timed: Any = TimedBus(bus, self.heartbeats)
         writer = HeartbeatWriter(
             bus=timed, engine=engine, activity=Activity(), metrics=WorkerMetrics(), packs_held=lambda: source.num_held,
@@ -238,7 +238,7 @@ def _longest_period(entries: Sequence[Any]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1000])
-    parser.add_argument("--settle-s", type=float, default=45.0, help="until the periods have adapted")
+    parser.add_argument("--settle-s", type=float, default=75.0, help="until the periods and the pauses have adapted")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     options = parser.parse_args()

@@ -211,7 +211,7 @@ class _Page(NamedTuple):
     has_statistics: bool = False
 
 
-@functools.lru_cache(8192)
+@functools.lru_cache(1024)  # a page's 300 bytes stay
 def _page(header: bytes) -> _Page:
     """Read a header that `_PAGE` matches; many pages of a run have the same. Raises PackError for what packs do not use."""
     found = _PAGE.match(header)

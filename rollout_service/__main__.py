@@ -123,7 +123,7 @@ async def _wire(
         task_attempts=settings.worker.task_attempts,
         retry_delay_s=settings.worker.retry_delay_s,
     )
-    tasks = TaskSource(inboxes, engine, stop)
+    tasks = TaskSource(inboxes, engine, stop, period_s=lambda: heartbeat.period_s)
     packs = PackGenerator(
         engine=engine,
         environments=load_environments(settings.worker.environments),

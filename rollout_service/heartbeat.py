@@ -44,6 +44,7 @@ class HeartbeatWriter:
         worker_id: str,
     ) -> None:
         """``packs_held`` counts packs fetched and not yet settled; ``needs_version`` is the oldest version it may read."""
+        self.period_s = heartbeats.PERIOD_S  # adapted to the number of services
         self._bus = bus
         self._engine = engine
         self._activity = activity
@@ -69,19 +70,18 @@ class HeartbeatWriter:
     async def _write(self) -> None:
         live = await self._bus.key_value(streams.live_bucket(self._run_id).bucket)
         key = streams.heartbeat_key("rollout", self._worker_id)
-        period_s = heartbeats.PERIOD_S
         for beat in itertools.count():
             try:
                 if beat % _COUNT_EVERY == 0:
                     state = await live.state()
-                    period_s = heartbeats.worker_period_s(state.num_keys, state.ttl_s)
-                await live.put(key, encode(self._heartbeat(period_s)), ttl_s=heartbeats.expires_after_s(period_s))
+                    self.period_s = heartbeats.worker_period_s(state.num_keys, state.ttl_s)
+                await live.put(key, encode(self._heartbeat()), ttl_s=heartbeats.expires_after_s(self.period_s))
             except (BusUnreachable, MissingStream) as err:  # the bucket is missing while it is made again
                 log.debug("heartbeat not written", error=str(err))
             # not all of them at once; the announced period is the longest
-            await asyncio.sleep(period_s * random.uniform(0.8, 1.0))  # noqa: S311  keeps no secret
+            await asyncio.sleep(self.period_s * random.uniform(0.8, 1.0))  # noqa: S311  keeps no secret
 
-    def _heartbeat(self, period_s: float) -> Heartbeat:
+    def _heartbeat(self) -> Heartbeat:
         busy_s, idle_s = self._activity.totals()
         return Heartbeat(
             role="rollout",
@@ -95,7 +95,7 @@ class HeartbeatWriter:
             cpu_s=self._engine.cpu_seconds(),
             # `figures` is the stored name of what is called metrics here.
             figures={**self._metrics.snapshot(), "packs_held": float(self._packs_held()), **self._engine_metrics},
-            period_s=period_s,
+            period_s=self.period_s,
         )
 
     def _state(self) -> str:

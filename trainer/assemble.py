@@ -24,7 +24,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.facts import Sampling
 from penstock.protocol.record.checkpoint_state import STATE_FILE, CheckpointState
 from penstock.protocol.transport.blobs import Blobs
-from penstock.trainer import crash_points, loop
+from penstock.trainer import crash_points, loop, process_memory
 from penstock.trainer.commit import CHECKPOINTS, Committer
 from penstock.trainer.connections import Connections
 from penstock.trainer.data.chat_template import ChatTokenizer
@@ -93,6 +93,7 @@ def _follow(settings: TrainerSettings, ranks: Ranks) -> None:
     rank_group = build_rank_group(settings, dims, blobs)
     publisher = RankPublisher(blobs, settings.run.id, dims.buckets)
     serve_requests(publisher, PublishChannels(ranks.channel(), ranks.channel()))
+    process_memory.end_start()
     rank_group.follow(publisher)
 
 
@@ -164,6 +165,7 @@ def _run(session: _Session, ranks: Ranks) -> None:
         record_writer.mark_committed(found[1], state_json)
     with _training(session, rank_group, coordinator, record_writer, resumed) as (training, evaluation_log):
         started = time.monotonic()
+        process_memory.end_start()
         try:
             loop.run(training)
         finally:

@@ -27,12 +27,20 @@ from penstock.protocol.versions import PolicyVersion
 from penstock.protocol.weights import bucket_codec
 from penstock.protocol.weights.layout import WeightLayout, shard_header
 from penstock.protocol.weights.manifest import BucketState, VersionManifest
-from penstock.protocol.weights.manifest_chain import CatchUp, FetchManifest, Held, plan_catch_up, verify_base
+from penstock.protocol.weights.manifest_chain import (
+    MAX_HOPS,
+    CatchUp,
+    FetchManifest,
+    Held,
+    plan_catch_up,
+    verify_base,
+)
 from penstock.protocol.weights.patch_segment import Bytes, as_bytes
 
 UNUSABLE = (BlobMissing, BlobCorrupt, ChainBroken, MalformedFact, MalformedWeights, SegmentRefused, StateMismatch)
 PARALLEL_BUCKETS = 4  # fetched and applied concurrently; each needs about twice its raw size of memory meanwhile
-_MANIFESTS_KEPT = 600
+_MANIFESTS_KEPT = 64  # after a plan; a large model's take a hundred kilobytes each
+_MANIFESTS_PLANNED = 2 * MAX_HOPS  # while a plan is made, which needs all that it has fetched
 
 
 class WeightReader:
@@ -61,8 +69,8 @@ class WeightReader:
             )
         with self._lock:
             self._manifests[ref.sha256] = found
-            while len(self._manifests) > _MANIFESTS_KEPT:
-                self._manifests.popitem(last=False)
+            self._manifests.move_to_end(ref.sha256)
+        self._forget_oldest(_MANIFESTS_PLANNED)
         return found
 
     def base(self, adapter: VersionManifest) -> VersionManifest:
@@ -87,6 +95,7 @@ class WeightReader:
         while True:
             step = plan_catch_up(target, self._manifests, held)
             if isinstance(step, CatchUp):
+                self._forget_oldest(_MANIFESTS_KEPT)
                 return step
             assert isinstance(step, FetchManifest)
             self.manifest(step.ref, step.version)
@@ -128,6 +137,12 @@ class WeightReader:
             raise StateMismatch(
                 f"version {plan.target.version}: bucket {number} has xxh3 {found}, its manifest says {expected}"
             )
+
+    def _forget_oldest(self, kept: int) -> None:
+        """Forget the manifests that were not read for the longest time: a run makes one with every step."""
+        with self._lock:
+            while len(self._manifests) > kept:
+                self._manifests.popitem(last=False)
 
     def _stored(self, manifest: VersionManifest, state: BucketState) -> bytes:
         stored = state.stored

@@ -318,6 +318,7 @@ class EngineThread:
             sequence.final_version = self.version
             job = sequence.job
             assert job is not None
+            sequence.job = None  # else both, with all tokens, stay until a full garbage collection
             job.num_unfinished -= 1
             if job.num_unfinished == 0:
                 job.on_done(None)

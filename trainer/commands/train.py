@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _train(loaded: Loaded[TrainerSettings], watched: Callable[[], Unchanged | None]) -> int:
     settings = loaded.settings
+    gc.disable()  # until `process_memory.end_start`
     from penstock.trainer.assemble import train  # noqa: PLC0415  run file errors are reported without importing torch
     from penstock.trainer.ranks import Ranks  # noqa: PLC0415
 

@@ -18,6 +18,7 @@ from penstock.protocol import group_pack
 from penstock.protocol.trajectory import Group
 from penstock.protocol.transport.blobs import Blobs
 from penstock.protocol.weights.layout import BUCKET_BYTES
+from penstock.trainer import process_memory
 from penstock.trainer.algorithm.batch import MicroBatch, build
 from penstock.trainer.algorithm.corrections.m2po import m2po_limit, m2po_width, moved_along
 from penstock.trainer.algorithm.kl import AnyKlForm, kl_estimate
@@ -201,6 +202,7 @@ class RankGroup:
         if self._critic is not None:
             self._critic.save(folder)
         self.policy.save(folder)
+        process_memory.return_freed_memory()
 
     def _load(self, folder: Path) -> None:
         if self._critic is not None:

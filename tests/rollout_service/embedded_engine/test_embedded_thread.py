@@ -9,7 +9,7 @@ import pytest
 from penstock.rollout_service.embedded_engine.engine_thread import EngineThread
 from penstock.rollout_service.embedded_engine.errors import EngineStopped
 from penstock.rollout_service.embedded_engine.scheduler import Limits
-from penstock.rollout_service.embedded_engine.sequence import Job, Sampling, Sequence
+from penstock.rollout_service.embedded_engine.sequence import FinishReason, Job, Sampling, Sequence
 
 
 class BrokenRunner:
@@ -53,3 +53,32 @@ def test_a_failed_engine_thread_fails_its_jobs() -> None:
         engine.submit(job)
     with pytest.raises(EngineStopped):
         engine.pause("abort")
+
+
+class InstantRunner(BrokenRunner):
+    """A runner whose sequences end with their first token."""
+
+    def start(self, newcomers: list[Sequence]) -> list[Sequence]:
+        """Finish all of them."""
+        for sequence in newcomers:
+            sequence.output_ids.append(1)
+            sequence.finish = FinishReason("length")
+        return newcomers
+
+
+def test_finished_sequences_are_freed_without_a_garbage_collection() -> None:
+    """Nothing that has ended refers back to its job: thousands of completions would stay until a full collection."""
+    answered = threading.Event()
+    engine = EngineThread(
+        InstantRunner(),  # type: ignore[arg-type]
+        Limits(max_running=4, max_total_tokens=100, max_prefill_tokens=100),
+        version="0",
+        model_path="model",
+        on_failure=lambda: None,
+    )
+    engine.start()
+    sequences = [Sequence(str(number), (1, 2), Sampling(max_new_tokens=1)) for number in range(2)]
+    engine.submit(Job(sequences, lambda _: answered.set()))
+    assert answered.wait(60)
+    engine.stop()
+    assert [sequence.job for sequence in sequences] == [None, None]

@@ -1,0 +1,32 @@
+"""What `make soak` accepts as not growing."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.soak.measure import Sample
+from benchmarks.soak.verdict import judge
+
+
+@pytest.mark.parametrize(
+    ("name", "grown_mb", "grows"),
+    [
+        ("trainer", 15.0, False),  # 2.5 %
+        ("trainer", 20.0, True),  # 3.3 %
+        ("reward", 3.0, False),
+        ("reward", 5.0, True),
+        ("s3-server", 19.0, False),  # 19 kB a step
+        ("s3-server", 21.0, True),
+    ],
+)
+def test_memory_may_grow_by_a_share_and_that_of_the_s3_server_with_the_steps(
+    name: str, grown_mb: float, grows: bool
+) -> None:
+    """Between the medians of the second and the last third, a thousand steps apart."""
+    start = {"trainer": 600e6, "reward": 140e6, "s3-server": 90e6}[name]
+    samples = [
+        Sample(at_s=float(number), step=third * 1000, memory={name: int(start + max(0, third - 1) * grown_mb * 1e6)})
+        for third in range(3)
+        for number in range(third * 10, third * 10 + 10)
+    ]
+    (line,) = judge(samples)
+    assert line.grows is grows
