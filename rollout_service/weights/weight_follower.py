@@ -21,8 +21,9 @@ from penstock.protocol.transport.key_value import KeyValue
 from penstock.protocol.versions import PolicyVersion, is_newer
 from penstock.rollout_service.checks.check_weights import WeightsCheck
 from penstock.rollout_service.engines.engine import Engine
-from penstock.rollout_service.errors import TaskRefused, WeightsUnusable
+from penstock.rollout_service.errors import EngineDisagrees, TaskRefused, WeightsUnusable
 from penstock.rollout_service.retry import retry
+from penstock.rollout_service.weights.engine_votes import Disagreement
 from penstock.rollout_service.weights.mirror import Mirror, MirroredVersion
 from penstock.rollout_service.weights.published_versions import PublishedVersions
 from penstock.rollout_service.weights.servable_versions import ServableVersions
@@ -32,6 +33,9 @@ from penstock.rollout_service.weights.weight_swap import WeightSwap
 
 log = structlog.get_logger("rollout.weight_follower")
 
+ENGINE_CHECK_S = (
+    600.0  # between two times that disagreements have the engine load its files again: anyone may announce them
+)
 HEAD_POLL_S = 5.0  # how late a version is noticed whose announcement was missed
 PIN_DEADLINE_S = 60.0  # how long an announcement may come after the task that pins its version
 ISSUED_VERSION_DEADLINE_S = 30.0  # how long a pack waits for the version it was issued for
@@ -67,6 +71,8 @@ class WeightFollower:
         servable.on_unused = self._changed.set
         self._fetching = asyncio.Lock()
         self._check = WeightsCheck()
+        self._newest: MirroredVersion | None = None  # the last that was applied as the newest
+        self._engine_checked_at = -ENGINE_CHECK_S
         self._pins: list[PolicyVersion] = []  # one entry for each holder: their folders stay
         self._next: PolicyVersion | None = None  # being fetched, or fetched and waiting for its swap: its folder stays
 
@@ -89,6 +95,7 @@ class WeightFollower:
             from_start=True,
         )
         self._state = state
+        self._announcements.on_disagreement = self._changed.set
         await self._announcements.start()
         while True:
             await self._read_head(state)
@@ -100,12 +107,7 @@ class WeightFollower:
             await self._wait_for_change()
 
     async def run(self) -> None:
-        """Follow until cancelled; raises EngineDisagrees."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._announcements.wait_for_disagreement())
-            tasks.create_task(self._follow())
-
-    async def _follow(self) -> None:
+        """Follow until cancelled; raises EngineDisagrees when the engine serves other weights than the verified files."""
         while True:
             if not await self._wait_for_change():
                 await self._read_head(self._state)
@@ -116,7 +118,36 @@ class WeightFollower:
                     async with contextlib.nullcontext() if keeps_model else self._gate.swap():
                         await self._apply_or_refuse(mirrored)
                     self._next = None
+            if (found := self._announcements.take_disagreement()) is not None:
+                await self._check_engine(found)
             await self._remove_unused()
+
+    async def _check_engine(self, found: Disagreement) -> None:
+        """Have the engine load its files again; raises EngineDisagrees if its checksum was another one before.
+
+        A worker whose engine serves what is in the verified files goes on, whatever others announce.
+        """
+        served, is_due = self._newest, time.monotonic() - self._engine_checked_at >= ENGINE_CHECK_S
+        if served is None or served.version != self._engine.version or self._servable.adapters or not is_due:
+            return
+        self._next = served.version  # its folder stays
+        async with self._gate.swap():
+            if self._gate.serves_older:  # an evaluation came first
+                await self._apply(served)
+            is_right = await self._swap.is_as_loaded(served)
+        self._next, self._engine_checked_at = None, time.monotonic()
+        own_id = self._announcements.worker_id
+        if not is_right:
+            text = f"the engine of worker {own_id} serves other weights than its verified files as version {served.version}"
+            text = str(found) if own_id in found.minority else text
+            await self._announcements.raise_alarm(text)
+            raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
+        log.warning("this engine serves what is in its verified files; others differ", policy_version=served.version)
+        if own_id in found.minority:
+            await self._announcements.raise_alarm(
+                f"{found}, and loaded the verified files again with the same result: the other announcements are false, or this "
+                "host loads weights wrongly"
+            )
 
     async def _apply_or_refuse(self, mirrored: MirroredVersion) -> bool:
         try:
@@ -124,6 +155,7 @@ class WeightFollower:
         except WeightsUnusable as err:
             await self._refuse(mirrored.version, err)
             return False
+        self._newest = mirrored
         return True
 
     async def _remove_unused(self) -> None:
