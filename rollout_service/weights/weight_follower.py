@@ -67,6 +67,7 @@ class WeightFollower:
         self._swap = swap
         self._run_id = run_id
         self._published = PublishedVersions()
+        self._announced = asyncio.Event()  # a version beyond the head was
         self._changed = asyncio.Event()  # a version was published, a pin released, or an adapter is unused
         servable.on_unused = self._changed.set
         self._fetching = asyncio.Lock()
@@ -84,7 +85,7 @@ class WeightFollower:
         loop = asyncio.get_running_loop()
 
         def on_published(fact: WeightsPublished) -> None:  # on the bus's thread
-            loop.call_soon_threadsafe(self._add, PolicyVersion(fact.version), fact.manifest)
+            loop.call_soon_threadsafe(self._hear, PolicyVersion(fact.version), fact.manifest)
 
         state = await self._bus.key_value(streams.state_bucket(self._run_id).bucket)
         await self._bus.tail(
@@ -108,6 +109,11 @@ class WeightFollower:
 
     async def run(self) -> None:
         """Follow until cancelled; raises EngineDisagrees when the engine serves other weights than the verified files."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read_announced_heads())
+            tasks.create_task(self._follow())
+
+    async def _follow(self) -> None:
         while True:
             if not await self._wait_for_change():
                 await self._read_head(self._state)
@@ -210,9 +216,17 @@ class WeightFollower:
             self._pins.remove(version)
             self._changed.set()
 
-    def _add(self, version: PolicyVersion, manifest: BlobRef) -> None:
-        if self._published.add(version, manifest):
+    def _hear(self, version: PolicyVersion, manifest: BlobRef) -> None:
+        if self._published.announce(version, manifest):
+            self._announced.set()
             self._changed.set()
+
+    async def _read_announced_heads(self) -> None:
+        """Read the head whenever a version beyond it was announced, also while a swap waits."""
+        while True:
+            await self._announced.wait()
+            self._announced.clear()
+            await self._read_head(self._state)
 
     async def _wait_for_change(self) -> bool:
         """Wait for a change, but no longer than `HEAD_POLL_S`; returns False when there was none."""
@@ -237,8 +251,11 @@ class WeightFollower:
             head = decode(entry.value, Head)
         except WireError as err:  # announcements of versions still arrive
             log.warning("the head cannot be read: this worker learns of versions by announcements only", error=str(err))
+            self._published.add_announced()
+            self._changed.set()
             return
-        self._add(PolicyVersion(head.version), head.manifest)
+        if self._published.add(PolicyVersion(head.version), head.manifest):
+            self._changed.set()
 
     async def _fetch_newest(self) -> MirroredVersion | None:
         """Fetch the newest usable version; None when there is none yet."""
