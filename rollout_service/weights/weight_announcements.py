@@ -24,7 +24,6 @@ from penstock.rollout_service.weights.engine_votes import Disagreement, EngineVo
 
 log = structlog.get_logger("rollout.weight_announcements")
 
-MIRROR = "mirror"  # layout of a checksum that is the mirror's, not an engine's
 _PUBLISH_S = 15.0
 
 
@@ -67,9 +66,10 @@ class WeightAnnouncements:
             "publish the alarm",
         )
 
-    async def announce_applied(self, fact: WeightsApplied) -> None:
-        """Publish that the engine serves a version."""
-        self._announced[fact.version, fact.layout] = fact.checksum
+    async def announce_applied(self, fact: WeightsApplied, *, is_verified: bool = False) -> None:
+        """Publish that the engine serves a version; ``is_verified``: its checksum was compared with the manifest."""
+        if not is_verified:
+            self._announced[fact.version, fact.layout] = fact.checksum
         subject, msg_id = subjects.weights_applied(self.run_id), f"a:{fact.worker_id}:{secrets.token_hex(8)}"
         await retry(
             lambda: self._bus.publish(subject, fact, msg_id=msg_id, deadline_s=_PUBLISH_S),
@@ -100,8 +100,6 @@ class WeightAnnouncements:
             return
         log.error("engines disagree", policy_version=found.version, minority=found.minority, expected=found.expected)
         announced = self._announced.get((found.version, found.layout))
-        if found.layout == MIRROR or announced is None:  # a mirror was compared with the manifest, which is better
-            return
-        if announced != found.expected or found.is_tie:
+        if announced is not None and (announced != found.expected or found.is_tie):
             self._disagreement = found
             self.on_disagreement()

@@ -21,9 +21,11 @@ from penstock.rollout_service.metrics import WorkerMetrics
 from penstock.rollout_service.weights.mirror import MirroredVersion
 from penstock.rollout_service.weights.servable_versions import ServableVersions
 from penstock.rollout_service.weights.swap_semaphore import SwapSemaphore
-from penstock.rollout_service.weights.weight_announcements import MIRROR, WeightAnnouncements
+from penstock.rollout_service.weights.weight_announcements import WeightAnnouncements
 
 log = structlog.get_logger("rollout.weight_swap")
+
+_MIRROR = "mirror"  # layout of a checksum that is the mirror's, not an engine's
 
 NEEDS_PERMIT_S = 0.5  # a shorter pause costs the run less than other workers waiting for its end
 
@@ -149,7 +151,8 @@ class WeightSwap:
                 num_bytes=mirrored.num_bytes,
                 checksum=checksum.value,
                 layout=checksum.layout,
-            )
+            ),
+            is_verified=checksum.is_of_files,
         )
 
     async def _checksum(self, mirrored: MirroredVersion) -> EngineChecksum:
@@ -167,4 +170,4 @@ class WeightSwap:
             text = f"the engine of worker {self._announcements.worker_id} serves other weights than those of version {mirrored.version}"
             await self._announcements.raise_alarm(text)
             raise EngineDisagrees(f"{text}; this worker exits: start it again with a fresh engine")
-        return reported or EngineChecksum(mirrored.checksum, MIRROR)
+        return reported or EngineChecksum(mirrored.checksum, _MIRROR, is_of_files=True)

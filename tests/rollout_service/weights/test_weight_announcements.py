@@ -40,11 +40,11 @@ async def test_only_a_checksum_of_the_announced_layout_is_a_reason_to_look(layou
     assert announcements.take_disagreement() is None
 
 
-async def test_what_others_say_about_their_mirrors_is_no_reason_to_look() -> None:
-    """A mirror is compared with the manifest when it is written."""
+async def test_what_others_say_about_verified_weights_is_no_reason_to_look() -> None:
+    """A mirror, and an engine whose checksum is that of its files, are compared with the manifest."""
     announcements = WeightAnnouncements(_Bus(), run_id="r", worker_id="w")  # type: ignore[arg-type]
     own = applied("w", "mine", "mirror")
-    await announcements.announce_applied(own)
+    await announcements.announce_applied(own, is_verified=True)
     for fact in (own, applied("a", "theirs", "mirror"), applied("b", "theirs", "mirror")):
         announcements._compare(fact)
     assert announcements.take_disagreement() is None
