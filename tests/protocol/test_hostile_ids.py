@@ -28,9 +28,9 @@ def test_an_id_in_a_message_is_plain(value: str) -> None:
 @pytest.mark.parametrize("value", HOSTILE + TOKENS, ids=lambda value: repr(value[:20]))
 def test_an_id_that_names_a_folder_or_a_subject_is_one_token(value: str) -> None:
     """The ids of a worker, a replica of the reward service and a run stand in subjects, keys and paths."""
-    with pytest.raises(ValidationError):
-        WorkerSettings(id=value)
-    with pytest.raises(ValidationError):
-        RewardServiceSection(id=value)
+    for section in (WorkerSettings, RewardServiceSection):
+        section.model_validate({"id": "worker-0"})
+        with pytest.raises(ValidationError):
+            section.model_validate({"id": value})
     with pytest.raises(ConfigError):
         check_run_id(value)
